@@ -1,0 +1,165 @@
+"""F1: the collectives of shardcast, and nothing else that talks to other ranks.
+
+Every tensor collective runs on the current stream: with ``async_op=False`` the process group
+launches on the stream that computes (torch >= 2.8, PyTorch PR 148590), so no event, no
+``record_stream`` and no side stream is needed, and whatever runs next sees the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardcast import _compat
+
+REMEDY_INIT = (
+    "call torch.distributed.init_process_group(...) on every rank before shardcast.shard(...)"
+)
+
+
+class Comm:
+    """The ranks that share one model: a process group, or this process alone.
+
+    Ranks here are group ranks, ``0 .. size-1``. Every method must be called by all ranks of the
+    group in the same order; on a world of one they do nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+
+    @classmethod
+    def resolve(cls, process_group: dist.ProcessGroup | None) -> Comm:
+        """The group to use: the given one, else the default one, else this process alone.
+
+        Raises:
+            ValueError: this rank is not a member of ``process_group``.
+            RuntimeError: ``WORLD_SIZE`` announces several processes but no group joins them.
+        """
+        announced = int(os.environ.get("WORLD_SIZE", "1"))
+        if process_group is not None:
+            member = isinstance(process_group, dist.ProcessGroup)
+            if not member or process_group.rank() < 0:
+                raise ValueError(
+                    "process_group: expected a group that contains this rank, got "
+                    f"{process_group!r}; call shard() only on the ranks of the group"
+                )
+            return cls(process_group)
+        if dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+            assert group is not None  # is_initialized() says so; for the type checker
+            if announced > 1 and group.size() == 1:
+                raise RuntimeError(
+                    f"process_group: WORLD_SIZE is {announced} but the default process group has "
+                    "one rank: each process would train alone; initialise the group with all "
+                    "ranks (for Accelerate on CPU: ACCELERATE_USE_CPU=true accelerate launch "
+                    "--multi_gpu --num_processes N)"
+                )
+            return cls(group)
+        if announced > 1:
+            raise RuntimeError(
+                f"process_group: WORLD_SIZE is {announced} but torch.distributed is not "
+                f"initialised; {REMEDY_INIT}"
+            )
+        return cls(None)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite ``tensor`` (contiguous, any shape) on every rank by that of ``source``."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=source)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by the sum over ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """Concatenate the ranks' 1-d ``input`` of equal length; it may be a view of ``output``."""
+        if self.group is not None and self.size > 1:
+            _compat.all_gather_flat(output, input, self.group)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+    ) -> Any:
+        """Start to exchange 1-d pieces: ``sent[r]`` elements go to rank ``r``; returns the work.
+
+        The caller must keep both tensors unchanged and alive until ``work.wait()``.
+        """
+        return dist.all_to_all_single(
+            output, input, list(received), list(sent), group=self.group, async_op=True
+        )
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        """Start to sum 1-d ``input`` over ranks, one equal piece for each; returns the work."""
+        assert self.group is not None
+        return _compat.reduce_scatter_flat(output, input, self.group, async_op=True)
+
+    def exchange(self, value: Any, device: torch.device) -> list[Any]:
+        """All ranks' picklable values, in rank order. For set-up and errors, never for a step."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
+        sizes[self.rank] = data.numel()
+        self.all_reduce(sizes)
+        lengths = [int(size) for size in sizes.tolist()]
+        longest = max(lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: data.numel()] = data
+        gathered = torch.empty(longest * self.size, dtype=torch.uint8, device=device)
+        self.all_gather(gathered, padded)
+        pieces = gathered.cpu().view(self.size, longest)
+        return [
+            pickle.loads(bytes(pieces[rank, :length].tolist()))
+            for rank, length in enumerate(lengths)
+        ]
+
+    def backend(self, device: torch.device) -> str:
+        """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""
+        if self.group is None:
+            return "none"
+        try:
+            return self.group._get_backend(device).name()
+        except RuntimeError:  # a mock group has no backend objects
+            return self.group.name()
+
+
+def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> None:
+    """Compare a description across ranks; raise the same error on every rank if one differs.
+
+    Args:
+        lines: what this rank has planned, one fact per line; compared in order.
+
+    Raises:
+        RuntimeError: names the first line that differs, and what each rank has there.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    digests = torch.zeros(comm.size, 32, dtype=torch.int32, device=device)
+    digests[comm.rank] = torch.tensor(list(digest), dtype=torch.int32)
+    comm.all_reduce(digests)  # 32 numbers per rank, whatever the models: it cannot mismatch
+    if bool((digests == digests[0]).all()):
+        return
+    everyone = comm.exchange(list(lines), device)
+    for position in range(max(len(theirs) for theirs in everyone)):
+        facts = [
+            theirs[position].strip() if position < len(theirs) else "(nothing)"
+            for theirs in everyone
+        ]
+        if len(set(facts)) > 1:
+            shown = "; ".join(f"rank {rank}: {fact}" for rank, fact in enumerate(facts))
+            raise RuntimeError(
+                f"model: the ranks do not hold the same model and options; first difference: "
+                f"{shown}. Build the same model, optimizer groups and config on every rank."
+            )

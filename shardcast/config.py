@@ -1,0 +1,302 @@
+"""F0: every option of shardcast, named, documented and checked in one place.
+
+A :class:`ShardcastConfig` is frozen and comparable; it reads itself from keywords, a mapping, a
+YAML file or ``SHARDCAST_*`` environment variables, in this order of precedence::
+
+    keyword  >  SHARDCAST_<FIELD>  >  file named by SHARDCAST_CONFIG  >  default
+
+A key that is not a field is an error that names the nearest field, in every one of these places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+ENV_PREFIX = "SHARDCAST_"
+CONFIG_VARIABLE = "SHARDCAST_CONFIG"
+
+KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
+GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
+
+
+def _option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ShardcastConfig:
+    """Options of :func:`shardcast.shard`. Every field has a default that suits bf16 training.
+
+    All ranks must use equal options; a difference is found when the layouts are compared.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value out of range, or an unknown choice.
+    """
+
+    param_dtype: torch.dtype = _option(
+        torch.bfloat16, "storage dtype of the model parameters: bf16, fp16 or fp32"
+    )
+    keep_fp32: tuple[KeepRule, ...] = _option(
+        (),
+        "modules kept in fp32: 'norms', glob patterns of parameter names, module classes or "
+        "predicates (name, parameter) -> bool; whoever owns a matching parameter is kept whole",
+    )
+    cast_forward_inputs: bool = _option(
+        True, "cast floating-point inputs of the root module to param_dtype"
+    )
+    grad_dtype: torch.dtype | None = _option(
+        None, "dtype in which gradients accumulate locally; null: the parameter's"
+    )
+    reduce_dtype: torch.dtype | None = _option(
+        None,
+        "dtype of gradients on the wire; null: the gradient's. Sums are always in fp32",
+    )
+    partition: str = _option(
+        "auto",
+        "even: equal spans (elementwise optimizers); whole: one owner per parameter (any "
+        "optimizer); auto: even where the optimizer is known to be elementwise",
+        choices=("auto", "even", "whole"),
+    )
+    elementwise: bool | None = _option(
+        None,
+        "declare whether the optimizer's update is elementwise; null: known classes only",
+    )
+    pack_mb: float = _option(16.0, "upper bound of a pack's storage, in MiB (a single bigger "
+                                   "parameter has a pack of its own)")  # fmt: skip
+    pack_params: int | None = _option(None, "upper bound of the number of parameters per pack")
+    unpacked_first: int = _option(0, "number of first parameters that stay out of shared packs")
+    alignment: int = _option(128, "alignment of slots and spans, in bytes; a power of two >= 8")
+    group_fn: GroupFn | None = _option(
+        None,
+        "(name, parameter) -> key; parameters with different keys never share a pack",
+    )
+    max_grad_norm: float | None = _option(
+        None,
+        "clip the global gradient norm to this value in every step; null: no clipping",
+    )
+    norm_type: float = _option(2.0, "p of the p-norm used for clipping and grad_norm; inf: max")
+    loss_scale: str | float | None = _option(
+        None, "'dynamic', a fixed number, or null: dynamic for fp16, none otherwise"
+    )
+    loss_scale_init: float = _option(2.0**16, "first value of the dynamic loss scale")
+    loss_scale_growth_interval: int = _option(
+        2000, "steps without overflow after which the dynamic loss scale doubles"
+    )
+    max_skipped_steps: int = _option(
+        50, "raise after this many steps in a row were skipped for non-finite gradients"
+    )
+    reduce: str = _option(
+        "auto",
+        "how gradients reach their owner; auto picks per backend",
+        choices=("auto", "all_to_all", "reduce_scatter"),
+    )
+    sync: str = _option(
+        "broadcast",
+        "how updated parameters reach everybody; all_gather needs the even partition",
+        choices=("broadcast", "all_gather"),
+    )
+    fuse: str = _option(
+        "auto",
+        "fused update: eager (cache-sized chunks), compile (one kernel) or auto",
+        choices=("auto", "eager", "compile"),
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "grad_dtype", "reduce_dtype"):
+            object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
+        keep = self.keep_fp32
+        if isinstance(keep, (str, type)) or callable(keep):
+            keep = (keep,)
+        object.__setattr__(self, "keep_fp32", tuple(keep))
+        for option in fields(self):
+            _check_type(option.name, str(option.type), getattr(self, option.name))
+            choices = option.metadata["choices"]
+            if choices and getattr(self, option.name) not in choices:
+                raise ValueError(
+                    f"{option.name}: expected one of {', '.join(choices)}, "
+                    f"got {getattr(self, option.name)!r}"
+                )
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        def require(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+        require(self.param_dtype is not None, "param_dtype", "bf16, fp16 or fp32")
+        require(self.pack_mb > 0, "pack_mb", "a number of MiB above 0")
+        require(
+            self.pack_params is None or self.pack_params > 0,
+            "pack_params",
+            "null or >= 1",
+        )
+        require(self.unpacked_first >= 0, "unpacked_first", "a count >= 0")
+        power_of_two = self.alignment >= 8 and self.alignment & (self.alignment - 1) == 0
+        require(power_of_two, "alignment", "a power of two >= 8 (bytes)")
+        require(self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm",
+                "null or a number above 0")  # fmt: skip
+        require(self.norm_type > 0, "norm_type", "a number above 0, or inf")
+        if isinstance(self.loss_scale, str):
+            require(
+                self.loss_scale == "dynamic",
+                "loss_scale",
+                "'dynamic', a number or null",
+            )
+        elif self.loss_scale is not None:
+            require(self.loss_scale > 0, "loss_scale", "'dynamic', a number above 0 or null")
+        require(self.loss_scale_init > 0, "loss_scale_init", "a number above 0")
+        require(
+            self.loss_scale_growth_interval > 0,
+            "loss_scale_growth_interval",
+            "a count >= 1",
+        )
+        require(self.max_skipped_steps > 0, "max_skipped_steps", "a count >= 1")
+        if self.sync == "all_gather" and self.partition == "whole":
+            raise ValueError(
+                "sync: all_gather needs equal spans, got partition 'whole'; use sync 'broadcast'"
+            )
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> ShardcastConfig:
+        """Resolve the configuration of this process.
+
+        Args:
+            source: path of a YAML file, or a mapping; ``None`` takes the file that the variable
+                ``SHARDCAST_CONFIG`` names, if any.
+            keywords: fields given in code; they win over everything else.
+
+        Raises:
+            ValueError: an unknown field, naming the nearest known one, or an invalid value.
+            FileNotFoundError: the file does not exist.
+        """
+        if source is None:
+            source = os.environ.get(CONFIG_VARIABLE) or None
+        values: dict[str, Any] = {}
+        if isinstance(source, Mapping):
+            values.update(_known(source, "config"))
+        elif source is not None:
+            values.update(_known(_read_yaml(Path(source)), str(source)))
+        values.update(_from_environment(os.environ))
+        values.update(_known(keywords, "keyword"))
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> ShardcastConfig:
+        """A copy with some fields changed, checked as a new one is."""
+        return dataclasses.replace(self, **_known(changes, "keyword"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they would stand in YAML; callables and classes by qualified name."""
+        names = {dtype: name for name, dtype in reversed(DTYPES.items())}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return names[value]
+            if isinstance(value, tuple):
+                return [plain(item) for item in value]
+            if callable(value):
+                return f"{value.__module__}.{value.__qualname__}"
+            return value
+
+        return {option.name: plain(getattr(self, option.name)) for option in fields(self)}
+
+
+def _known(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    names = [option.name for option in fields(ShardcastConfig)]
+    for key in values:
+        if key not in names:
+            raise ValueError(f"{where}: unknown option {key!r}{_nearest(str(key), names)}")
+    return values
+
+
+def _nearest(key: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(names)}"
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    import yaml  # comes with accelerate; not needed to import shardcast
+
+    content = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
+    return content
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    import yaml
+
+    names = [option.name for option in fields(ShardcastConfig)]
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        key = variable[len(ENV_PREFIX) :].lower()
+        if key not in names:
+            known = [ENV_PREFIX + name.upper() for name in names]
+            raise ValueError(f"environment: unknown variable {variable}{_nearest(variable, known)}")
+        values[key] = yaml.safe_load(text)
+    return values
+
+
+def _as_dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        if value is None or value in DTYPES.values():
+            return value
+    elif isinstance(value, str) and value in DTYPES:
+        return DTYPES[value]
+    raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
+
+
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    """Check plain types; YAML reads ``1e-3`` as text and ``yes`` as a boolean."""
+    if value is None and "None" in annotation:
+        return
+    expected: tuple[type, ...]
+    if annotation.startswith("bool"):
+        expected = (bool,)
+    elif annotation.startswith("int"):
+        expected = (int,)
+    elif annotation.startswith("float"):
+        expected = (int, float)
+    elif annotation.startswith("str | float"):
+        expected = (str, int, float)
+    elif annotation.startswith("str"):
+        expected = (str,)
+    else:
+        _check_callables(name, value)
+        return
+    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+        raise TypeError(f"{name}: expected {annotation}, got {value!r} ({type(value).__name__})")
+
+
+def _check_callables(name: str, value: Any) -> None:
+    if name == "group_fn" and not callable(value):
+        raise TypeError(f"group_fn: expected a callable (name, parameter) -> key, got {value!r}")
+    if name == "keep_fp32":
+        for rule in value:
+            if not isinstance(rule, str) and not callable(rule):
+                raise TypeError(
+                    "keep_fp32: expected patterns, module classes or predicates "
+                    f"(name, parameter) -> bool, got {rule!r} ({type(rule).__name__})"
+                )

@@ -1,0 +1,284 @@
+"""F2, reduce: gradients of every rank to the owner of their span, while backward runs.
+
+Life of a pack in one synchronised backward::
+
+    gradient accumulated -> adopted into the gradient pack      (post-accumulate hook)
+    all slots there      -> launched, packs in a fixed order    (last parameters first)
+    two launches later   -> finished: waited for, summed in fp32 over ranks in rank order,
+                            divided by their number, written over the own span
+    end of backward      -> packs still incomplete are launched, absent gradients as zeros
+
+so each synchronised backward launches every pack exactly once, in the same order, on every rank,
+whatever gradients are absent. The own span of a gradient pack then holds the mean; the rest of
+it is consumed. If more is accumulated on top (several backwards before a step), the mean moves to
+an fp32 *carry* first and is added back when the pack is reduced again.
+
+Peers sum in the wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision is only on the
+wire, and the mean is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.pack import GradPack, Pack
+from shardcast.precision import MASTER_DTYPE, Precision
+
+CHUNK = 1 << 16  # elements summed at a time: the fp32 accumulator stays in cache
+WINDOW = 2  # packs in flight: bounds the memory of receive buffers
+
+
+@dataclass
+class _Stage:
+    """Where one gradient pack stands."""
+
+    grads: GradPack
+    wire: torch.dtype
+    arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
+    work: Any = None  # the collective in flight
+    received: Tensor | None = None  # its output
+    sent: Tensor | None = None  # its input; alive and unchanged until the work is waited for
+    reduced: bool = False  # the own span holds the mean
+    carry: Tensor | None = None  # fp32 means of earlier rounds of this step
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.grads.pack.params)
+
+
+class Reducer:
+    """Reduces the gradients of ``packs`` to their owners.
+
+    All ranks must run the same number of synchronised backwards; inside :meth:`no_sync` none.
+
+    Args:
+        packs: in layout order; every parameter of every pack may receive gradients.
+    """
+
+    def __init__(
+        self,
+        packs: Sequence[Pack],
+        comm: Comm,
+        precision: Precision,
+        config: ShardcastConfig,
+    ) -> None:
+        self._comm = comm
+        self.grads = [GradPack(pack, precision.grad_dtype(pack.layout.dtype)) for pack in packs]
+        # Gradients arrive roughly from the last parameter to the first.
+        self._stages = [
+            _Stage(grads, precision.wire_dtype(grads.pack.layout.dtype))
+            for grads in reversed(self.grads)
+        ]
+        self._scatter = self._choose_scatter(config)
+        self._next = 0  # first stage of this round that was not launched yet
+        self._armed = False  # the end-of-backward callback is queued
+        self._sync = True
+        self._due = True  # a round must be run before the next step
+        self._flying: list[_Stage] = []
+        self._spare: list[Tensor] = []  # receive buffers to be used again within this step
+        self._handles = [
+            handle
+            for stage in self._stages
+            for position, param in enumerate(stage.grads.pack.params)
+            for handle in (
+                param.register_hook(partial(self._before_accumulate, stage)),
+                param.register_post_accumulate_grad_hook(
+                    partial(self._after_accumulate, stage, position)
+                ),
+            )
+        ]
+
+    def _choose_scatter(self, config: ShardcastConfig) -> bool:
+        """``auto``: reduce-scatter only where it sums in fp32 anyway, on a backend good at it.
+
+        On gloo an all-to-all and a local sum take a third of its reduce-scatter's time
+        (``launch/benchmark.py --only reduce``). NCCL's reduce-scatter rounds to the wire dtype at
+        every hop, so low-precision gradients use the all-to-all there too.
+        """
+        if not self._stages or self._comm.size == 1:
+            return False
+        equal = all(
+            len({span.numel for span in stage.grads.pack.layout.spans}) == 1
+            for stage in self._stages
+        )
+        if config.reduce == "reduce_scatter":
+            if not equal:
+                raise ValueError(
+                    "reduce: reduce_scatter needs equal spans, got partition 'whole'; use "
+                    "reduce 'all_to_all' or 'auto'"
+                )
+            return True
+        device = self._stages[0].grads.pack.params[0].device
+        exact = all(stage.wire == MASTER_DTYPE for stage in self._stages)
+        backend = self._comm.backend(device)
+        return config.reduce == "auto" and equal and exact and "nccl" in backend
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backwards accumulate locally and no collective is issued."""
+        before, self._sync = self._sync, False
+        self._due = True
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def arm(self) -> None:
+        """Have the round flushed when the running backward ends.
+
+        Called when a backward reaches the model's output, so that it is the *outermost* backward
+        that flushes, not one that a re-entrant checkpoint runs inside; the first gradient hook
+        calls it for models whose submodules are called directly.
+        """
+        if self._armed or not self._sync or self._comm.size == 1:
+            return
+        self._armed = True
+        _compat.at_end_of_backward(self._end_backward)
+
+    def finish(self) -> None:
+        """Have all gradients of the own spans here; the last call of the stage before a step.
+
+        Every rank must call it. Runs the round itself for gradients that no synchronised
+        backward brought (set by hand, or accumulated under :meth:`no_sync`).
+
+        Raises:
+            RuntimeError: inside :meth:`no_sync`.
+        """
+        if not self._sync:
+            raise RuntimeError(
+                "step() was called inside no_sync(): the gradients were not reduced; leave the "
+                "context before the last backward and the step"
+            )
+        self._armed = False  # an exception in a backward may have left it set
+        if self._due:
+            self._flush()
+        self._due = True
+        while self._flying:
+            self._land(self._flying.pop(0))
+        self._spare.clear()
+        for stage in self._stages:
+            for position in range(len(stage.grads.pack.params)):
+                # A gradient replaced by hand after the reduction is final, as with DDP.
+                stage.grads.adopt(position)
+
+    # -- hooks ------------------------------------------------------------------------------
+
+    def _before_accumulate(self, stage: _Stage, _grad: Tensor) -> None:
+        self.arm()
+        if stage.reduced or stage.work is not None:
+            self._reopen(stage)
+
+    def _after_accumulate(self, stage: _Stage, position: int, _param: Tensor) -> None:
+        stage.grads.adopt(position)
+        if not self._sync or self._comm.size == 1:
+            return
+        stage.arrived.add(position)
+        while self._next < len(self._stages) and self._stages[self._next].complete:
+            self._launch(self._stages[self._next])
+            self._next += 1
+
+    def _end_backward(self) -> None:
+        if self._armed:
+            self._armed = False
+            self._flush()
+
+    def _flush(self) -> None:
+        for stage in self._stages[self._next :]:
+            self._launch(stage)
+        for stage in self._stages:  # accumulated into after its launch, by a re-entrant backward
+            if stage.arrived:
+                self._launch(stage)
+        self._next = 0
+        self._due = False
+
+    # -- one pack ---------------------------------------------------------------------------
+
+    def _reopen(self, stage: _Stage) -> None:
+        """New gradients for a reduced pack: keep the mean of those that were not cleared."""
+        if stage.work is not None:
+            self._flying.remove(stage)
+            self._land(stage)
+        grads = stage.grads
+        stage.reduced = False
+        kept = [position for position in range(len(grads.pack.params)) if grads.holds(position)]
+        if not kept:  # the usual case: all gradients were set to None, all will be overwritten
+            stage.carry = None
+            return
+        for position in range(len(grads.pack.params)):
+            if position not in kept:
+                grads.clear(position)
+        carry = grads.own.to(MASTER_DTYPE, copy=True)
+        stage.carry = carry
+        grads.data.zero_()
+
+    def _launch(self, stage: _Stage) -> None:
+        if stage.reduced or stage.work is not None:
+            self._reopen(stage)
+        stage.arrived.clear()
+        grads = stage.grads
+        for position, param in enumerate(grads.pack.params):
+            grads.adopt(position)
+            if param.grad is None:
+                grads.clear(position)
+        if self._comm.size == 1:
+            return
+        layout, own = grads.pack.layout, grads.pack.own
+        stage.sent = grads.data if grads.dtype == stage.wire else grads.data.to(stage.wire)
+        if self._scatter:
+            stage.received = self._buffer(own.numel, stage)
+            stage.work = self._comm.reduce_scatter(stage.received, stage.sent)
+        else:
+            stage.received = self._buffer(own.numel * self._comm.size, stage)
+            sizes = [span.numel for span in layout.spans]
+            stage.work = self._comm.all_to_all(
+                stage.received, stage.sent, [own.numel] * self._comm.size, sizes
+            )
+        self._flying.append(stage)
+        if len(self._flying) > WINDOW:
+            self._land(self._flying.pop(0))
+
+    def _buffer(self, numel: int, stage: _Stage) -> Tensor:
+        device = stage.grads.data.device
+        for position, spare in enumerate(self._spare):
+            if spare.numel() >= numel and spare.dtype == stage.wire and spare.device == device:
+                return self._spare.pop(position)[:numel]
+        return torch.empty(numel, dtype=stage.wire, device=device)
+
+    @torch.no_grad()
+    def _land(self, stage: _Stage) -> None:
+        """Wait for the collective and write the mean over the own span."""
+        stage.work.wait()
+        received, carry, own = stage.received, stage.carry, stage.grads.own
+        assert received is not None
+        # One size up from the wire, so that the sum of equal fp32 values is exact too.
+        exact = torch.float64 if stage.wire == MASTER_DTYPE else MASTER_DTYPE
+        pieces = received.view(-1, own.numel()) if own.numel() else received.view(1, 0)
+        for start in range(0, own.numel(), CHUNK):
+            stop = min(start + CHUNK, own.numel())
+            total = pieces[0, start:stop].to(exact, copy=True)
+            for piece in pieces[1:]:
+                total += piece[start:stop]
+            # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
+            total /= self._comm.size
+            if carry is not None:
+                total += carry[start:stop]
+            own[start:stop].copy_(total)
+        self._spare.append(received)
+        stage.work = stage.received = stage.sent = stage.carry = None
+        stage.reduced = True

@@ -1,0 +1,272 @@
+"""F2, scale: one small all-reduce decides how, and whether, the step is made.
+
+The norm, the non-finite flag, the loss scale and the step's factor are scalars on the device; no
+method here waits for it. What the host wants to know (skipped steps, the report) is copied to it
+without waiting and read when it has arrived: at once on CPU, one step later on an accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.pack import GradPack
+
+CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+BACKOFF, GROWTH = 0.5, 2.0  # of the dynamic loss scale, as torch.amp.GradScaler
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks agreed on for one step.
+
+    Attributes:
+        norm: 0-dim fp64, the global gradient norm before clipping, loss scale removed.
+        skip: 0-dim bool, some gradient somewhere is not finite.
+        factor: 0-dim fp32, what gradients are to be multiplied with (unscale and clip), or
+            ``None`` where that is 1 by construction.
+        present: per pack and slot, whether any rank has a gradient; exact for the slots that
+            this rank owns a part of.
+    """
+
+    norm: Tensor
+    skip: Tensor
+    factor: Tensor | None
+    present: list[list[bool]]
+
+
+class Scaler:
+    """Loss scale, global norm, clipping factor and the decision to skip.
+
+    Args:
+        grads: the gradient packs that are reduced, in layout order.
+        device: where the scalars live.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[GradPack],
+        comm: Comm,
+        config: ShardcastConfig,
+        device: torch.device,
+    ) -> None:
+        self._grads, self._comm, self._config = grads, comm, config
+        self._device = device
+        wanted = None if config.loss_scale == 1 else config.loss_scale
+        if config.loss_scale is None and config.param_dtype == torch.float16:
+            wanted = "dynamic"
+        self.dynamic = wanted == "dynamic"
+        first = config.loss_scale_init if self.dynamic else wanted
+        self.loss_scale: Tensor | None = None
+        if first is not None:
+            self.loss_scale = torch.tensor(float(first), dtype=torch.float32, device=device)
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
+        # skipped so far, skipped in a row, then the first bad element of each rank (-1: none)
+        self._tally = torch.zeros(2 + comm.size, dtype=torch.float64, device=device)
+        self._host = torch.zeros_like(self._tally, device="cpu", pin_memory=device.type == "cuda")
+        self._copied: torch.cuda.Event | None = None
+        self._reported = 0.0
+        self._owned = [
+            base + position
+            for base, pack_grads in self._bases()
+            for position, slot in enumerate(pack_grads.pack.layout.slots)
+            if slot.offset < pack_grads.pack.own.stop and slot.end > pack_grads.pack.own.start
+        ]
+        self._patterns: dict[tuple[bool, ...], Tensor] = {}
+        self.loss_was_scaled = False
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale; the same tensor where no scale is in use."""
+        self.loss_was_scaled = True
+        return loss if self.loss_scale is None else loss * self.loss_scale
+
+    @torch.no_grad()
+    def combine(self, max_norm: float | None) -> Verdict:
+        """The verdict over all ranks' own spans. Every rank must call it, after the reduction.
+
+        One all-reduce of ``2 * world_size + number of slots`` doubles; each rank adds its own
+        row, so the sum of rows, in rank order, is the same on every rank to the bit.
+        """
+        size, rank = self._comm.size, self._comm.rank
+        local = [self._local(grads) for grads in self._grads]
+        pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
+        control = torch.zeros(2 * size + len(pattern), dtype=torch.float64, device=self._device)
+        if local:
+            parts = torch.stack(local)
+            control[rank] = self._merge(parts)
+            control[size + rank] = self._first_bad(parts)
+        control[2 * size :] = self._on_device(pattern)
+        self._comm.all_reduce(control)
+        norm = self._merge(control[:size])
+        if math.isfinite(self._config.norm_type):
+            norm = norm.pow(1.0 / self._config.norm_type)
+        skip = ~norm.isfinite()
+        factor: Tensor | None = None
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale
+            factor = 1.0 / self.loss_scale
+        if max_norm is not None:
+            clip = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0).float()
+            factor = clip if factor is None else clip * factor
+        present = self._present(pattern, control[2 * size :])
+        self._count(skip, control[size : 2 * size])
+        return Verdict(norm, skip, factor, present)
+
+    def update(self, verdict: Verdict) -> None:
+        """Grow or back off the dynamic loss scale, as torch.amp.GradScaler does."""
+        if self.dynamic:
+            assert self.loss_scale is not None
+            torch._amp_update_scale_(
+                self.loss_scale, self._growth, verdict.skip.float(),
+                GROWTH, BACKOFF, self._config.loss_scale_growth_interval,
+            )  # fmt: skip
+
+    def poll(self) -> None:
+        """Report skipped steps that the host has heard of; never waits for the device.
+
+        Raises:
+            RuntimeError: ``max_skipped_steps`` steps in a row were skipped; names the first
+                non-finite element.
+        """
+        if self._copied is not None and not self._copied.query():
+            return
+        skipped, in_row, *bad = self._host.tolist()
+        if skipped == self._reported:
+            return
+        self._reported = skipped
+        where = "; ".join(self._locate(rank, int(p)) for rank, p in enumerate(bad) if p >= 0)
+        if in_row >= self._config.max_skipped_steps:
+            raise RuntimeError(
+                f"{int(in_row)} steps in a row were skipped for non-finite gradients "
+                f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
+                "or look at the data of these steps."
+            )
+        if not self.dynamic:  # with a dynamic scale an overflow now and then is its normal work
+            warnings.warn(f"step skipped, non-finite gradient: {where}", stacklevel=3)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far. Reading it waits for the device."""
+        return int(self._tally[0].item())
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain numbers; waits for the device."""
+        scale = 1.0 if self.loss_scale is None else float(self.loss_scale)
+        skipped, in_row = self._tally[:2].tolist()
+        return {
+            "loss_scale": scale,
+            "growth": float(self._growth),
+            "skipped": skipped,
+            "in_row": in_row,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        if self.loss_scale is not None:
+            self.loss_scale.fill_(state["loss_scale"])
+        self._growth.fill_(int(state["growth"]))
+        self._tally[0], self._tally[1] = state["skipped"], state["in_row"]
+        self._reported = state["skipped"]
+        self._host.copy_(self._tally)
+
+    def _local(self, grads: GradPack) -> Tensor:
+        """Sum of p-th powers (maximum for inf) of the own span, 0-dim fp64.
+
+        fp64 makes the norm independent of how the packs are cut, to fp32 precision, and finite
+        for every finite gradient.
+        """
+        p = self._config.norm_type
+        own = grads.own
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        chunk = CHUNK if own.device.type == "cpu" else max(1, own.numel())
+        for start in range(0, own.numel(), chunk):
+            piece = own[start : start + chunk]
+            if p == 2.0 and own.device.type == "cpu":
+                doubles = piece.double()
+                total += torch.dot(doubles, doubles)
+            else:
+                norm = torch.linalg.vector_norm(piece, p, dtype=torch.float64).to(self._device)
+                total = torch.maximum(total, norm) if math.isinf(p) else total + norm.pow(p)
+        return total
+
+    def _merge(self, parts: Tensor) -> Tensor:
+        return parts.amax() if math.isinf(self._config.norm_type) else parts.sum()
+
+    def _first_bad(self, parts: Tensor) -> Tensor | float:
+        """1 + position, counted over all packs, of the first non-finite element; 0 for none.
+
+        On CPU the element, on an accelerator (where looking for it would be another pass over
+        the gradients) the first element of the span that holds it.
+        """
+        bad = ~parts.isfinite()
+        starts = [1.0]
+        for grads in self._grads:
+            starts.append(starts[-1] + grads.pack.layout.numel)
+        if self._device.type != "cpu":
+            begin = [at + g.pack.own.start for at, g in zip(starts, self._grads, strict=False)]
+            first = torch.argmax(bad.to(torch.uint8))
+            return torch.tensor(begin, dtype=torch.float64).to(self._device)[first] * bad.any()
+        for at, grads, is_bad in zip(starts, self._grads, bad.tolist(), strict=False):
+            if is_bad:
+                index = int(torch.argmax((~grads.own.isfinite()).to(torch.uint8)))
+                return at + grads.pack.own.start + index
+        return 0.0
+
+    def _on_device(self, pattern: tuple[bool, ...]) -> Tensor:
+        """The pattern of present gradients as doubles, copied once per pattern."""
+        known = self._patterns.get(pattern)
+        if known is None:
+            if len(self._patterns) > 8:
+                self._patterns.clear()
+            known = torch.tensor(pattern, dtype=torch.float64).to(self._device)
+            self._patterns[pattern] = known
+        return known
+
+    def _present(self, pattern: tuple[bool, ...], counts: Tensor) -> list[list[bool]]:
+        """Slots with a gradient on some rank.
+
+        A gradient that is here is present. Only for a slot of our own span without one do we
+        have to look at what the others said, which on an accelerator waits for the all-reduce.
+        """
+        needed = not all(pattern[index] for index in self._owned)
+        everywhere = pattern
+        if needed:
+            everywhere = tuple(count > 0 for count in counts.tolist())
+        return [
+            list(everywhere[base : base + len(grads.pack.params)]) for base, grads in self._bases()
+        ]
+
+    def _bases(self) -> list[tuple[int, GradPack]]:
+        bases, base = [], 0
+        for grads in self._grads:
+            bases.append((base, grads))
+            base += len(grads.pack.params)
+        return bases
+
+    def _count(self, skip: Tensor, bad: Tensor) -> None:
+        self._tally[0] += skip
+        self._tally[1] = (self._tally[1] + 1) * skip
+        self._tally[2:] = bad - 1
+        self._host.copy_(self._tally, non_blocking=True)
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def _locate(self, rank: int, position: int) -> str:
+        for grads in self._grads:
+            layout = grads.pack.layout
+            if position >= layout.numel:
+                position -= layout.numel
+                continue
+            for slot in layout.slots:
+                if position < slot.end:
+                    return f"rank {rank}, parameter {slot.name!r}, element {position - slot.offset}"
+        return f"rank {rank}, element {position}"

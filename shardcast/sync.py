@@ -1,0 +1,37 @@
+"""F2, sync: the owners' updated spans to everybody, on the current stream.
+
+``broadcast`` sends each owner's span of each pack; ``all_gather`` takes one collective per pack
+and needs equal spans. Both run in the compute stream's order (PaddlePaddle PR 35878: then no
+further synchronisation is needed), so evaluation and saving always see coherent weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.pack import Pack
+
+
+class Sync:
+    """Makes ``packs`` equal on all ranks. Calling it is collective, all ranks in the same order."""
+
+    def __init__(self, packs: Sequence[Pack], comm: Comm, config: ShardcastConfig) -> None:
+        self._packs = packs
+        self._comm = comm
+        self._gather = config.sync == "all_gather"
+        self._turns = [
+            (pack, span)
+            for pack in packs
+            for span in pack.layout.spans
+            if pack.layout.fragments(span.owner)  # a span of padding alone says nothing
+        ]
+
+    def __call__(self) -> None:
+        if self._gather:
+            for pack in self._packs:
+                self._comm.all_gather(pack.data, pack.span(pack.own))
+        else:
+            for pack, span in self._turns:
+                self._comm.broadcast(pack.span(span), span.owner)
