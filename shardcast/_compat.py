@@ -6,13 +6,15 @@ installed torch, so that a new release that breaks one of them fails there, by n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.dlpack import from_dlpack
 
 
@@ -58,3 +60,48 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     Schedulers warn when their first ``step()`` comes before the optimizer's; they watch this flag.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def is_ddp(model: nn.Module) -> bool:
+    """Whether ``model`` is, or wraps, a DistributedDataParallel."""
+    return any(isinstance(layer, DistributedDataParallel) for layer in _wrappers(model))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DDP and ``torch.compile`` wrappers."""
+    *_, innermost = _wrappers(model)
+    return innermost
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    while True:
+        yield model
+        name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+        inside = getattr(model, name, None)  # _orig_mod: of torch._dynamo.OptimizedModule
+        if not isinstance(inside, nn.Module):
+            return
+        model = inside
+
+
+def inside_ddp(module: nn.Module) -> bool:
+    """Whether the running forward is that of a DDP wrapper of ``module``.
+
+    DDP notes the wrapper whose forward runs, for Dynamo, in ``_active_ddp_module``.
+    """
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active is not None and unwrapped(active) is module
+
+
+@contextmanager
+def swapped_params() -> Iterator[None]:
+    """Within it ``module.to_empty`` and ``module.to`` keep the identity of parameters.
+
+    A switch of ``torch.__future__``; without it a parameter on ``meta`` is replaced by a new one
+    that the optimizer does not know.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
-from shardcast.layout import PackLayout
-from shardcast.master import Master
+from shardcast.master import build_master
 from shardcast.optimizer import ShardedOptimizer
-from shardcast.pack import Pack, check_materialised, describe, plan_packs
-from shardcast.precision import MASTER_DTYPE, Precision, is_packable
+from shardcast.pack import check_params, describe, plan_packs
+from shardcast.precision import Precision
 from shardcast.update import ELEMENTWISE
 
+REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "it needs the whole gradient as one vector",
+    torch.optim.SparseAdam: "it works on sparse gradients",
+}
 MARK = "_shardcast_sharded"  # attribute of a model that was sharded
 
 
@@ -28,6 +32,7 @@ def shard(
     config: ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    materialize: Callable[[nn.Module], Any] | None = None,
     **fields: Any,
 ) -> ShardedOptimizer:
     """Shard the fp32 masters and the state of ``optimizer`` over the data-parallel ranks.
@@ -45,6 +50,9 @@ def shard(
             :meth:`ShardcastConfig.load`.
         process_group: the ranks to shard over; default: the default group, or this process alone
             where ``torch.distributed`` is not initialised.
+        materialize: gives a model built on ``meta`` its storage and values, for example
+            ``lambda model: model.to_empty(device="cuda").apply(initialise)``; parameters keep
+            their identity. Only rank 0's values count.
         fields: single options, which win over ``config``.
 
     Returns:
@@ -56,22 +64,29 @@ def shard(
             the ranks hold different models or options.
     """
     config = _resolve(config, fields)
-    named = _check(model, optimizer)
+    _check(model, optimizer)
+    inner = _compat.unwrapped(model)
+    if materialize is not None:
+        with _compat.swapped_params():
+            materialize(inner)
+    mine = _check_groups(inner, optimizer)
     comm = Comm.resolve(process_group)
-    precision = Precision(model, config)
+    precision = Precision(inner, config)
+    if _compat.is_ddp(model):
+        _check_ddp(mine, precision)
     groups = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    mine = {name: param for name, param in named.items() if param in groups}
     infos = describe(mine, config, groups, {p: precision.storage_dtype(p) for p in mine.values()})
     layout = plan_packs(infos, comm.size, _partition(optimizer, config), config)
     device = next(iter(mine.values())).device
     facts = layout.lines() + [f"{key} = {value}" for key, value in config.to_dict().items()]
     same_everywhere(comm, facts, device)
 
-    setattr(model, MARK, True)
+    setattr(inner, MARK, True)
     with torch.no_grad():
-        _convert_rest(model, mine, precision, comm)
+        _convert_rest(inner, mine, precision, comm)
         masters = [
-            _build(pack, [mine[slot.name] for slot in pack.slots], comm) for pack in layout.packs
+            build_master(pack, [mine[slot.name] for slot in pack.slots], comm)
+            for pack in layout.packs
         ]
     for param in mine.values():
         param.grad = None
@@ -92,8 +107,7 @@ def _resolve(config: Any, fields: Mapping[str, Any]) -> ShardcastConfig:
     )
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """All parameters of the model by name, after checking that they can be sharded."""
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -101,20 +115,27 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.P
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
             "build one over model.parameters() and pass the object, not the class"
         )
-    if isinstance(optimizer, ShardedOptimizer) or getattr(model, MARK, False):
+    if isinstance(optimizer, ShardedOptimizer) or hasattr(_compat.unwrapped(model), MARK):
         raise RuntimeError(
             "shard() was called before on this model or optimizer; call it once, with one "
             "optimizer that has all parameters in its groups"
         )
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        raise TypeError(
-            f"optimizer: {type(optimizer).__name__} cannot be sharded ("
-            + ("it needs the whole gradient as one vector" if isinstance(
-                optimizer, torch.optim.LBFGS) else "it works on sparse gradients")
-            + "); use a first-order optimizer on dense gradients such as AdamW"
-        )  # fmt: skip
+    for refused, reason in REFUSED.items():
+        if isinstance(optimizer, refused):
+            raise TypeError(
+                f"optimizer: {type(optimizer).__name__} cannot be sharded ({reason}); use a "
+                "first-order optimizer on dense gradients, such as AdamW"
+            )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            "optimizer: differentiable=True cannot be sharded, the update runs without autograd; "
+            "use differentiable=False"
+        )
+
+
+def _check_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by name, in model order, after checking that they can be used."""
     named = dict(model.named_parameters())
-    check_materialised(named)
     names = {param: name for name, param in named.items()}
     seen: set[nn.Parameter] = set()
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -123,40 +144,55 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.P
                 f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not one "
                 "of the model's; build the optimizer from model.parameters() of this very model"
             )
-        name = names[param]
         if param in seen:
-            raise ValueError(f"optimizer: parameter {name!r} is in its groups twice; list it once")
-        seen.add(param)
-        if not is_packable(param):
-            kind = "complex" if param.is_complex() else str(param.dtype)
-            raise TypeError(
-                f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
-                "leave it out of this optimizer's groups (complex ones: train a real view)"
+            raise ValueError(
+                f"optimizer: parameter {names[param]!r} is in its groups twice; list it once"
             )
+        seen.add(param)
     if not seen:
         raise ValueError("optimizer: its groups hold no parameter; add the model's parameters")
-    return named
+    mine = {name: param for name, param in named.items() if param in seen}
+    check_params(mine)
+    return mine
+
+
+def _check_ddp(mine: Mapping[str, nn.Parameter], precision: Precision) -> None:
+    """DDP keeps gradient buckets of the dtype it found; parameters cannot be cast under it."""
+    for name, param in mine.items():
+        if precision.storage_dtype(param) != param.dtype:
+            raise ValueError(
+                f"model: it is wrapped in DDP, whose buckets hold {param.dtype} gradients, but "
+                f"parameter {name!r} is to be stored as {precision.storage_dtype(param)}; pass the "
+                "bare model (shardcast reduces gradients itself), or param_dtype=fp32"
+            )
 
 
 def _partition(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
     """``auto``: even only where the update of an element needs nothing but that element."""
+    equal = [
+        (name, value)
+        for name, value in (("sync", config.sync), ("reduce", config.reduce))
+        if value in ("all_gather", "reduce_scatter")
+    ]
     elementwise = config.elementwise
     if elementwise is None:
         elementwise = type(optimizer) in ELEMENTWISE
     if config.partition == "auto":
-        if config.sync == "all_gather" and not elementwise:
-            raise ValueError(
-                "sync: all_gather needs equal spans, but the update of "
-                f"{type(optimizer).__name__} is not known to be elementwise; use 'broadcast'"
-            )
-        return "even" if elementwise else "whole"
+        partition = "even" if elementwise else "whole"
+    else:
+        partition = config.partition
+    if equal and partition == "whole":
+        raise ValueError(
+            f"{equal[0][0]}: {equal[0][1]} needs equal spans, but {type(optimizer).__name__} is "
+            f"sharded with partition 'whole'; use the default {equal[0][0]}"
+        )
     if config.partition == "even" and not elementwise:
         raise ValueError(
             f"partition: 'even' cuts parameters, and {type(optimizer).__name__} is not known to "
             "be elementwise; use 'whole' or 'auto', or declare elementwise=True if its update of "
             "an element depends on nothing but that element's gradient and state"
         )
-    return config.partition
+    return partition
 
 
 def _convert_rest(
@@ -166,29 +202,10 @@ def _convert_rest(
     held = set(mine.values())
     for param in model.parameters():
         if param not in held:
+            param.data = param.data.contiguous()
             comm.broadcast(param.data, 0)
             param.data = param.data.to(precision.storage_dtype(param))
-    for buffer in model.buffers():
-        comm.broadcast(buffer, 0)
-
-
-def _build(layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> Master:
-    """One pack and its masters: stage in fp32, broadcast from rank 0, keep, cast, free.
-
-    Originals are freed one by one as they are staged, so no more than one pack is held twice.
-    """
-    pack = Pack(layout, params, layout.spans[comm.rank])
-    master = Master(pack, None)
-    if comm.size == 1 and layout.dtype == MASTER_DTYPE:
-        pack.fill()
-        master.fill(None)
-        return master
-    device = params[0].device
-    staged = torch.zeros(layout.numel, dtype=MASTER_DTYPE, device=device)
-    for slot, param in zip(layout.slots, params, strict=True):
-        staged[slot.offset : slot.end].view(slot.shape).copy_(param.data)
-        param.data = torch.empty(0, dtype=layout.dtype, device=device)
-    comm.broadcast(staged, 0)
-    pack.fill(staged)
-    master.fill(staged)
-    return master
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            comm.broadcast(buffer, 0)
+            module._buffers[name] = buffer.to(precision.buffer_dtype(module, buffer))

@@ -61,6 +61,12 @@ class ShardcastConfig:
     cast_forward_inputs: bool = _option(
         True, "cast floating-point inputs of the root module to param_dtype"
     )
+    cast_buffers: bool = _option(
+        False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
+    )
+    broadcast_buffers: bool = _option(
+        False, "make buffers equal to rank 0's after every step, as DDP does for batch norm"
+    )
     grad_dtype: torch.dtype | None = _option(
         None, "dtype in which gradients accumulate locally; null: the parameter's"
     )

@@ -7,8 +7,10 @@ in fp32 is its own master: the update writes straight into it and nothing is cas
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardcast.comm import Comm
+from shardcast.layout import PackLayout
 from shardcast.pack import GradPack, Pack
 from shardcast.precision import MASTER_DTYPE
 
@@ -21,9 +23,9 @@ class Master:
         fragments: the parameters' parts in the own span, in pack order.
     """
 
-    def __init__(self, pack: Pack, grads: GradPack | None) -> None:
+    def __init__(self, pack: Pack) -> None:
         self.pack = pack
-        self.grads = grads  # None for packs whose parameters were frozen from the start
+        self.grads: GradPack | None = None  # None while frozen: neither reduced nor updated
         self.fragments = pack.layout.fragments(pack.own.owner)
         self.data = torch.empty(0)
 
@@ -56,6 +58,34 @@ class Master:
 
     @torch.no_grad()
     def absorb(self) -> None:
-        """Take the published values as masters; what low precision lost stays lost."""
+        """Take published values that are not the cast of their masters as the new masters.
+
+        Masters whose cast is what is published keep their full precision.
+        """
         if not self.in_place:
-            self.data.copy_(self.pack.span(self.pack.own))
+            published = self.pack.span(self.pack.own)
+            same = self.data.to(published.dtype) == published
+            self.data.copy_(torch.where(same, self.data, published.to(MASTER_DTYPE)))
+
+
+def build_master(layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> Master:
+    """One pack and its masters: stage in fp32, broadcast from rank 0, keep, cast, free.
+
+    Originals are freed one by one as they are staged, so no more than one pack is held twice.
+    Every rank must call it, with equal layouts.
+    """
+    pack = Pack(layout, params, layout.spans[comm.rank])
+    master = Master(pack)
+    if comm.size == 1 and layout.dtype == MASTER_DTYPE:
+        pack.fill()
+        master.fill(None)
+        return master
+    device = params[0].device
+    staged = torch.zeros(layout.numel, dtype=MASTER_DTYPE, device=device)
+    for slot, param in zip(layout.slots, params, strict=True):
+        staged[slot.offset : slot.end].view(slot.shape).copy_(param.data)
+        param.data = torch.empty(0, dtype=layout.dtype, device=device)
+    comm.broadcast(staged, 0)
+    pack.fill(staged)
+    master.fill(staged)
+    return master

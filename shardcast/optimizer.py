@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat
-from shardcast.comm import Comm
+from shardcast import _compat, state
+from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
-from shardcast.layout import Fragment, Layout
-from shardcast.master import Master
+from shardcast.layout import Layout
+from shardcast.master import Master, build_master
+from shardcast.pack import check_params, describe, plan_packs
 from shardcast.precision import Precision
 from shardcast.reduce import Reducer
 from shardcast.scaler import Scaler, Verdict
 from shardcast.sync import Sync
 from shardcast.update import make_update
-
-FORMAT = 1  # of state_dict
+from shardcast.watch import Watch
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose fp32 masters and state are sharded over data-parallel ranks.
 
     Made by :func:`shardcast.shard`. ``param_groups`` hold the *model* parameters and are shared
-    with the optimizer it was made from, so schedulers built on either work. ``step`` and
-    ``clip_grad_norm_`` are collective: every rank of the group must call them.
+    with the optimizer it was made from, so schedulers built on either work; a group may have a
+    ``max_grad_norm`` of its own. ``step``, ``clip_grad_norm_``, ``clip_grad_value_``,
+    ``add_param_group`` and ``load_state_dict`` are collective: every rank must call them.
     """
+
+    # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
+    # would skip the step on the ranks that saw an infinity and leave the others waiting.
+    _step_supports_amp_scaling = True
+    _last_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -42,29 +49,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         precision: Precision,
         config: ShardcastConfig,
     ) -> None:
+        self._masters: list[Master] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.layout = layout
         self.config = config
-        self._original = optimizer
-        self._comm = comm
-        self._masters = list(masters)
+        self._original, self._model = optimizer, _compat.unwrapped(model)
+        self._comm, self._precision = comm, precision
         self._verdict: Verdict | None = None
-        active = [master for master in masters if master.pack.layout.requires_grad]
-        packs = [master.pack for master in active]
-        self._reduce = Reducer(packs, comm, precision, config)
-        for master, grads in zip(active, self._reduce.grads, strict=True):
-            master.grads = grads
-        device = masters[0].pack.data.device
-        self._scaler = Scaler(self._reduce.grads, comm, config, device)
-        self._update = make_update(optimizer, active, config)
-        self._sync = Sync(packs, comm, config)
-        self._handles = [
-            *precision.install_casts(model),
-            _on_backward(model, self._reduce.arm),
-        ]
+        averaged = _compat.is_ddp(model)
+        self._reduce = Reducer(comm, precision, config, averaged)
+        self._scaler = Scaler(self._reduce.grads, comm, config, masters[0].pack.data.device)
+        self._update = make_update(optimizer, config)
+        self._sync = Sync(comm, config)
+        self._adopt(masters)
+        self._watch = Watch(self._model, self._masters, self._reduce.arm, averaged)
+        self._handles = precision.install_casts(self._model)
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             getattr(self, hooks).update(getattr(optimizer, hooks))
+        self._take_plain(optimizer.state)
+        optimizer.state = defaultdict(dict)
         optimizer.step = _refuse_step  # type: ignore[method-assign]
+
+    def _adopt(self, masters: Sequence[Master]) -> None:
+        self._masters += masters
+        for master in masters:
+            if master.pack.layout.requires_grad:
+                self._activate(master)
+
+    def _activate(self, master: Master) -> None:
+        """Reduce, update and sync this pack from now on."""
+        master.grads = self._reduce.add(master.pack)
+        self._update.add(master)
+        self._sync.add(master.pack)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -88,37 +104,67 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_scaled_loss()
-        verdict = self._verdict or self._combine(self.config.max_grad_norm)
+        verdict = self._verdict
+        if verdict is None or self._reduce.touched:
+            verdict = self._combine(self.config.max_grad_norm)
         self._update(verdict, self._present(verdict))
         self._scaler.update(verdict)
         self._sync()
-        self._last_norm, self._verdict = verdict.norm, None
+        if self.config.broadcast_buffers:
+            self._broadcast_buffers()
+        self._last_norm = verdict.norm
+        self._forget()
         _compat.note_step_called(self._original)
         self._scaler.poll()
         return loss
 
     def _combine(self, max_norm: float | None) -> Verdict:
-        self._check_packs()
+        self._check_call()
+        self._watch.resync()
+        self._wake()
         self._reduce.finish()
-        return self._scaler.combine(max_norm)
+        return self._scaler.combine(max_norm, self.param_groups)
+
+    def _forget(self) -> None:
+        """The gradients were used, or are gone: the next step takes new ones."""
+        self._verdict = None
+        self._scaler.loss_was_scaled = False
+        self._reduce.reset()
+
+    def _wake(self) -> None:
+        """Activate packs that were frozen from the start and have a gradient on some rank now.
+
+        One more small all-reduce, whose result the host waits for, in models that have such
+        packs; parameters that stay frozen are better left out of the optimizer.
+        """
+        frozen = [master for master in self._masters if master.grads is None]
+        if frozen:
+            here = [any(p.grad is not None for p in master.pack.params) for master in frozen]
+            flags = torch.tensor(here, dtype=torch.float32).to(frozen[0].pack.data.device)
+            self._comm.all_reduce(flags)
+            for master, count in zip(frozen, flags.tolist(), strict=True):
+                if count:
+                    self._activate(master)
+
+    def _broadcast_buffers(self) -> None:
+        for buffer in self._model.buffers():
+            self._comm.broadcast(buffer, 0)
 
     def _present(self, verdict: Verdict) -> dict[Master, list[bool]]:
         """Per master and fragment, whether some rank has a gradient."""
-        active = (master for master in self._masters if master.grads is not None)
-        return {
-            master: [
-                there
-                for slot, there in zip(master.pack.layout.slots, slots, strict=True)
-                if slot.numel and slot.offset < master.pack.own.stop
-                and slot.end > master.pack.own.start
-            ]
-            for master, slots in zip(active, verdict.present, strict=True)
-        }  # fmt: skip
+        present = {}
+        by_pack = {
+            id(grads.pack): [there for there, mine in zip(slots, grads.owned, strict=True) if mine]
+            for grads, slots in zip(self._reduce.grads, verdict.present, strict=True)
+        }
+        for master in self._masters:
+            if master.grads is not None:
+                present[master] = by_pack[id(master.pack)]
+        return present
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
-        self._verdict = None
+        self._forget()
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -145,9 +191,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
         """
-        self._require_scaled_loss()
         self._verdict = self._combine(float(max_norm))
         return self._verdict.norm.float()
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the averaged gradients; every rank must call it.
+
+        Finishes the reduction now. Non-finite gradients still skip the step.
+        """
+        self._check_call()
+        self._wake()
+        self._reduce.finish()
+        self._scaler.clip_value(float(clip_value))
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -164,108 +219,166 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Steps skipped for non-finite gradients. Reading it waits for the device."""
         return self._scaler.skipped_steps
 
-    _last_norm: Tensor | None = None
-
     # -- state ------------------------------------------------------------------------------
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """Per model parameter, this rank's part of torch's state: 1-d views, 0-dim ``step``."""
         found: defaultdict[Tensor, Any] = defaultdict(dict)
-        for master, position, param in self._owned():
-            state = self._update.fragment_state(master, position)
-            if state:
-                found[param] = state
+        for master, position, param in state.owned(self._masters):
+            values = self._update.fragment_state(master, position)
+            if values:
+                found[param] = values
         return found
 
     @state.setter
     def state(self, value: Any) -> None:
         """The base class assigns an empty one; ours is a view of the shards."""
 
-    def _owned(self) -> Iterator[tuple[Master, int, nn.Parameter]]:
-        """Each fragment of this rank that is being optimized, with its model parameter."""
-        for master in self._masters:
-            if master.grads is not None:
-                params = dict(zip(master.pack.layout.slots, master.pack.params, strict=True))
-                for position, fragment in enumerate(master.fragments):
-                    yield master, position, params[fragment.slot]
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: local, without collectives, tensors and plain scalars only.
 
         ``state`` maps the index of each parameter that this rank owns a part of to torch's state
         of that part and its ``master`` (1-d fp32). Load it on the same rank of an equal layout;
-        for anything else there are checkpoints.
+        for anything else there are checkpoints, and :meth:`full_state_dict`.
         """
-        index = {
-            param: number
-            for number, param in enumerate(p for g in self.param_groups for p in g["params"])
-        }
-        state = {
-            index[param]: {
-                "master": _part(master, master.fragments[position]).clone(),
-                **{
-                    name: value.detach().clone() if isinstance(value, Tensor) else value
-                    for name, value in self._update.fragment_state(master, position).items()
-                },
-            }
-            for master, position, param in self._owned()
-        }
-        groups = [
-            {**group, "params": [index[param] for param in group["params"]]}
-            for group in self.param_groups
-        ]
-        return {
-            "state": state,
-            "param_groups": groups,
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        result: dict[str, Any] = {
+            "state": state.local_state(self._masters, self._update, self.param_groups),
+            "param_groups": state.plain_groups(self.param_groups),
             "shardcast": {
-                "format": FORMAT,
+                "format": state.FORMAT,
                 "rank": self._comm.rank,
                 "layout": self.layout.digest().hex(),
+                "active": self._active(),
                 "scaler": self._scaler.state_dict(),
             },
         }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, result) or result
+        return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's :meth:`state_dict`, publish the masters and sync.
+        """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
 
-        Every rank must call it, each with its own part.
+        Every rank must call it: its own part, or the same plain state. The masters of a local
+        state are published and synced; a plain state has none, the present ones stay.
 
         Raises:
-            ValueError: the state is another rank's, or of another layout or format.
+            ValueError: the state is another rank's, or of another layout, format or model.
         """
-        head = state_dict.get("shardcast")
-        here = {"rank": self._comm.rank, "layout": self.layout.digest().hex()}
-        if head is None or head["format"] != FORMAT or any(head[k] != v for k, v in here.items()):
+        loaded = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = hook(self, loaded) or loaded
+        head = loaded.get("shardcast")
+        if head is None:
+            params = list(state.numbered(self.param_groups))
+            by_param = {params[number]: value for number, value in loaded["state"].items()}
+            state.load_groups(self.param_groups, loaded["param_groups"])
+            self._take_plain(by_param)
+        else:
+            self._check_head(head)
+            self._activate_all(set(head["active"]))
+            state.load_groups(self.param_groups, loaded["param_groups"])
+            state.load_local(self._masters, self._update, self.param_groups, loaded["state"])
+            self._scaler.load_state_dict(head["scaler"])
+            self._publish()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _check_head(self, head: Mapping[str, Any]) -> None:
+        here = {
+            "format": state.FORMAT,
+            "rank": self._comm.rank,
+            "layout": self.layout.digest().hex(),
+        }
+        if any(head[key] != value for key, value in here.items()):
             raise ValueError(
-                "state_dict: expected the local state of this rank and layout "
-                f"(rank {self._comm.rank} of {self._comm.size}), got "
-                + ("a plain optimizer state" if head is None else f"one of rank {head['rank']}")
+                "state_dict: expected the local state of this rank and layout (rank "
+                f"{self._comm.rank} of {self._comm.size}), got one of rank {head['rank']}"
+                + (", another layout" if head["layout"] != here["layout"] else "")
                 + "; load states of other layouts with shardcast.checkpoint.load"
             )
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update((key, value) for key, value in loaded.items() if key != "params")
-        index = {
-            param: number
-            for number, param in enumerate(p for g in self.param_groups for p in g["params"])
-        }
-        for master, position, param in self._owned():
-            state = dict(state_dict["state"][index[param]])
-            _part(master, master.fragments[position]).copy_(state.pop("master"))
-            self._update.load_fragment(master, position, state)
-        self._scaler.load_state_dict(head["scaler"])
-        self._publish()
 
-    @torch.no_grad()
+    def _active(self) -> list[int]:
+        """Indices of the packs that are trained, or were at some time."""
+        return [m.pack.layout.index for m in self._masters if m.grads is not None]
+
+    def _activate_all(self, packs: set[int]) -> None:
+        for master in self._masters:
+            if master.grads is None and master.pack.layout.index in packs:
+                self._activate(master)
+
+    def _take_plain(self, by_param: Mapping[Any, Mapping[str, Any]]) -> None:
+        used = (m for m in self._masters if any(by_param.get(p) for p in m.pack.params))
+        self._activate_all({master.pack.layout.index for master in used})
+        state.take_plain(self._masters, self._update, by_param)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state as the unsharded optimizer's own ``state_dict`` would be; on rank 0.
+
+        Every rank must call it; the others get an empty one. Loads into the plain optimizer,
+        whose next step on the masters' values is then identical.
+        """
+        return state.gather_plain(self._masters, self._update, self.param_groups, self._comm)
+
     def resync_masters(self) -> None:
-        """Take the model's present parameters as masters, after they were changed by hand. Local.
+        """Take model parameters that were changed by hand (surgery, EMA swap) as masters. Local.
 
-        Without it the next step overwrites the change by the update of the old masters. In low
-        precision the masters then hold the rounded values.
+        Without it the next step overwrites the change by the update of the old masters.
+        ``model.load_state_dict`` is noticed by itself. Unchanged ones keep their full precision;
+        changed ones have what ``param_dtype`` can hold.
         """
         for master in self._masters:
             master.absorb()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of model parameters; every rank must add the same one.
+
+        Packs of their own are made for it; masters start from the parameters' present values.
+
+        Raises:
+            ValueError: a parameter that is not the model's, or is in a group already.
+            RuntimeError: the ranks add different groups.
+        """
+        if not self._masters:  # called by the base class for the groups of the original
+            super().add_param_group(param_group)
+            return
+        super().add_param_group(param_group)
+        try:
+            self._extend(len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def _extend(self, number: int) -> None:
+        group = self.param_groups[number]
+        wanted = set(group["params"])
+        named = self._model.named_parameters()
+        added = {name: param for name, param in named if param in wanted}
+        if len(added) != len(wanted):
+            raise ValueError(
+                "param_group: it holds a parameter that is not the model's; add the new module "
+                "to the model first"
+            )
+        check_params(added)
+        self._original.param_groups.append(group)
+        if not added:
+            return
+        dtypes = {param: self._precision.storage_dtype(param) for param in added.values()}
+        infos = describe(added, self.config, dict.fromkeys(added.values(), number), dtypes)
+        new = plan_packs(infos, self._comm.size, self.layout.partition, self.config)
+        first = len(self.layout.packs)
+        packs = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in new.packs)
+        self.layout = dataclasses.replace(self.layout, packs=self.layout.packs + packs)
+        device = next(iter(added.values())).device
+        same_everywhere(self._comm, self.layout.lines(), device)
+        self._adopt(
+            [build_master(pack, [added[s.name] for s in pack.slots], self._comm) for pack in packs]
+        )
 
     def _publish(self) -> None:
         for master in self._masters:
@@ -296,14 +409,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "and process group; use state_dict(), or shardcast.checkpoint.save"
         )
 
-    def _require_scaled_loss(self) -> None:
+    def train(self, mode: bool = True) -> None:
+        """Switch optimizers that have a ``train`` and an ``eval`` mode (schedule-free ones).
+
+        Every rank must call it; the parameters are published and synced. Others ignore it.
+        """
+        if self._update.switch("train" if mode else "eval"):
+            self._sync()
+
+    def eval(self) -> None:
+        """The evaluation mode of :meth:`train`."""
+        self.train(False)
+
+    def close(self) -> None:
+        """Remove all hooks from the model; the optimizer must not be used afterwards. Local."""
+        self._reduce.close()
+        self._watch.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _check_call(self) -> None:
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "step() was called by torch.amp.GradScaler, whose infinity check is local to a "
+                "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "
+                "optimizer.step(); shardcast scales the loss and skips steps on all ranks itself"
+            )
         if self._scaler.loss_scale is not None and not self._scaler.loss_was_scaled:
             raise RuntimeError(
                 "step(): a loss scale is in use but the loss was not scaled; call "
                 "optimizer.scale_loss(loss).backward()"
             )
-
-    def _check_packs(self) -> None:
         for master in self._masters:
             name = master.pack.strayed()
             if name is not None:
@@ -314,34 +451,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
 
-def _part(master: Master, fragment: Fragment) -> Tensor:
-    return master.data[master.local(fragment.start, fragment.stop)]
-
-
 def _refuse_step(closure: Any = None) -> Any:
     raise RuntimeError(
         "step() of the original optimizer was called; it no longer owns the state: call step() of "
         "the optimizer that shardcast.shard returned"
     )
-
-
-def _on_backward(model: nn.Module, begin: Callable[[], None]) -> Any:
-    """Call ``begin`` whenever a backward reaches an output of ``model``; returns the handle."""
-
-    def watch(_module: nn.Module, _args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _grad: begin())
-
-    return model.register_forward_hook(watch)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

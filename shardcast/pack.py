@@ -89,6 +89,10 @@ class GradPack:
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
         self.pack = pack
         self.dtype = dtype
+        self.owned = tuple(  # per slot: whether part of it lies in the own span
+            slot.numel > 0 and slot.offset < pack.own.stop and slot.end > pack.own.start
+            for slot in pack.layout.slots
+        )
         self._data: Tensor | None = None
         self._views: list[Tensor] = []
 
@@ -137,6 +141,15 @@ class GradPack:
         view = self._views[position]
         view.copy_(grad)
         param.grad = view
+
+    def take(self, position: int) -> None:
+        """Copy the ``.grad`` at ``position`` in, or zeros, and leave it where it is."""
+        grad = self.pack.params[position].grad
+        if grad is None:
+            self.clear(position)
+        else:
+            _ = self.data
+            self._views[position].copy_(grad)
 
     def clear(self, position: int) -> None:
         """Zero one slot: a gradient that is absent here counts as zero on its owner."""
@@ -227,7 +240,7 @@ def pack_parameters(
         group_fn=group_fn,
     )
     named = {name: param for name, param in model.named_parameters() if is_packable(param)}
-    check_materialised(named)
+    check_params(named)
     infos = describe(named, config, dict.fromkeys(named.values(), 0))
     layout = plan_packs(infos, 1, "even", config)
     packs = []
@@ -240,13 +253,24 @@ def pack_parameters(
     return PackedParameters(layout, packs)
 
 
-def check_materialised(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise ``ValueError`` for a parameter on the meta device: it has no values to pack."""
+def check_params(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise for a parameter that cannot be packed.
+
+    Raises:
+        ValueError: it is on the meta device, so it has no values.
+        TypeError: it is complex, an integer, or of another dtype than fp32, bf16, fp16.
+    """
     for name, param in named.items():
         if param.is_meta:
             raise ValueError(
                 f"model: parameter {name!r} is on the meta device and was never materialised; "
-                "call model.to_empty(device=...) and initialise it first"
+                "call model.to_empty(device=...) and initialise it first, or pass materialize="
+            )
+        if not is_packable(param):
+            kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
+                "leave it out of this optimizer's groups (complex ones: train a real view)"
             )
 
 

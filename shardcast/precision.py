@@ -53,6 +53,12 @@ class Precision:
     def __init__(self, model: nn.Module, config: ShardcastConfig) -> None:
         self._config = config
         self._kept = _kept_modules(model, config.keep_fp32)
+        if not config.cast_buffers:  # torch refuses fp32 running statistics with low precision
+            self._kept.update(
+                (module, None)
+                for module in model.modules()
+                if isinstance(module, NORMS) and any(map(is_packable, module.buffers()))
+            )
         self._kept_params = {
             param for module in self._kept for param in module.parameters(recurse=False)
         }
@@ -62,6 +68,11 @@ class Precision:
         if not is_packable(param):
             return param.dtype
         return MASTER_DTYPE if param in self._kept_params else self._config.param_dtype
+
+    def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
+        """The dtype of a buffer that ``module`` owns."""
+        cast = self._config.cast_buffers and is_packable(buffer) and module not in self._kept
+        return self._config.param_dtype if cast else buffer.dtype
 
     def grad_dtype(self, storage: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter stored as ``storage`` accumulate."""

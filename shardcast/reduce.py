@@ -19,7 +19,7 @@ wire, and the mean is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +44,7 @@ class _Stage:
 
     grads: GradPack
     wire: torch.dtype
+    scatter: bool  # by reduce-scatter, else by all-to-all
     arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
     work: Any = None  # the collective in flight
     received: Tensor | None = None  # its output
@@ -57,71 +58,70 @@ class _Stage:
 
 
 class Reducer:
-    """Reduces the gradients of ``packs`` to their owners.
+    """Reduces the gradients of the packs given to :meth:`add` to their owners.
 
     All ranks must run the same number of synchronised backwards; inside :meth:`no_sync` none.
 
     Args:
-        packs: in layout order; every parameter of every pack may receive gradients.
+        averaged: the gradients are equal on all ranks when backward ends (DDP averages them);
+            nothing is sent, the own spans are only copied.
     """
 
     def __init__(
-        self,
-        packs: Sequence[Pack],
-        comm: Comm,
-        precision: Precision,
-        config: ShardcastConfig,
+        self, comm: Comm, precision: Precision, config: ShardcastConfig, averaged: bool = False
     ) -> None:
-        self._comm = comm
-        self.grads = [GradPack(pack, precision.grad_dtype(pack.layout.dtype)) for pack in packs]
-        # Gradients arrive roughly from the last parameter to the first.
-        self._stages = [
-            _Stage(grads, precision.wire_dtype(grads.pack.layout.dtype))
-            for grads in reversed(self.grads)
-        ]
-        self._scatter = self._choose_scatter(config)
+        self._comm, self._precision, self._config = comm, precision, config
+        self._averaged = averaged
+        self.grads: list[GradPack] = []  # in the order of add()
+        self.touched = False  # a gradient arrived since finish()
+        self._stages: list[_Stage] = []  # in the order of launching
         self._next = 0  # first stage of this round that was not launched yet
         self._armed = False  # the end-of-backward callback is queued
         self._sync = True
         self._due = True  # a round must be run before the next step
         self._flying: list[_Stage] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again within this step
-        self._handles = [
-            handle
-            for stage in self._stages
-            for position, param in enumerate(stage.grads.pack.params)
-            for handle in (
-                param.register_hook(partial(self._before_accumulate, stage)),
-                param.register_post_accumulate_grad_hook(
-                    partial(self._after_accumulate, stage, position)
-                ),
-            )
-        ]
+        self._handles: list[Any] = []
 
-    def _choose_scatter(self, config: ShardcastConfig) -> bool:
+    def add(self, pack: Pack) -> GradPack:
+        """Reduce the gradients of ``pack`` from now on; every rank must add the same packs.
+
+        Gradients that its parameters have already are reduced with this step's.
+        """
+        grads = GradPack(pack, self._precision.grad_dtype(pack.layout.dtype))
+        wire = self._precision.wire_dtype(pack.layout.dtype)
+        stage = _Stage(grads, wire, self._scatters(pack, wire))
+        self.grads.append(grads)
+        # Gradients arrive roughly from the last parameter to the first.
+        self._stages.insert(0, stage)
+        if not self._averaged:
+            for position, param in enumerate(pack.params):
+                trains = param.requires_grad
+                param.requires_grad_(True)  # else it takes no hooks, and may be unfrozen later
+                self._handles += [
+                    param.register_hook(partial(self._before_accumulate, stage)),
+                    param.register_post_accumulate_grad_hook(
+                        partial(self._after_accumulate, stage, position)
+                    ),
+                ]
+                param.requires_grad_(trains)
+            if not self._due:
+                self._launch(stage)
+        return grads
+
+    def _scatters(self, pack: Pack, wire: torch.dtype) -> bool:
         """``auto``: reduce-scatter only where it sums in fp32 anyway, on a backend good at it.
 
-        On gloo an all-to-all and a local sum take a third of its reduce-scatter's time
-        (``launch/benchmark.py --only reduce``). NCCL's reduce-scatter rounds to the wire dtype at
-        every hop, so low-precision gradients use the all-to-all there too.
+        On gloo an all-to-all and a local sum take a third of its reduce-scatter's time. NCCL's
+        reduce-scatter rounds to the wire dtype at every hop, so low-precision gradients use the
+        all-to-all there too.
         """
-        if not self._stages or self._comm.size == 1:
-            return False
-        equal = all(
-            len({span.numel for span in stage.grads.pack.layout.spans}) == 1
-            for stage in self._stages
+        if self._config.reduce != "auto":
+            return self._config.reduce == "reduce_scatter"
+        equal = len({span.numel for span in pack.layout.spans}) == 1
+        return (
+            equal and wire == MASTER_DTYPE and "nccl" in self._comm.backend(pack.params[0].device)
         )
-        if config.reduce == "reduce_scatter":
-            if not equal:
-                raise ValueError(
-                    "reduce: reduce_scatter needs equal spans, got partition 'whole'; use "
-                    "reduce 'all_to_all' or 'auto'"
-                )
-            return True
-        device = self._stages[0].grads.pack.params[0].device
-        exact = all(stage.wire == MASTER_DTYPE for stage in self._stages)
-        backend = self._comm.backend(device)
-        return config.reduce == "auto" and equal and exact and "nccl" in backend
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -166,21 +166,31 @@ class Reducer:
                 "context before the last backward and the step"
             )
         self._armed = False  # an exception in a backward may have left it set
+        self.touched = False
+        if self._averaged:
+            for grads in self.grads:
+                for position in range(len(grads.pack.params)):
+                    grads.take(position)
+            return
         if self._due:
             self._flush()
-        self._due = True
         while self._flying:
             self._land(self._flying.pop(0))
         self._spare.clear()
-        for stage in self._stages:
-            for position in range(len(stage.grads.pack.params)):
+        for grads in self.grads:
+            for position in range(len(grads.pack.params)):
                 # A gradient replaced by hand after the reduction is final, as with DDP.
-                stage.grads.adopt(position)
+                grads.adopt(position)
+
+    def reset(self) -> None:
+        """The gradients were used or forgotten: the next step needs a round of its own."""
+        self._due = True
 
     # -- hooks ------------------------------------------------------------------------------
 
     def _before_accumulate(self, stage: _Stage, _grad: Tensor) -> None:
         self.arm()
+        self.touched = True
         if stage.reduced or stage.work is not None:
             self._reopen(stage)
 
@@ -223,8 +233,7 @@ class Reducer:
         for position in range(len(grads.pack.params)):
             if position not in kept:
                 grads.clear(position)
-        carry = grads.own.to(MASTER_DTYPE, copy=True)
-        stage.carry = carry
+        stage.carry = grads.own.to(MASTER_DTYPE, copy=True)
         grads.data.zero_()
 
     def _launch(self, stage: _Stage) -> None:
@@ -240,7 +249,7 @@ class Reducer:
             return
         layout, own = grads.pack.layout, grads.pack.own
         stage.sent = grads.data if grads.dtype == stage.wire else grads.data.to(stage.wire)
-        if self._scatter:
+        if stage.scatter:
             stage.received = self._buffer(own.numel, stage)
             stage.work = self._comm.reduce_scatter(stage.received, stage.sent)
         else:

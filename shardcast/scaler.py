@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,15 +33,15 @@ class Verdict:
     Attributes:
         norm: 0-dim fp64, the global gradient norm before clipping, loss scale removed.
         skip: 0-dim bool, some gradient somewhere is not finite.
-        factor: 0-dim fp32, what gradients are to be multiplied with (unscale and clip), or
-            ``None`` where that is 1 by construction.
+        factors: per optimizer group, 0-dim fp32: what its gradients are to be multiplied with
+            (unscale and clip), or ``None`` where that is 1 by construction.
         present: per pack and slot, whether any rank has a gradient; exact for the slots that
             this rank owns a part of.
     """
 
     norm: Tensor
     skip: Tensor
-    factor: Tensor | None
+    factors: tuple[Tensor | None, ...]
     present: list[list[bool]]
 
 
@@ -47,7 +49,7 @@ class Scaler:
     """Loss scale, global norm, clipping factor and the decision to skip.
 
     Args:
-        grads: the gradient packs that are reduced, in layout order.
+        grads: the gradient packs that are reduced; the list may grow.
         device: where the scalars live.
     """
 
@@ -74,12 +76,6 @@ class Scaler:
         self._host = torch.zeros_like(self._tally, device="cpu", pin_memory=device.type == "cuda")
         self._copied: torch.cuda.Event | None = None
         self._reported = 0.0
-        self._owned = [
-            base + position
-            for base, pack_grads in self._bases()
-            for position, slot in enumerate(pack_grads.pack.layout.slots)
-            if slot.offset < pack_grads.pack.own.stop and slot.end > pack_grads.pack.own.start
-        ]
         self._patterns: dict[tuple[bool, ...], Tensor] = {}
         self.loss_was_scaled = False
 
@@ -89,36 +85,68 @@ class Scaler:
         return loss if self.loss_scale is None else loss * self.loss_scale
 
     @torch.no_grad()
-    def combine(self, max_norm: float | None) -> Verdict:
+    def combine(self, max_norm: float | None, groups: Sequence[Mapping[str, Any]]) -> Verdict:
         """The verdict over all ranks' own spans. Every rank must call it, after the reduction.
 
-        One all-reduce of ``2 * world_size + number of slots`` doubles; each rank adds its own
-        row, so the sum of rows, in rank order, is the same on every rank to the bit.
+        One all-reduce of doubles: per rank a row of one norm per group and the first bad element,
+        then a number per slot. Each rank adds its own row, so the sum of rows, in rank order, is
+        the same on every rank to the bit.
+
+        Args:
+            max_norm: bound of the norm of all groups that have no ``max_grad_norm`` of their own.
+            groups: the optimizer's groups; one with a key ``max_grad_norm`` is clipped by itself.
         """
-        size, rank = self._comm.size, self._comm.rank
-        local = [self._local(grads) for grads in self._grads]
+        size, rank, columns = self._comm.size, self._comm.rank, len(groups) + 1
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
-        control = torch.zeros(2 * size + len(pattern), dtype=torch.float64, device=self._device)
-        if local:
-            parts = torch.stack(local)
-            control[rank] = self._merge(parts)
-            control[size + rank] = self._first_bad(parts)
-        control[2 * size :] = self._on_device(pattern)
+        control = torch.zeros(size * columns + len(pattern), dtype=torch.float64).to(self._device)
+        rows = control[: size * columns].view(size, columns)
+        if self._grads:
+            parts = torch.stack([self._local(grads) for grads in self._grads])
+            for group in range(len(groups)):
+                mine = [n for n, g in enumerate(self._grads) if g.pack.layout.group == group]
+                if mine:
+                    rows[rank, group] = self._merge(parts if len(groups) == 1 else parts[mine])
+            rows[rank, -1] = self._first_bad(parts)
+        control[size * columns :] = self._on_device(pattern)
         self._comm.all_reduce(control)
-        norm = self._merge(control[:size])
-        if math.isfinite(self._config.norm_type):
-            norm = norm.pow(1.0 / self._config.norm_type)
+        parts = self._merge(rows[:, :-1], dim=0)
+        norm = self._norm(parts)
         skip = ~norm.isfinite()
-        factor: Tensor | None = None
+        present = self._present(pattern, control[size * columns :])
+        self._count(skip, rows[:, -1])
+        return Verdict(norm, skip, self._factors(parts, max_norm, groups), present)
+
+    def _factors(
+        self, parts: Tensor, max_norm: float | None, groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[Tensor | None, ...]:
+        limits = [group.get("max_grad_norm") for group in groups]
+        rest = [number for number, limit in enumerate(limits) if limit is None]
+        unscale = None if self.loss_scale is None else 1.0 / self.loss_scale
+
+        def factor(limit: float | None, members: list[int]) -> Tensor | None:
+            if limit is None:
+                return unscale
+            some = parts if len(members) == len(groups) else parts[members]
+            clip = (limit / (self._norm(some) + CLIP_EPS)).clamp(max=1.0).float()
+            return clip if unscale is None else clip * unscale
+
+        shared = factor(max_norm, rest) if rest else None
+        return tuple(
+            shared if limit is None else factor(limit, [number])
+            for number, limit in enumerate(limits)
+        )
+
+    def clip_value(self, limit: float) -> None:
+        """Clamp the own spans to ``[-limit, limit]``, loss scale considered. Local.
+
+        Infinities stay, so that the step is skipped for them.
+        """
+        bound = torch.tensor(limit, device=self._device)
         if self.loss_scale is not None:
-            norm = norm / self.loss_scale
-            factor = 1.0 / self.loss_scale
-        if max_norm is not None:
-            clip = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0).float()
-            factor = clip if factor is None else clip * factor
-        present = self._present(pattern, control[2 * size :])
-        self._count(skip, control[size : 2 * size])
-        return Verdict(norm, skip, factor, present)
+            bound = bound * self.loss_scale
+        for grads in self._grads:
+            own = grads.own
+            own.copy_(torch.where(own.isfinite(), own.clamp(-bound, bound), own))
 
     def update(self, verdict: Verdict) -> None:
         """Grow or back off the dynamic loss scale, as torch.amp.GradScaler does."""
@@ -197,8 +225,16 @@ class Scaler:
                 total = torch.maximum(total, norm) if math.isinf(p) else total + norm.pow(p)
         return total
 
-    def _merge(self, parts: Tensor) -> Tensor:
-        return parts.amax() if math.isinf(self._config.norm_type) else parts.sum()
+    def _merge(self, parts: Tensor, dim: int | None = None) -> Tensor:
+        dims = tuple(range(parts.dim())) if dim is None else dim
+        return parts.amax(dims) if math.isinf(self._config.norm_type) else parts.sum(dims)
+
+    def _norm(self, parts: Tensor) -> Tensor:
+        """The norm, loss scale removed, of what has these sums of powers (or maxima)."""
+        norm = self._merge(parts)
+        if math.isfinite(self._config.norm_type):
+            norm = norm.pow(1.0 / self._config.norm_type)
+        return norm if self.loss_scale is None else norm / self.loss_scale
 
     def _first_bad(self, parts: Tensor) -> Tensor | float:
         """1 + position, counted over all packs, of the first non-finite element; 0 for none.
@@ -236,20 +272,13 @@ class Scaler:
         A gradient that is here is present. Only for a slot of our own span without one do we
         have to look at what the others said, which on an accelerator waits for the all-reduce.
         """
-        needed = not all(pattern[index] for index in self._owned)
+        owned = (mine for grads in self._grads for mine in grads.owned)
+        needed = any(mine and not here for mine, here in zip(owned, pattern, strict=True))
         everywhere = pattern
         if needed:
             everywhere = tuple(count > 0 for count in counts.tolist())
-        return [
-            list(everywhere[base : base + len(grads.pack.params)]) for base, grads in self._bases()
-        ]
-
-    def _bases(self) -> list[tuple[int, GradPack]]:
-        bases, base = [], 0
-        for grads in self._grads:
-            bases.append((base, grads))
-            base += len(grads.pack.params)
-        return bases
+        slots = iter(everywhere)
+        return [list(islice(slots, len(grads.owned))) for grads in self._grads]
 
     def _count(self, skip: Tensor, bad: Tensor) -> None:
         self._tally[0] += skip

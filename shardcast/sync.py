@@ -7,26 +7,27 @@ further synchronisation is needed), so evaluation and saving always see coherent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.layout import Span
 from shardcast.pack import Pack
 
 
 class Sync:
-    """Makes ``packs`` equal on all ranks. Calling it is collective, all ranks in the same order."""
+    """Makes packs equal on all ranks. Calling it is collective, all ranks in the same order."""
 
-    def __init__(self, packs: Sequence[Pack], comm: Comm, config: ShardcastConfig) -> None:
-        self._packs = packs
+    def __init__(self, comm: Comm, config: ShardcastConfig) -> None:
         self._comm = comm
         self._gather = config.sync == "all_gather"
-        self._turns = [
-            (pack, span)
-            for pack in packs
-            for span in pack.layout.spans
-            if pack.layout.fragments(span.owner)  # a span of padding alone says nothing
-        ]
+        self._packs: list[Pack] = []
+        self._turns: list[tuple[Pack, Span]] = []
+
+    def add(self, pack: Pack) -> None:
+        """Sync ``pack`` too; every rank must add the same packs."""
+        self._packs.append(pack)
+        for span in pack.layout.spans:
+            if pack.layout.fragments(span.owner):  # a span of padding alone says nothing
+                self._turns.append((pack, span))
 
     def __call__(self) -> None:
         if self._gather:

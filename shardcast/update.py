@@ -39,17 +39,14 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.SGD,
     }
 )
-Groups = list[dict[str, Any]]
 Kernel = Callable[..., None]
 
 
-def make_update(
-    optimizer: torch.optim.Optimizer, masters: Sequence[Master], config: ShardcastConfig
-) -> FusedUpdate | InnerUpdate:
+def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> Update:
     """The update for the class of ``optimizer``, whose groups it reads in every step."""
     if type(optimizer) in kernels.STATE_NAMES:
-        return FusedUpdate(optimizer, masters, config)
-    return InnerUpdate(optimizer, masters)
+        return FusedUpdate(optimizer, config)
+    return InnerUpdate(optimizer)
 
 
 def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
@@ -98,20 +95,22 @@ class FusedUpdate:
     that have had gradients in the same steps share one ``step`` tensor; usually that is all.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: Sequence[Master],
-        config: ShardcastConfig,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> None:
         self._optimizer = optimizer
         self._kind = type(optimizer)
-        self._masters = [master for master in masters if master.fragments]
-        self._flat: list[dict[str, Tensor]] = [{} for _ in self._masters]
-        self._steps: list[list[Tensor | None]] = [[None] * len(m.fragments) for m in self._masters]
+        self._config = config
+        self._masters: list[Master] = []
+        self._flat: list[dict[str, Tensor]] = []
+        self._steps: list[list[Tensor | None]] = []
         self._kernel: Kernel = _in_chunks
-        if self._masters:
-            self._kernel = choose_kernel(config, self._masters[0].data.device)
+
+    def add(self, master: Master) -> None:
+        """Update ``master`` too, from now on."""
+        if master.fragments:
+            self._kernel = choose_kernel(self._config, master.data.device)
+            self._masters.append(master)
+            self._flat.append({})
+            self._steps.append([None] * len(master.fragments))
 
     @torch.no_grad()
     def __call__(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]]) -> None:
@@ -145,7 +144,7 @@ class FusedUpdate:
         self._kernel(
             rule, master.data[part], master.grads.own[part],
             tuple(self._state(number, name)[part] for name in rule.state),
-            published, coefficients, verdict.factor, verdict.skip,
+            published, coefficients, verdict.factors[master.pack.layout.group], verdict.skip,
         )  # fmt: skip
 
     def _advance(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]]) -> None:
@@ -201,6 +200,10 @@ class FusedUpdate:
                 yield begin, part.stop, step
                 begin = None
 
+    def switch(self, _mode: str) -> bool:
+        """These classes have no ``train`` and ``eval``."""
+        return False
+
     def _state(self, number: int, name: str) -> Tensor:
         flat = self._flat[number]
         if name not in flat:
@@ -213,6 +216,8 @@ class FusedUpdate:
 
     def fragment_state(self, master: Master, position: int) -> dict[str, Tensor]:
         """torch's state of one fragment, as 1-d views and a 0-dim ``step``; empty before use."""
+        if master not in self._masters:
+            return {}
         number = self._masters.index(master)
         step = self._steps[number][position]
         if step is None:
@@ -226,6 +231,8 @@ class FusedUpdate:
 
     def load_fragment(self, master: Master, position: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by 1-d tensors of its length."""
+        if master not in self._masters:  # frozen: it has none
+            return
         number = self._masters.index(master)
         fragment = master.fragments[position]
         part = master.local(fragment.start, fragment.stop)
@@ -257,20 +264,23 @@ class InnerUpdate:
     shape, under ``even`` they are 1-d.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._masters = [master for master in masters if master.fragments]
-        self._params: dict[Master, list[nn.Parameter]] = {
-            master: [self._master_parameter(master, part) for part in master.fragments]
-            for master in self._masters
-        }
+        self._params: dict[Master, list[nn.Parameter]] = {}
         self._inner = copy.copy(optimizer)
         self._inner.__dict__.pop("step", None)  # a scheduler's wrapper steps the original
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self._inner, hooks, OrderedDict())  # they run on the sharded optimizer
         self._inner.state = defaultdict(dict)
         self._inner.param_groups = []
-        self._read_groups()
+
+    def add(self, master: Master) -> None:
+        """Update ``master`` too, from now on."""
+        if master.fragments:
+            self._params[master] = [
+                self._master_parameter(master, part) for part in master.fragments
+            ]
+            self._read_groups()
 
     @staticmethod
     def _master_parameter(master: Master, fragment: Fragment) -> nn.Parameter:
@@ -287,9 +297,9 @@ class InnerUpdate:
             inner.update((key, value) for key, value in outer.items() if key != "params")
             inner["params"] = [
                 param
-                for master in self._masters
+                for master, params in self._params.items()
                 if master.pack.layout.group == index
-                for param in self._params[master]
+                for param in params
             ]
 
     @torch.no_grad()
@@ -302,24 +312,53 @@ class InnerUpdate:
         if verdict.skip.tolist():
             return
         self._read_groups()
-        for master in self._masters:
+        for master, params in self._params.items():
             assert master.grads is not None
-            own = master.grads.own
-            exact = own.to(MASTER_DTYPE) if verdict.factor is None else own * verdict.factor
-            for position, param in enumerate(self._params[master]):
-                fragment = master.fragments[position]
-                if present[master][position]:
-                    part = exact[master.local(fragment.start, fragment.stop)]
-                    param.grad = part.to(MASTER_DTYPE).view(param.shape)
+            factor = verdict.factors[master.pack.layout.group]
+            exact = master.grads.own.to(MASTER_DTYPE)
+            exact = exact if factor is None else exact * factor
+            for param, part, here in zip(params, master.fragments, present[master], strict=True):
+                if here:
+                    grad = exact[master.local(part.start, part.stop)]
+                    param.grad = grad.view(param.shape)
         with torch.enable_grad():  # some optimizers compute with autograd
             self._inner.step()
-        for index, outer in enumerate(self._optimizer.param_groups):  # e.g. schedule-free counters
-            inner = self._inner.param_groups[index]
-            outer.update((key, value) for key, value in inner.items() if key != "params")
-        for master in self._masters:
-            for param in self._params[master]:
+        self._write_groups()
+        for params in self._params.values():
+            for param in params:
                 param.grad = None
+        self.publish()
+
+    def _write_groups(self) -> None:
+        """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
+        groups = zip(self._optimizer.param_groups, self._inner.param_groups, strict=True)
+        for outer, inner in groups:
+            outer.update((key, value) for key, value in inner.items() if key != "params")
+
+    def publish(self) -> None:
+        """Cast the masters into the packs; takes in what an optimizer put elsewhere."""
+        for master, params in self._params.items():
+            for param, part in zip(params, master.fragments, strict=True):
+                flat = master.data[master.local(part.start, part.stop)]
+                if param.data_ptr() != flat.data_ptr():  # it assigned param.data
+                    flat.copy_(param.detach().reshape(-1))
+                    param.data = flat.view(param.shape)
             master.publish()
+
+    def switch(self, mode: str) -> bool:
+        """Call ``train`` or ``eval`` of optimizers that have it (schedule-free ones).
+
+        Returns:
+            Whether the masters may have changed and were published; a sync must follow.
+        """
+        method = getattr(self._inner, mode, None)
+        if not callable(method):
+            return False
+        self._read_groups()
+        method()
+        self._write_groups()
+        self.publish()
+        return True
 
     def nbytes(self) -> int:
         """Bytes of the inner optimizer's tensors, 0-dim ones aside."""
@@ -332,10 +371,14 @@ class InnerUpdate:
 
     def fragment_state(self, master: Master, position: int) -> dict[str, Any]:
         """The inner optimizer's own state of one fragment."""
+        if master not in self._params:
+            return {}
         return dict(self._inner.state.get(self._params[master][position], {}))
 
     def load_fragment(self, master: Master, position: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment; tensors of its length take its master's shape."""
+        if master not in self._params:  # frozen: it has none
+            return
         param = self._params[master][position]
         loaded = {}
         for name, value in state.items():
@@ -346,3 +389,6 @@ class InnerUpdate:
         self._inner.state.pop(param, None)
         if loaded:
             self._inner.state[param] = loaded
+
+
+Update = FusedUpdate | InnerUpdate

@@ -1,0 +1,175 @@
+"""F3, state: a sharded optimizer's state as plain dictionaries.
+
+Three forms: this rank's own (``state_dict``, local and collective-free), the plain ``torch.optim``
+one taken in (each rank keeps its part), and the plain one gathered on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast.comm import Comm
+from shardcast.layout import Fragment
+from shardcast.master import Master
+from shardcast.update import Update
+
+FORMAT = 1  # of the local state
+Groups = Sequence[Mapping[str, Any]]
+
+
+def owned(masters: Sequence[Master]) -> Iterator[tuple[Master, int, nn.Parameter]]:
+    """Each fragment of this rank, with its model parameter."""
+    for master in masters:
+        params = dict(zip(master.pack.layout.slots, master.pack.params, strict=True))
+        for position, fragment in enumerate(master.fragments):
+            yield master, position, params[fragment.slot]
+
+
+def part(master: Master, fragment: Fragment) -> Tensor:
+    """The master elements of one fragment, a 1-d view."""
+    return master.data[master.local(fragment.start, fragment.stop)]
+
+
+def numbered(groups: Groups) -> dict[nn.Parameter, int]:
+    """torch's index of each parameter in a state dict."""
+    params = (param for group in groups for param in group["params"])
+    return {param: number for number, param in enumerate(params)}
+
+
+def plain_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Groups with indices in place of parameters, as in torch's state dict."""
+    index = numbered(groups)
+    return [{**group, "params": [index[param] for param in group["params"]]} for group in groups]
+
+
+def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
+    """Overwrite the options, not the parameters, of ``groups``.
+
+    Raises:
+        ValueError: another number of groups, or of parameters in one of them.
+    """
+    sizes = [len(group["params"]) for group in groups]
+    others = [len(group["params"]) for group in loaded]
+    if sizes != others:
+        raise ValueError(
+            f"state_dict: expected groups with {sizes} parameters, got {others}; build the "
+            "optimizer with the same groups as when the state was saved"
+        )
+    for group, other in zip(groups, loaded, strict=True):
+        group.update((key, value) for key, value in other.items() if key != "params")
+
+
+def local_state(masters: Sequence[Master], update: Update, groups: Groups) -> dict[int, Any]:
+    """Per parameter index: the fragment's ``master`` (1-d fp32) and torch's state of it."""
+    index = numbered(groups)
+    return {
+        index[param]: {
+            "master": part(master, master.fragments[position]).clone(),
+            **_copied(update.fragment_state(master, position)),
+        }
+        for master, position, param in owned(masters)
+    }
+
+
+def load_local(
+    masters: Sequence[Master], update: Update, groups: Groups, state: Mapping[int, Any]
+) -> None:
+    """The inverse of :func:`local_state`, on the same rank of an equal layout."""
+    index = numbered(groups)
+    for master, position, param in owned(masters):
+        values = dict(state[index[param]])
+        part(master, master.fragments[position]).copy_(values.pop("master"))
+        update.load_fragment(master, position, values)
+
+
+def take_plain(
+    masters: Sequence[Master], update: Update, state: Mapping[nn.Parameter, Mapping[str, Any]]
+) -> None:
+    """Keep this rank's part of a plain optimizer's state, keyed by model parameter.
+
+    Raises:
+        ValueError: a tensor that cannot belong to its parameter, before anything is changed.
+    """
+    cut = []
+    for master, position, param in owned(masters):
+        fragment = master.fragments[position]
+        values = {name: _cut(value, fragment, name) for name, value in state.get(param, {}).items()}
+        cut.append((master, position, values))
+    for master, position, values in cut:
+        update.load_fragment(master, position, values)
+
+
+def _cut(value: Any, fragment: Fragment, name: str) -> Any:
+    """The fragment's part of a full state tensor; numbers and 0-dim tensors stay whole."""
+    slot = fragment.slot
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.numel() == slot.numel:
+        start, stop = fragment.param_range
+        return value.reshape(-1)[start:stop]
+    if fragment.numel == slot.numel:  # e.g. factored moments of a whole parameter
+        return value
+    raise ValueError(
+        f"state_dict: {name!r} of parameter {slot.name!r} has shape {tuple(value.shape)}, expected "
+        f"{slot.shape}; a state that is not elementwise needs partition 'whole'"
+    )
+
+
+def gather_plain(
+    masters: Sequence[Master], update: Update, groups: Groups, comm: Comm
+) -> dict[str, Any]:
+    """The whole state on rank 0, as the unsharded optimizer's ``state_dict``; empty elsewhere.
+
+    Collective, pack by pack, through pickled copies on the host: for hand-over, not for a loop.
+    """
+    index = numbered(groups)
+    state: dict[int, Any] = {}
+    for master in masters:
+        mine = {
+            index[param]: (
+                master.fragments[position].param_range,
+                _copied(update.fragment_state(master, position), "cpu"),
+            )
+            for _, position, param in owned([master])
+        }
+        everyone = comm.exchange(mine, master.pack.data.device)
+        if comm.rank == 0:
+            for slot, param in zip(master.pack.layout.slots, master.pack.params, strict=True):
+                pieces = [theirs[index[param]] for theirs in everyone if index[param] in theirs]
+                merged = _join([piece for piece in pieces if piece[1]], slot.shape)
+                if merged:
+                    state[index[param]] = merged
+    if comm.rank != 0:
+        return {}
+    return {"state": dict(sorted(state.items())), "param_groups": plain_groups(groups)}
+
+
+def _join(
+    pieces: list[tuple[tuple[int, int], dict[str, Any]]], shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """One parameter's full state from its fragments' states, in order of their ranges."""
+    if not pieces:
+        return {}
+    pieces.sort(key=lambda piece: piece[0])
+    joined: dict[str, Any] = {}
+    for name, first in pieces[0][1].items():
+        (start, stop), _ = pieces[0]
+        if isinstance(first, Tensor) and first.dim() and first.numel() == stop - start:
+            flat = torch.cat([values[name].reshape(-1) for _, values in pieces])
+            joined[name] = flat.view(shape)
+        else:
+            joined[name] = first
+    return joined
+
+
+def _copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
+    return {
+        name: value.detach().to(device or value.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,115 @@
+"""F2, watch: hooks on the model that notice what the optimizer cannot see by itself.
+
+A backward that begins (so that the outermost one flushes the reduction), weights that
+``load_state_dict`` changes behind the masters, and a DDP wrapper put around a sharded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.layout import Fragment
+from shardcast.master import Master
+
+
+class Watch:
+    """Hooks of one model.
+
+    Args:
+        model: the unwrapped root module.
+        masters: all masters; the list may grow.
+        begin: called when a backward reaches an output of the model.
+        averaged: a DDP wrapper was there first, and is to stay.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: Sequence[Master],
+        begin: Callable[[], None],
+        averaged: bool,
+    ) -> None:
+        self._masters = masters
+        self._stale = False
+        self._handles: list[Any] = [model.register_forward_hook(partial(_on_backward, begin))]
+        if not averaged:
+            self._handles.append(model.register_forward_pre_hook(_refuse_ddp))
+        for module in model.modules():
+            self._handles += [
+                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_post_hook(self._after_load),
+            ]
+
+    def resync(self) -> None:
+        """Take loaded weights as masters, if there was a ``load_state_dict`` since. Local."""
+        if self._stale:
+            self._stale = False
+            for master in self._masters:
+                master.absorb()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @torch.no_grad()
+    def _before_load(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_rest: Any
+    ) -> None:
+        """Give masters the loaded values in full precision; the model gets them cast."""
+        own = dict(module.named_parameters(recurse=False))
+        wanted = {own[name]: state_dict.get(prefix + name) for name in own}
+        for param, master, fragment in self._fragments(wanted):
+            value = wanted[param]
+            if isinstance(value, Tensor) and value.shape == param.shape and not master.in_place:
+                start, stop = fragment.param_range
+                exact = master.data[master.local(fragment.start, fragment.stop)]
+                exact.copy_(value.reshape(-1)[start:stop])
+
+    def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
+        self._stale = True
+
+    def _fragments(
+        self, params: Mapping[nn.Parameter, Any]
+    ) -> Iterator[tuple[nn.Parameter, Master, Fragment]]:
+        for master in self._masters:
+            here = [param for param in master.pack.params if param in params]
+            if here:
+                slots = dict(zip(master.pack.layout.slots, master.pack.params, strict=True))
+                for fragment in master.fragments:
+                    if slots[fragment.slot] in params:
+                        yield slots[fragment.slot], master, fragment
+
+
+def _on_backward(begin: Callable[[], None], _module: nn.Module, _args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():  # the first gradient hook begins it then
+        return
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _grad: begin())
+
+
+def _refuse_ddp(module: nn.Module, _args: Any) -> None:
+    if not torch.compiler.is_compiling() and _compat.inside_ddp(module):
+        raise RuntimeError(
+            "model: a sharded model was wrapped in DistributedDataParallel, so gradients would be "
+            "averaged twice; use the model as shardcast.shard left it, without DDP"
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
