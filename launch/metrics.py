@@ -1,0 +1,76 @@
+"""The metrics of a run, one JSON object per line, and the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends records to `metrics.jsonl` in a run's directory; does nothing where not `enabled`.
+
+    Kinds: "run" (arguments, world size, digest of the corpus), "train" (loss: mean since the last
+    record; lr, grad_norm, skipped_steps, tokens_per_second), "validation" (loss), "sample" (text).
+    Losses are in nats per byte.
+    """
+
+    def __init__(self, directory: Path, enabled: bool) -> None:
+        self._file = None
+        if enabled:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = (directory / FILE).open("w", encoding="utf-8")
+
+    def write(self, kind: str, **values: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **values}, default=str) + "\n")
+            self._file.flush()
+
+
+def read(directory: Path) -> list[Record]:
+    path = directory / FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} holds no run: {path} does not exist")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def curve(records: list[Record], kind: str) -> dict[int, float]:
+    """Loss by step of all records of one kind ("train" or "validation")."""
+    return {record["step"]: record["loss"] for record in records if record["kind"] == kind}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Validation losses of two runs at the steps that both evaluated; differences in percent."""
+
+    steps: list[int]
+    losses: list[tuple[float, float]]
+
+    @property
+    def differences(self) -> list[float]:
+        return [100 * abs(b - a) / a for a, b in self.losses]
+
+    def __str__(self) -> str:
+        largest = max(range(len(self.steps)), key=self.differences.__getitem__)
+        lines = [
+            f"{name} difference of the validation losses: {self.differences[i]:.3f} % "
+            f"(step {self.steps[i]}: {self.losses[i][0]:.4f} and {self.losses[i][1]:.4f} nats)"
+            for name, i in (("largest", largest), ("final", -1))
+        ]
+        return "\n".join(lines)
+
+
+def compare(a: list[Record], b: list[Record]) -> Comparison:
+    """The differences of run `b` relative to run `a`."""
+    corpora = [next(r["corpus"] for r in run if r["kind"] == "run") for run in (a, b)]
+    if corpora[0] != corpora[1]:
+        raise ValueError("the two runs were trained on different text: they cannot be compared")
+    left, right = curve(a, "validation"), curve(b, "validation")
+    steps = sorted(left.keys() & right.keys())
+    if not steps:
+        raise ValueError("the two runs have no step at which both wrote a validation loss")
+    return Comparison(steps, [(left[step], right[step]) for step in steps])

@@ -1,0 +1,57 @@
+"""Which process this is: rank, world size and device, from the launcher's environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Processes:
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def start(cls, device_type: str) -> Processes:
+        """Join the process group of `torchrun` or `accelerate launch`; alone without a launcher."""
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if device_type == "cuda":
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device("cpu")
+            if world > 1 and "OMP_NUM_THREADS" not in os.environ:
+                local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+                torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        if world > 1:
+            if device_type == "cuda":
+                dist.init_process_group("nccl", device_id=device)
+            else:
+                dist.init_process_group("gloo")
+        return cls(rank, world, device)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` summed over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def stop(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+def default_device_type() -> str:
+    """cuda where there is one, unless Accelerate was told to use the CPU."""
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    return "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"

@@ -1,0 +1,66 @@
+"""What a run shows while it trains: the progress bar on the main process and the metrics file."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from metrics import Metrics
+from processes import Processes
+from torch import Tensor
+from tqdm import tqdm
+
+
+class Progress:
+    """Averages losses and counts tokens between two records; validation time is not counted."""
+
+    def __init__(
+        self, metrics: Metrics, processes: Processes, steps: int, tokens_per_step: int
+    ) -> None:
+        self._metrics, self._processes = metrics, processes
+        self._tokens_per_step = tokens_per_step
+        self._bar = tqdm(total=steps, unit="step", disable=None if processes.main else True)
+        self._loss = torch.zeros((), device=processes.device)
+        self._step = 0
+        self._started = time.perf_counter()
+
+    def add(self, loss: Tensor) -> None:
+        """Add a micro-batch's share of the step's loss, without waiting for the device."""
+        self._loss += loss.detach()
+
+    def train(self, step: int, lr: float, grad_norm: Tensor | None, skipped_steps: int) -> None:
+        """Write what was added since the last record; waits for the device."""
+        steps = step - self._step
+        loss = self._processes.sum(self._loss).item() / (steps * self._processes.world)
+        norm = math.nan if grad_norm is None else grad_norm.item()
+        speed = self._tokens_per_step * steps / (time.perf_counter() - self._started)
+        self._metrics.write(
+            "train",
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            skipped_steps=skipped_steps,
+            tokens_per_second=speed,
+        )
+        self._bar.update(steps)
+        self._bar.set_postfix_str(
+            f"loss {loss:.3f}, {speed:,.0f} tokens/s, grad norm {norm:.2f}, skipped {skipped_steps}"
+        )
+        self._loss.zero_()
+        self._step = step
+        self._started = time.perf_counter()
+
+    def validation(self, step: int, loss: float) -> None:
+        self._metrics.write("validation", step=step, loss=loss)
+        self.say(f"step {step}: validation loss {loss:.4f} nats per byte")
+        self._started = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """Print on the main process, above the bar."""
+        if self._processes.main:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# On a machine with Python >= 3.10 and nothing else: train a small GPT on the source text of the
+# Python standard library with two CPU processes, first with DDP + autocast, then with shardcast,
+# and compare the two. About five minutes on two cores.
+#
+# Usage: bash launch/quickstart.sh [flags of launch/train.py]
+# Environment: VENV, PYTHON (see environment.sh), SHARDCAST_CONFIG, OUTPUT
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+environment plot
+
+output=${OUTPUT:-runs/quickstart}
+export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+train() {
+    "$python" -m torch.distributed.run --standalone --nproc-per-node=2 \
+        launch/train.py --device cpu "$@"
+}
+
+printf '\n== DDP + autocast ==\n'
+train --baseline ddp --output "$output/ddp" "$@"
+printf '\n== shardcast ==\n'
+train --output "$output/shardcast" "$@"
+printf '\n== comparison ==\n'
+"$python" launch/train.py --compare "$output/ddp" "$output/shardcast" --output "$output"

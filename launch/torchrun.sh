@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Run launch/train.py under torchrun, on one node or (run on each node) on several.
+#
+# Usage: bash launch/torchrun.sh [flags of launch/train.py]
+# Environment:
+#   NPROC             processes per node: a number, gpu, cpu or auto (default: gpu)
+#   NNODES            number of nodes (default: 1); more need RDZV_ENDPOINT
+#   RDZV_ENDPOINT     host:port of one node, the same on all
+#   RDZV_ID           name of the job, the same on all (default: shardcast)
+#   SHARDCAST_CONFIG  shardcast configuration (default: configs/bf16.yaml)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+rendezvous=(--standalone)
+if ((${NNODES:-1} > 1)); then
+    rendezvous=(
+        --nnodes="$NNODES"
+        --rdzv-backend=c10d
+        --rdzv-endpoint="${RDZV_ENDPOINT:?host:port of one of the nodes}"
+        --rdzv-id="${RDZV_ID:-shardcast}"
+    )
+fi
+exec torchrun "${rendezvous[@]}" --nproc-per-node="${NPROC:-gpu}" launch/train.py "$@"

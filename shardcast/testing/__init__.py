@@ -1,0 +1,63 @@
+"""Process groups for unit tests, of this project and of its users.
+
+Three worlds run the same functions ``fn(group, *args)``:
+
+===================  ==============================  ==========================================
+world                what it is                      what it is for
+===================  ==============================  ==========================================
+`fake_world`         one rank, imagined replicas     layout, memory, sequence at world 1,024
+`threaded_world`     threads, strict rendezvous      real values, order, misuse, injected faults
+`spawn`              processes, gloo                 the real thing
+===================  ==============================  ==========================================
+
+A test in a few lines::
+
+    def mean_of_ranks(group):
+        x = torch.full((4,), float(group.rank()))
+        dist.all_reduce(x, op=dist.ReduceOp.AVG, group=group)
+        return x
+
+    def test_mean():
+        for x in threaded_world(2, mean_of_ranks):
+            assert torch.equal(x, torch.full((4,), 0.5))
+
+The groups of the first two worlds need no ``init_process_group``; give them to
+``torch.distributed`` functions as ``group=``, with ranks of the group (``group_src=``).
+"""
+
+from .errors import (
+    BufferHazardError,
+    CollectiveMismatchError,
+    RankDied,
+    RankLeftError,
+    RendezvousTimeoutError,
+)
+from .fake import FakeGroup, fake_world
+from .faults import Death, Delay, Drop, Fault
+from .record import Collective, assert_same_sequence
+from .spawn import ProcessFailedError, SpawnedWorld, spawn, spawn_world
+from .strict import StrictGroup
+from .threads import ThreadedWorld, threaded_world
+
+__all__ = [
+    "BufferHazardError",
+    "Collective",
+    "CollectiveMismatchError",
+    "Death",
+    "Delay",
+    "Drop",
+    "FakeGroup",
+    "Fault",
+    "ProcessFailedError",
+    "RankDied",
+    "RankLeftError",
+    "RendezvousTimeoutError",
+    "SpawnedWorld",
+    "StrictGroup",
+    "ThreadedWorld",
+    "assert_same_sequence",
+    "fake_world",
+    "spawn",
+    "spawn_world",
+    "threaded_world",
+]

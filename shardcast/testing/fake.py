@@ -1,0 +1,100 @@
+"""One rank of a world of any size, in one process, with replicated peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import BufferHazardError
+from .group import Call, DoneWork, RecordedGroup, deliver
+from .record import Collective
+
+__all__ = ["FakeGroup", "fake_world"]
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeGroup]:
+    """Yield the process group of ``rank`` in a world of ``world_size`` that exists only here.
+
+    The other ranks are *replicas*: each is taken to hold the same tensors as this one and to make
+    the same calls. So the values are those of a world in which every rank does the same:
+
+    * ``all_reduce``, ``reduce``, ``reduce_scatter``: SUM multiplies by ``world_size``, PRODUCT
+      raises to that power, BXOR leaves 0 when it is even; AVG, MIN, MAX, BAND, BOR change nothing;
+    * ``broadcast`` changes nothing, ``all_gather`` copies the own tensor ``world_size`` times;
+    * ``all_to_all`` receives from each peer what that peer, with the same input and the same
+      splits, sends here: the own chunk addressed to this rank, ``world_size`` times.
+
+    It serves to check layout, memory and the sequence of collectives (``group.log``) of any rank
+    of a large world: a world of 1,024 costs what one rank costs. Nothing is copied that a real
+    group would not copy, and meta tensors are welcome. For real values use
+    :func:`~shardcast.testing.threaded_world`.
+
+    Example::
+
+        with fake_world(1024, rank=1023) as group:
+            dist.all_reduce(tensor, group=group)
+        assert [c.op for c in group.log] == ["all_reduce"]
+
+    Raises:
+        BufferHazardError: on leaving the block, when an ``async_op=True`` collective was never
+            waited for.
+        ValueError: where a call makes no sense on this rank, or has output splits which
+            peers with the same input splits would not serve.
+    """
+    group = FakeGroup(rank, world_size)
+    yield group
+    if group.pending:
+        raise BufferHazardError(
+            f"rank {rank} never waited for {', '.join(map(str, group.pending.values()))}"
+        )
+
+
+class FakeGroup(RecordedGroup):
+    """The process group that :func:`fake_world` yields."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size, backend="fake")
+        self.pending: dict[int, Collective] = {}
+
+    def _issue(self, call: Call) -> dist.Work:
+        rank, record = self.rank(), call.record
+        if record.op.startswith("all_to_all"):
+            expected = call.inputs[rank].shape
+            if any(chunk.shape != expected for chunk in call.outputs):
+                self._refuse(
+                    record.op,
+                    f"every peer sends {list(expected)} here, as this rank does to itself, "
+                    f"but the outputs are {[list(chunk.shape) for chunk in call.outputs]}",
+                )
+        self.log.append(record)
+        if record.source in (None, rank):  # else: what comes in is what is there already
+            deliver(rank, call, [call.inputs] * self.size(), _scale)
+        self.pending[record.seq] = record
+        return _FakeWork(self, record.seq)
+
+
+class _FakeWork(DoneWork):
+    def __init__(self, group: FakeGroup, seq: int) -> None:
+        super().__init__()
+        self._group, self._seq = group, seq
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.pending.pop(self._seq, None)
+        return True
+
+
+def _scale(reduce_op: str, parts: Sequence[Tensor], out: Tensor) -> None:
+    """Reduce equal ``parts`` without a temporary; ``out`` may be one of them."""
+    world = len(parts)
+    out.copy_(parts[0].view_as(out))
+    if reduce_op == "SUM":
+        out.mul_(world)
+    elif reduce_op == "PRODUCT":
+        out.pow_(world)
+    elif reduce_op == "BXOR" and world % 2 == 0:
+        out.zero_()

@@ -1,0 +1,285 @@
+"""The part that all process groups of this package share: understand a call, check it, log it.
+
+``torch.distributed`` functions reach a process group as methods with option objects, under names
+that differ between torch versions. :class:`RecordedGroup` turns each of them into one
+:class:`Call` and hands it to ``_issue``; a kind of group is then one method long. What a
+collective *means* is written once, in :func:`deliver`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .record import Collective
+
+__all__ = ["Call", "DoneWork", "RecordedGroup", "deliver"]
+
+Combine = Callable[[str, Sequence[Tensor], Tensor], None]
+"""``combine(reduce_op, parts, out)`` writes to ``out`` the reduction of every rank's part."""
+
+REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank sends in a collective, and where it wants the results::
+
+        op               inputs                    outputs
+        all_reduce       [t]                       [t]
+        reduce           [t]                       [t] on dest
+        broadcast        [t] on source             [t] elsewhere
+        all_gather*      [t]                       one per rank
+        gather           [t]                       one per rank, on dest
+        scatter          one per rank, on source   [t]
+        reduce_scatter*  one per rank              [t]
+        all_to_all*      one per rank              one per rank
+        barrier          []                        []
+
+    ``*`` also with ``_single``, whose one big tensor is cut into such chunks. The tensors are
+    ``.data``: collectives write behind autograd's back, without a version bump, as real ones do.
+    """
+
+    record: Collective
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def deliver(rank: int, call: Call, sent: Sequence[Sequence[Tensor]], combine: Combine) -> None:
+    """Write into ``call.outputs`` what ``rank`` receives when rank ``r`` sends ``sent[r]``."""
+    record, outputs = call.record, call.outputs
+    if not outputs:
+        return
+    if record.reduce_op is not None:
+        mine = rank if record.op.startswith("reduce_scatter") else 0
+        combine(record.reduce_op, [parts[mine] for parts in sent], outputs[0])
+        return
+    if record.source is not None:
+        mine = rank if record.op == "scatter" else 0
+        arriving = [sent[record.source][mine]]
+    else:
+        mine = rank if record.op.startswith("all_to_all") else 0
+        arriving = [parts[mine] for parts in sent]
+    for output, chunk in zip(outputs, arriving, strict=True):
+        output.copy_(chunk.view_as(output))
+
+
+class DoneWork(dist.Work):
+    """The work handle of a collective that was complete when its call returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+class RecordedGroup(dist.ProcessGroup):
+    """A process group that needs no ``init_process_group`` and logs every collective.
+
+    Pass it as ``group=`` to ``torch.distributed`` functions, with group ranks (``group_src``,
+    ``group_dst``). Tensors must be contiguous. Point-to-point and coalesced operations are not
+    supported.
+    """
+
+    log: list[Collective]
+    """What this rank has called so far, in order."""
+
+    def __init__(self, rank: int, world_size: int, backend: str) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        self._backend_name = backend
+        self.log = []
+
+    def getBackendName(self) -> str:  # noqa: N802, the name under which torch asks
+        return self._backend_name
+
+    def _issue(self, call: Call) -> dist.Work:
+        raise NotImplementedError
+
+    # The methods below are what torch.distributed calls, aliases included: those are the names
+    # in torch 2.11. Options are optional because ``group.barrier()`` and the like are in use too.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return self._call("all_reduce", tensors, tensors, opts or dist.AllreduceOptions())
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.ReduceOptions()
+        outputs = tensors if opts.rootRank == self.rank() else []
+        return self._call("reduce", tensors, outputs, opts, dest=opts.rootRank)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.BroadcastOptions()
+        sends = opts.rootRank == self.rank()
+        inputs, outputs = (tensors, []) if sends else ([], tensors)
+        return self._call("broadcast", inputs, outputs, opts, source=opts.rootRank)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return self._call("all_gather", inputs, outputs[0], opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        outputs = self._chunks("all_gather_single", output)
+        return self._call("all_gather_single", [input], outputs, opts)
+
+    _allgather_base = all_gather_single
+
+    def gather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.GatherOptions()
+        return self._call("gather", inputs, outputs[0] if outputs else [], opts, dest=opts.rootRank)
+
+    def scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ScatterOptions()
+        details = {"source": opts.rootRank, "shape": tuple(outputs[0].shape)}
+        return self._call("scatter", inputs[0] if inputs else [], outputs, opts, **details)
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        shape = tuple(outputs[0].shape)
+        return self._call("reduce_scatter", inputs[0], outputs, opts, shape=shape)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        inputs = self._chunks("reduce_scatter_single", input)
+        shape = tuple(output.shape)
+        return self._call("reduce_scatter_single", inputs, [output], opts, shape=shape)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._call(
+            "all_to_all",
+            inputs,
+            outputs,
+            opts,
+            input_splits=tuple(chunk.numel() for chunk in inputs),
+            output_splits=tuple(chunk.numel() for chunk in outputs),
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        inputs = self._split("input", input, input_splits)
+        outputs = self._split("output", output, output_splits)
+        return self._call(
+            "all_to_all_single",
+            inputs,
+            outputs,
+            opts,
+            shape=tuple(input.shape),
+            input_splits=tuple(chunk.size(0) for chunk in inputs),
+            output_splits=tuple(chunk.size(0) for chunk in outputs),
+        )
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._call("barrier", [], [], opts)
+
+    # Understanding and checking, before any other rank is concerned.
+
+    def _call(
+        self, op: str, inputs: list[Tensor], outputs: list[Tensor], opts: Any, **details: Any
+    ) -> dist.Work:
+        tensors = [*inputs, *outputs]
+        self._check(op, inputs, outputs, details)
+        if tensors:
+            details.setdefault("shape", tuple(tensors[0].shape))
+            details["dtype"] = tensors[0].dtype
+        if hasattr(opts, "reduceOp"):
+            details["reduce_op"] = self._reduce_op(op, opts.reduceOp, tensors[0].dtype)
+        record = Collective(
+            len(self.log),
+            op,
+            async_op=bool(getattr(opts, "asyncOp", False)),
+            nbytes=max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)),
+            **details,
+        )
+        return self._issue(Call(record, [t.data for t in inputs], [t.data for t in outputs]))
+
+    def _check(
+        self, op: str, inputs: list[Tensor], outputs: list[Tensor], details: dict[str, Any]
+    ) -> None:
+        tensors = [*inputs, *outputs]
+        roots = [details[name] for name in ("source", "dest") if name in details]
+        for root in roots:
+            if not 0 <= root < self.size():
+                self._refuse(op, f"rank {root} is not in a world of {self.size()}")
+        optional = bool(roots) or op == "barrier"  # then a rank may have nothing on one side
+        many_in = op.startswith(("scatter", "reduce_scatter", "all_to_all"))
+        many_out = op.startswith(("gather", "all_gather", "all_to_all"))
+        for side, many in ((inputs, many_in), (outputs, many_out)):
+            expected = self.size() if many else 1
+            if len(side) != expected and (side or not optional):
+                self._refuse(op, f"expected {expected} tensor(s), got {len(side)}")
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+            self._refuse(op, f"inputs and outputs have different dtypes: {', '.join(dtypes)}")
+        if not op.startswith("all_to_all") and len({tensor.numel() for tensor in tensors}) > 1:
+            sizes = sorted({tensor.numel() for tensor in tensors})
+            self._refuse(op, f"inputs and outputs have different sizes: {sizes} elements")
+        if op.startswith("all_to_all"):
+            sends, expects = (list(side[self.rank()].shape) for side in (inputs, outputs))
+            if sends != expects:
+                self._refuse(op, f"sends {sends} to itself, where it expects {expects}")
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            self._refuse(op, "tensors must be contiguous")
+
+    def _chunks(self, op: str, tensor: Tensor) -> list[Tensor]:
+        """Cut a tensor into one flat chunk of equal size per rank."""
+        world = self.size()
+        if not tensor.is_contiguous():
+            self._refuse(op, "tensors must be contiguous")
+        if tensor.numel() % world:
+            self._refuse(op, f"{tensor.numel()} elements do not divide by {world} ranks")
+        size = tensor.numel() // world
+        flat = tensor.detach().view(-1)
+        return [flat.narrow(0, rank * size, size) for rank in range(world)]
+
+    def _split(self, side: str, tensor: Tensor, splits: Sequence[int]) -> list[Tensor]:
+        """Cut a tensor's rows by ``splits``, evenly where there are none."""
+        world, rows = self.size(), len(tensor)
+        if not splits and rows % world:
+            self._refuse("all_to_all_single", f"{side}: {rows} rows do not divide by {world} ranks")
+        splits = list(splits) or [rows // world] * world
+        if len(splits) != world or sum(splits) != rows:
+            self._refuse(
+                "all_to_all_single", f"{side} splits {splits} do not cut {rows} rows for {world}"
+            )
+        return list(torch.split(tensor.detach(), splits))
+
+    def _reduce_op(self, op: str, reduce_op: Any, dtype: torch.dtype) -> str:
+        name = next((n for n in REDUCE_OPS if reduce_op == getattr(dist.ReduceOp, n)), None)
+        if name is None:
+            self._refuse(op, f"this reduce op is not supported; known are {', '.join(REDUCE_OPS)}")
+        if name == "AVG" and not dtype.is_floating_point:
+            self._refuse(op, f"there is no average of {dtype}")
+        return name
+
+    def _refuse(self, op: str, why: str) -> NoReturn:
+        raise ValueError(f"rank {self.rank()}: {op}: {why}")

@@ -1,0 +1,112 @@
+"""What one rank did: a frozen record per collective, and the comparison of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Collective", "assert_same_sequence"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as one rank called it.
+
+    The names are those of today's ``torch.distributed`` functions whatever the torch version:
+    ``all_gather_into_tensor`` is logged as ``all_gather_single``, ``reduce_scatter_tensor`` as
+    ``reduce_scatter_single``.
+    """
+
+    seq: int
+    """Position in this rank's order, from 0."""
+    op: str
+    shape: tuple[int, ...] = ()
+    """Shape of the tensor that this rank sends; for ``broadcast``, ``scatter`` and
+    ``reduce_scatter`` the one that every rank ends with; for ``all_to_all`` the first one sent."""
+    dtype: torch.dtype | None = None
+    """``None`` for ``barrier`` only."""
+    source: int | None = None
+    """Group rank that sends, in ``broadcast`` and ``scatter``."""
+    dest: int | None = None
+    """Group rank that receives, in ``reduce`` and ``gather``."""
+    reduce_op: str | None = None
+    """``"SUM"``, ``"AVG"``, ``"MAX"`` … where something is reduced."""
+    input_splits: tuple[int, ...] | None = None
+    """All-to-all only: what goes to each rank (rows for ``all_to_all_single``, else elements)."""
+    output_splits: tuple[int, ...] | None = None
+    """All-to-all only: what comes from each rank."""
+    async_op: bool = False
+    nbytes: int = 0
+    """Bytes of the larger side: what this rank sends or what it receives."""
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What has to agree between ranks that take part in the same collective.
+
+        The order, splits and sizes of an all-to-all are a rank's own business, and so is whether
+        it waits at once (``async_op``) and how far it counts (``seq``).
+        """
+        shape = None if self.op.startswith("all_to_all") else self.shape
+        return (self.op, shape, self.dtype, self.source, self.dest, self.reduce_op)
+
+    def __str__(self) -> str:
+        tensor = "" if self.dtype is None else f"{_short(self.dtype)}{list(self.shape)}"
+        details = {
+            "reduce_op": self.reduce_op,
+            "source": self.source,
+            "dest": self.dest,
+            "input_splits": self.input_splits,
+            "output_splits": self.output_splits,
+            "async_op": self.async_op or None,
+        }
+        told = [f"{name}={value}" for name, value in details.items() if value is not None]
+        return f"#{self.seq} {self.op}({', '.join([tensor, *told] if tensor else told)})"
+
+
+def assert_same_sequence(logs: Sequence[Sequence[Collective]]) -> None:
+    """Assert that every rank issued the same collectives in the same order.
+
+    Args:
+        logs: one log per rank: ``ThreadedWorld.logs``, or the ``log`` of one fake group per rank.
+
+    Ranks may differ in what :attr:`Collective.signature` leaves out: the splits of an all-to-all
+    and ``async_op``.
+
+    Raises:
+        AssertionError: at the first difference; shows what each rank did there and just before.
+    """
+    for position in range(max(map(len, logs), default=0)):
+        groups: dict[object, list[int]] = {}
+        for rank, log in enumerate(logs):
+            signature = log[position].signature if position < len(log) else None
+            groups.setdefault(signature, []).append(rank)
+        if len(groups) > 1:
+            raise AssertionError(_difference(logs, position, list(groups.values())))
+
+
+def _difference(
+    logs: Sequence[Sequence[Collective]], position: int, groups: Sequence[Sequence[int]]
+) -> str:
+    lines = [f"the ranks' collectives differ at position {position}:"]
+    for ranks in groups:
+        log = logs[ranks[0]]
+        here = str(log[position]) if position < len(log) else f"nothing: its log ends at {len(log)}"
+        lines.append(f"  {name_ranks(ranks)}: {here}")
+    if position:
+        lines.append(f"  the last common one: {logs[0][position - 1]}")
+    return "\n".join(lines)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2, 3`` or, when there are many, ``ranks 0, 1, 2 … 1023 (1000)``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 8:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {', '.join(map(str, ranks[:3]))} … {ranks[-1]} ({len(ranks)} ranks)"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

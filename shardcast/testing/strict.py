@@ -1,0 +1,137 @@
+"""The process group of one rank in a threaded world, and the watch over its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import BufferHazardError
+from .group import Call, DoneWork, RecordedGroup, deliver
+from .rendezvous import Rendezvous, Slot
+
+__all__ = ["StrictGroup"]
+
+
+class StrictGroup(RecordedGroup):
+    """One rank's process group in a :class:`~shardcast.testing.ThreadedWorld`.
+
+    One thread per rank may call it, during :meth:`ThreadedWorld.run` only.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, poison: bool) -> None:
+        super().__init__(rank, world_size, backend="strict")
+        self.poison = poison
+        self.meeting: Rendezvous | None = None
+        """The run that this rank takes part in at present."""
+        self._pending: dict[int, Call] = {}
+
+    def begin(self, meeting: Rendezvous) -> None:
+        """Take part in a new run, with an empty log."""
+        self.meeting, self._pending, self.log = meeting, {}, []
+
+    def check_all_waited_for(self) -> None:
+        """Raise ``BufferHazardError`` if a collective was launched and never waited for."""
+        if self._pending:
+            calls = ", ".join(str(call.record) for call in self._pending.values())
+            raise BufferHazardError(f"rank {self.rank()} never waited for {calls}")
+
+    def _issue(self, call: Call) -> dist.Work:
+        meeting = self.meeting
+        if meeting is None:
+            raise RuntimeError("this group works only inside ThreadedWorld.run")
+        if meeting.inject(self.rank()):
+            return DoneWork()
+        self.log.append(call.record)
+        copies = [tensor.clone() for tensor in call.inputs]
+        slot = meeting.launch(self.rank(), replace(call, inputs=copies))
+        self._pending[slot.seq] = call
+        return _StrictWork(self, meeting, slot, call)
+
+    def finish(self, meeting: Rendezvous, slot: Slot) -> None:
+        """Wait for the other ranks and write the outputs."""
+        call = self._pending.pop(slot.seq)
+        meeting.wait(self.rank(), slot)
+        sent = [slot.calls[rank].inputs for rank in range(self.size())]
+        deliver(self.rank(), call, sent, _reduce_in_rank_order)
+
+
+class _StrictWork(dist.Work):
+    """Outputs are written in ``wait()``, by the rank that waits, and nowhere else."""
+
+    def __init__(self, group: StrictGroup, meeting: Rendezvous, slot: Slot, call: Call) -> None:
+        super().__init__()
+        self._group, self._meeting, self._slot = group, meeting, slot
+        self._record = call.record
+        self._done = False
+        self._watched: list[tuple[str, Tensor, Tensor]] = []
+        if call.record.async_op:
+            self._watch(call)
+
+    def _watch(self, call: Call) -> None:
+        """Remember all buffers, to see in ``wait()`` whether somebody wrote into them.
+
+        Version counters would not do: views of one pack share one, and writing into the next
+        slot of a pack while this one is on its way is no fault.
+        """
+        if self._group.poison:
+            for tensor in call.outputs:
+                _fill_with_garbage(tensor)
+        for side, tensors in (("output", call.outputs), ("input", call.inputs)):
+            self._watched += [(side, tensor, tensor.clone()) for tensor in tensors]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._done:
+            return True
+        self._done = True
+        changed = [side for side, now, then in self._watched if not _same_bits(now, then)]
+        self._watched = []
+        self._group.finish(self._meeting, self._slot)
+        if changed:  # told only now, so that the other ranks get what they wait for
+            raise BufferHazardError(
+                f"rank {self._group.rank()}: an {changed[0]} of {self._record} was written "
+                "between its launch and wait()"
+            )
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would not block. Before it, the outputs hold nothing."""
+        rank, turns = self._group.rank(), self._meeting.turns
+        if not self._done and not self._meeting.settled(self._slot):
+            turns.wait(rank)  # who polls must let the others run
+        return self._done or self._meeting.settled(self._slot)
+
+    def is_success(self) -> bool:
+        return self._done
+
+
+def _reduce_in_rank_order(reduce_op: str, parts: Sequence[Tensor], out: Tensor) -> None:
+    steps: dict[str, Callable[..., Tensor]] = {
+        "SUM": torch.add,
+        "AVG": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }
+    step = steps[reduce_op]
+    out.copy_(parts[0].view_as(out))
+    for part in parts[1:]:
+        step(out, part.view_as(out), out=out)
+    if reduce_op == "AVG":
+        out.div_(len(parts))
+
+
+def _fill_with_garbage(tensor: Tensor) -> None:
+    """All bits set, which is NaN in every floating dtype."""
+    tensor.view(-1).view(torch.uint8).fill_(255)
+
+
+def _same_bits(now: Tensor, then: Tensor) -> bool:
+    return torch.equal(now.view(-1).view(torch.uint8), then.view(-1).view(torch.uint8))

@@ -1,0 +1,193 @@
+"""A world of threads: real values, strict checks, injected faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from .errors import CollectiveMismatchError, RankLeftError, add_note
+from .faults import Fault
+from .record import Collective
+from .rendezvous import Rendezvous
+from .strict import StrictGroup
+
+__all__ = ["ThreadedWorld", "threaded_world"]
+
+T = TypeVar("T")
+
+
+def threaded_world(
+    world_size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout: float = 30.0,
+    faults: Sequence[Fault] = (),
+    poison: bool = True,
+) -> list[T]:
+    """Run ``fn(group, *args)`` as each rank of a new :class:`ThreadedWorld`.
+
+    Returns:
+        what the ranks returned, in rank order.
+    """
+    world = ThreadedWorld(world_size, timeout=timeout, poison=poison)
+    return world.run(fn, *args, faults=faults)
+
+
+class ThreadedWorld:
+    """``world_size`` ranks as threads of this process, with real values and strict checks.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds that a rank may take from one collective to the next.
+        poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits
+            set) until somebody waits for them.
+
+    **Matching.** The ``n``-th collective of each rank is the same collective. All ranks must give
+    the same op, dtype, shape, source or destination and reduce op; in an all-to-all, what rank
+    ``i`` sends to ``j`` must have the shape that ``j`` expects from ``i``. The first call that
+    differs raises :class:`CollectiveMismatchError` on every rank, with what each of them called.
+
+    **Values.** Reductions add (multiply, compare …) the ranks' tensors in rank order 0, 1, …, in
+    the tensor's dtype, rounding after each step; AVG divides the sum by ``world_size`` at the end.
+    They are the same in every run.
+
+    **Asynchronous collectives.** A launch never blocks and takes a copy of what it sends.
+    ``wait()`` blocks until all ranks have launched; the outputs are written there and only there.
+    Writing to an input or an output in between raises :class:`BufferHazardError` in ``wait()``,
+    and so does, at the end, never having waited.
+
+    **Turns.** One rank runs at a time, until it has to wait in a collective; the next ready one
+    follows, in rank order. So runs repeat exactly, and each rank has its own state of torch's CPU
+    random generator, which begins as after ``torch.manual_seed(rank)``; the caller's stays as it
+    was. For the same reason a rank must not wait for another one by any other means than
+    collectives.
+
+    **Ranks that leave.** When a rank returns or raises, the ranks that wait for it, now or later,
+    raise :class:`RankLeftError` at once. :meth:`run` raises the exception that came first.
+
+    CPU tensors only: on accelerators, backward passes of all ranks share one thread, which a
+    waiting rank would block. Threads begin with gradients enabled, whatever the caller has set.
+    """
+
+    groups: list[StrictGroup]
+    """The process group of each rank. They stay the same from run to run."""
+
+    def __init__(self, world_size: int, *, timeout: float = 30.0, poison: bool = True) -> None:
+        if world_size < 1:
+            raise ValueError(f"a world needs at least one rank, got {world_size}")
+        self.world_size, self.timeout = world_size, timeout
+        self.groups = [StrictGroup(rank, world_size, poison=poison) for rank in range(world_size)]
+        self._stuck: tuple[int, ...] = ()
+
+    @property
+    def logs(self) -> list[list[Collective]]:
+        """What each rank called in the latest run, whether or not it succeeded."""
+        return [list(group.log) for group in self.groups]
+
+    def run(self, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = ()) -> list[T]:
+        """Run ``fn(group, *args)`` once per rank; ``group.rank()`` tells which one.
+
+        Returns:
+            what the ranks returned, in rank order.
+
+        Raises:
+            BaseException: the first exception of any rank, itself, with a note of the rank.
+                What the others raised only because that one left does not count.
+            RendezvousTimeoutError: when some rank takes longer than ``timeout``.
+            ValueError: after a run in which an injected fault was never reached, because such
+                a test tests nothing.
+        """
+        if self._stuck:
+            raise RuntimeError(f"ranks {self._stuck} of an earlier run have not finished")
+        for fault in faults:
+            if not 0 <= fault.rank < self.world_size or fault.at < 0:
+                raise ValueError(f"{fault} never happens in a world of {self.world_size}")
+        meeting = Rendezvous(self.world_size, self.timeout, faults)
+        results: dict[int, T] = {}
+        random_state = torch.get_rng_state()
+        try:
+            self._run_threads(meeting, fn, args, results)
+        finally:
+            torch.set_rng_state(random_state)
+        self._raise_first(meeting)
+        if meeting.unreached and meeting.failure is None:
+            counts = {fault: len(self.groups[fault.rank].log) for fault in meeting.unreached}
+            told = ", ".join(f"{fault} (rank made {n})" for fault, n in counts.items())
+            raise ValueError(f"never reached: {told}")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _run_threads(
+        self,
+        meeting: Rendezvous,
+        fn: Callable[..., T],
+        args: tuple[Any, ...],
+        results: dict[int, T],
+    ) -> None:
+        def live(rank: int) -> None:
+            group = self.groups[rank]
+            error: BaseException | None = None
+            meeting.turns.take(rank)
+            try:
+                results[rank] = fn(group, *args)
+                if meeting.failure is None:
+                    group.check_all_waited_for()
+            except BaseException as raised:  # whatever it is, run() raises it again
+                error = raised
+            group.meeting = None
+            meeting.leave(rank, error)
+
+        for group in self.groups:
+            group.begin(meeting)
+        # Daemons, so that a rank that never comes back does not keep the interpreter alive.
+        threads = [
+            threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(self.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._watch(meeting)
+        except BaseException:  # the caller's time limit, or Ctrl-C
+            meeting.fail(lambda: RuntimeError("the run was interrupted"))
+            meeting.turns.end()
+            raise
+        finally:
+            self._stuck = tuple(r for r in range(self.world_size) if r not in meeting.left)
+        for rank, thread in enumerate(threads):
+            if rank not in self._stuck:
+                thread.join()
+
+    def _watch(self, meeting: Rendezvous) -> None:
+        """Wait for all ranks, or for the time-out twice: once to fail, once to let them leave."""
+        turns = meeting.turns
+        with turns.changed:
+            while len(meeting.left) < self.world_size:
+                remaining = self.timeout - turns.idle()
+                if remaining > 0:
+                    turns.changed.wait(remaining)
+                elif not turns.ended:
+                    meeting.fail_late()
+                else:
+                    return
+
+    def _raise_first(self, meeting: Rendezvous) -> None:
+        errors = {rank: error for rank, error in meeting.left.items() if error is not None}
+        if not errors:
+            if self._stuck and meeting.failure is not None:
+                raise meeting.failure()
+            return
+        primary = [r for r, error in errors.items() if not isinstance(error, RankLeftError)]
+        rank = (primary or list(errors))[0]
+        mismatches = {r: e for r, e in errors.items() if isinstance(e, CollectiveMismatchError)}
+        if rank in mismatches:  # the same everywhere, but who raised last knows most
+            rank = max(mismatches, key=lambda r: len(mismatches[r].calls))
+        add_note(errors[rank], f"raised by rank {rank} of a threaded world of {self.world_size}")
+        for other in range(self.world_size):
+            if other in self._stuck:
+                add_note(errors[rank], f"rank {other} has not finished")
+            elif other != rank and other in errors:
+                add_note(errors[rank], f"rank {other} raised {type(errors[other]).__name__}")
+        raise errors[rank]

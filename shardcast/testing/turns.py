@@ -1,0 +1,101 @@
+"""Ranks as threads that take turns: one runs at a time, and only a collective passes the turn on.
+
+Real ranks are processes and share nothing. Threads share torch's random generator and every
+module-level variable, and would interleave differently in each run: two ranks that both do
+``torch.manual_seed(0); nn.Linear(4, 4)`` would disturb each other now and then. Taking turns, with
+the random state swapped along, gives each rank a generator of its own and makes every run, and
+every failure, the same as the last one. Ranks begin with different seeds, as processes do: who
+forgets to broadcast the initial weights shall notice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Whose turn it is, in rank order, among the ranks that are ready to go on."""
+
+    def __init__(self, world_size: int) -> None:
+        self.changed = threading.Condition()
+        """Notified when a turn begins or ends; guards what ranks change without having a turn."""
+        self.holder: int | None = None
+        self._world_size = world_size
+        # All ranks stand in line before the first one runs: the order does not depend on how
+        # fast the threads start.
+        self._waiting: dict[int, Callable[[], bool]] = dict.fromkeys(range(world_size), _always)
+        self._last = world_size - 1
+        self._since = time.monotonic()
+        self._random = [
+            torch.Generator().manual_seed(rank).get_state() for rank in range(world_size)
+        ]
+        self.ended = False
+        """Whether :meth:`end` was called."""
+
+    def take(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
+        """Wait until ``ready()`` and it is ``rank``'s turn, or until :meth:`end`."""
+        with self.changed:
+            self._waiting[rank] = ready or _always
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.ended or self._next() == rank)
+            del self._waiting[rank]
+            if not self.ended:
+                self.holder = self._last = rank
+                self._since = time.monotonic()
+                torch.set_rng_state(self._random[rank])
+
+    def give(self, rank: int) -> None:
+        """Pass the turn on."""
+        with self.changed:
+            if self.holder == rank:
+                self._random[rank] = torch.get_rng_state()
+                self.holder = None
+                self._since = time.monotonic()
+            self.changed.notify_all()
+
+    def wait(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
+        """Pass the turn on and stand in line again.
+
+        In one, since the order must not depend on who is quicker, this rank or the next one.
+        """
+        with self.changed:
+            self.give(rank)
+            self.take(rank, ready)
+
+    def sleep(self, rank: int, seconds: float, interrupted: Callable[[], bool]) -> None:
+        """Let the others go on for so long, or until ``interrupted()``."""
+        with self.changed:
+            self.give(rank)
+            self.changed.wait_for(lambda: self.ended or interrupted(), seconds)
+            self.take(rank)
+
+    def end(self) -> None:
+        """Let everybody go on at once, so that nobody has to wait for a rank that is stuck."""
+        with self.changed:
+            self.ended = True
+            self._since = time.monotonic()
+            self.changed.notify_all()
+
+    def idle(self) -> float:
+        """Seconds since the turn last changed hands."""
+        return time.monotonic() - self._since
+
+    def _next(self) -> int | None:
+        """The first ready rank after the one that had the last turn."""
+        if self.holder is not None:
+            return None
+        for step in range(1, self._world_size + 1):
+            rank = (self._last + step) % self._world_size
+            if rank in self._waiting and self._waiting[rank]():
+                return rank
+        return None
+
+
+def _always() -> bool:
+    return True

@@ -1,0 +1,259 @@
+"""Small models for the tests, and the few helpers that most of the tests share.
+
+Every case of :data:`CASES` is a model with something awkward: sizes that no alignment divides,
+ties, scalars, empty parameters, fewer elements than ranks, activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardcast
+from shardcast.testing import ThreadedWorld, assert_same_sequence
+
+LOW = (torch.bfloat16, torch.float16)
+Tensors = dict[str, Tensor]
+
+
+class MLP(nn.Module):
+    """Odd sizes: 7 -> 13 -> 5 -> 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(7, 13), nn.Linear(13, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with one head."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.fc, self.proj = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.ln1(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.proj(F.gelu(self.fc(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    """Tied embedding, LayerNorms, odd sizes.
+
+    Args:
+        recompute: ``None``, ``"reentrant"`` or ``"nonreentrant"`` activation checkpointing.
+    """
+
+    def __init__(self, recompute: str | None = None, vocab: int = 37, dim: int = 18) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.wte, self.wpe = nn.Embedding(vocab, dim), nn.Embedding(11, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.ln = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        return self.head(self.ln(x))
+
+
+class TiedReentrant(nn.Module):
+    """One layer used in two re-entrant checkpoints and outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(self.shared(y)), x, use_reentrant=True)
+        return self.last(self.shared(x))
+
+
+class Scalars(nn.Module):
+    """0-dim, one-element and empty parameters beside ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.25]))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.linear = nn.Linear(3, 3)
+        self.no_rows = nn.Parameter(torch.empty(4, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x, self.nothing]) * self.scale + self.shift
+        return self.linear(x) + self.no_rows.sum()
+
+
+class Tiny(nn.Module):
+    """Fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, -1.25, 0.75]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Branches(nn.Module):
+    """Layers that a forward may leave out: their parameters then have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor, use: Iterable[int]) -> Tensor:
+        for number in use:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches and its loss; the loss is a mean over samples."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[Tensor, Tensor]]
+
+    def build(self, seed: int = 0) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self.make()
+
+    def batch(self, seed: int, size: int = 4) -> tuple[Tensor, Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(1000 + seed)
+            return self.inputs(size)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        out = model(x).float()
+        if y.is_floating_point():
+            return F.mse_loss(out, y)
+        return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def _floats(*shape_in_out: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    width_in, width_out = shape_in_out
+    return lambda size: (torch.randn(size, width_in), torch.randn(size, width_out))
+
+
+def _tokens(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(37, (size, 9)), torch.randint(37, (size, 9))
+
+
+CASES = {
+    "mlp": Case(MLP, _floats(7, 3)),
+    "gpt": Case(GPT, _tokens),
+    "gpt_reentrant": Case(functools.partial(GPT, "reentrant"), _tokens),
+    "gpt_nonreentrant": Case(functools.partial(GPT, "nonreentrant"), _tokens),
+    "tied_reentrant": Case(TiedReentrant, _floats(6, 5)),
+    "scalars": Case(Scalars, _floats(3, 3)),
+    "tiny": Case(Tiny, _floats(3, 3)),
+}
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **options})
+
+
+def sharded(
+    model: nn.Module,
+    group: Any = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    **fields: Any,
+) -> shardcast.ShardedOptimizer:
+    """``shard`` with fp32 parameters and the eager update where nothing else is said."""
+    fields = {"param_dtype": torch.float32, "fuse": "eager", **fields}
+    if fields["param_dtype"] == torch.float16:
+        fields.setdefault("loss_scale", 1.0)
+    return shardcast.shard(model, optimizer(model), process_group=group, **fields)
+
+
+def install(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> None:
+    """Set the same random gradients everywhere, whatever the world; sizes from 1e-4 to 10."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator)
+        power = torch.randint(-4, 1, (), generator=generator).item()
+        param.grad = (grad * 10.0**power).to(dtype or param.grad_dtype or param.dtype)
+
+
+def values(model: nn.Module) -> Tensors:
+    """Copies of all parameters and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, str], Tensor]:
+    """Copies of what this rank owns: masters, moments and steps by name and element range."""
+    found = {}
+    for master, position, param in optimizer._owned():
+        fragment = master.fragments[position]
+        key = (fragment.slot.name, *fragment.param_range)
+        part = master.local(fragment.start, fragment.stop)
+        found[(*key, "master")] = master.data[part].detach().clone()
+        for name, value in optimizer.state[param].items():
+            found[(*key, name)] = torch.as_tensor(value).detach().clone()
+    return found
+
+
+def whole(ranks: Iterable[Mapping[tuple[str, int, int, str], Tensor]]) -> Tensors:
+    """The ranks' :func:`parts` put together: ``"name/exp_avg"`` to the flat whole."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for found in ranks:
+        for (name, start, _stop, kind), tensor in found.items():
+            pieces.setdefault(f"{name}/{kind}", []).append((start, tensor))
+    joined = {}
+    for name, found in pieces.items():
+        tensors = [tensor for _, tensor in sorted(found, key=lambda piece: piece[0])]
+        if tensors[0].dim() == 0:  # a step: one number, the same in all pieces
+            assert all(torch.equal(tensor, tensors[0]) for tensor in tensors), name
+            joined[name] = tensors[0]
+        else:
+            joined[name] = torch.cat([tensor.flatten() for tensor in tensors])
+    return joined
+
+
+def assert_same_bits(left: Mapping[Any, Tensor], right: Mapping[Any, Tensor]) -> None:
+    """Equal keys, dtypes, shapes and bits: -0 is not 0, and a NaN equals itself."""
+    assert left.keys() == right.keys()
+    for key, tensor in left.items():
+        other = right[key]
+        assert tensor.dtype == other.dtype and tensor.shape == other.shape, key
+        same = torch.equal(_bits(tensor), _bits(other))
+        assert same, f"{key}: {(tensor.double() - other.double()).abs().max()}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def run_world(
+    size: int, fn: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[list[Any], ThreadedWorld]:
+    """``fn(group, *args)`` on each rank of a strict world; the collectives must have agreed."""
+    world = ThreadedWorld(size, **options)
+    results = world.run(fn, *args)
+    assert_same_sequence(world.logs)
+    return results, world

@@ -1,0 +1,198 @@
+"""World 1 in fp32 against plain torch.optim: bit for bit eagerly, within 1 ulp compiled."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, install, parts, sharded, values, whole
+from torch import Tensor, nn
+
+from shardcast import kernels
+
+pytestmark = pytest.mark.timeout(60)
+
+ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+COMBINATIONS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adam": (ADAM, {}),
+    "adam_decay": (ADAM, {"weight_decay": 0.1}),
+    "adam_amsgrad": (ADAM, {"amsgrad": True, "weight_decay": 0.01}),
+    "adam_maximize": (ADAM, {"maximize": True}),
+    "adam_other_betas": (ADAM, {"betas": (0.8, 0.95), "eps": 1e-5}),
+    "adamw": (ADAMW, {}),
+    "adamw_no_decay": (ADAMW, {"weight_decay": 0.0}),
+    "adamw_amsgrad_maximize": (ADAMW, {"amsgrad": True, "maximize": True}),
+    "adamw_large_betas": (ADAMW, {"betas": (0.4, 0.999), "weight_decay": 0.3}),
+    "sgd": (SGD, {}),
+    "sgd_decay": (SGD, {"weight_decay": 0.1}),
+    "sgd_momentum": (SGD, {"momentum": 0.9}),
+    "sgd_dampening": (SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "sgd_nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "sgd_maximize": (SGD, {"momentum": 0.5, "maximize": True}),
+}
+
+
+def state_of(plain: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """torch's own state in the form of ``whole(parts(...))``."""
+    found = {}
+    for name, param in model.named_parameters():
+        if param.numel():
+            found[f"{name}/master"] = param.detach().flatten()
+            for key, value in plain.state[param].items():
+                if value is not None:
+                    found[f"{name}/{key}"] = value if key == "step" else value.flatten()
+    return found
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("case", ["gpt", "scalars"])
+def test_fifty_fp32_steps_of_one_rank_equal_torch_bit_for_bit(case: str, combination: str):
+    kind, options = COMBINATIONS[combination]
+    model = CASES[case].build()
+    twin = copy.deepcopy(model)
+    optimizer = sharded(model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, **options))
+    plain = kind(twin.parameters(), lr=1e-2, foreach=False, **options)
+    for step in range(50):
+        if step == 20:
+            for group in [*optimizer.param_groups, *plain.param_groups]:
+                group["lr"] = 3e-3
+        install(model, step)
+        install(twin, step)
+        optimizer.step()
+        plain.step()
+        if step % 10 == 0:
+            assert_same_bits(values(model), values(twin))
+    assert_same_bits(values(model), values(twin))
+    assert_same_bits(whole([parts(optimizer)]), state_of(plain, twin))
+
+
+@pytest.mark.parametrize("kind", [ADAMW, SGD])
+def test_groups_have_their_own_options_and_follow_their_changes(kind: type):
+    model = CASES["gpt"].build()
+    twin = copy.deepcopy(model)
+
+    def make(m: nn.Module) -> torch.optim.Optimizer:
+        flat = [p for p in m.parameters() if p.dim() < 2]
+        square = [p for p in m.parameters() if p.dim() >= 2]
+        groups = [{"params": square, "weight_decay": 0.2}, {"params": flat, "lr": 3e-2}]
+        return kind(groups, lr=1e-2, **({"momentum": 0.9} if kind is SGD else {}))
+
+    optimizer, plain = sharded(model, optimizer=make), make(twin)
+    for step in range(12):
+        for group in [optimizer.param_groups[1], plain.param_groups[1]]:
+            group["lr"] = 3e-2 / (step + 1)
+            if step == 6:
+                group["weight_decay"] = 0.05
+        install(model, step)
+        install(twin, step)
+        optimizer.step()
+        plain.step()
+    assert_same_bits(values(model), values(twin))
+
+
+def test_a_tensor_learning_rate_is_read_in_every_step():
+    model = CASES["mlp"].build()
+    twin = copy.deepcopy(model)
+    rate = torch.tensor(1e-2)
+    optimizer = sharded(model, optimizer=lambda m: ADAMW(m.parameters(), lr=rate))
+    plain = ADAMW(twin.parameters(), lr=1e-2, foreach=False)
+    for step in range(6):
+        if step == 3:
+            rate.fill_(5e-3)
+            plain.param_groups[0]["lr"] = rate.item()
+        install(model, step)
+        install(twin, step)
+        optimizer.step()
+        plain.step()
+    for name, tensor in values(model).items():
+        # The rate is rounded to fp32 before it is multiplied: 2^-24 of updates of at most 1e-2.
+        torch.testing.assert_close(tensor, values(twin)[name], rtol=2**-22, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_are_the_cast_of_masters_that_equal_torch(dtype: torch.dtype):
+    model = CASES["gpt"].build()
+    twin = copy.deepcopy(model)
+    optimizer = sharded(model, param_dtype=dtype)
+    plain = ADAMW(twin.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    for step in range(20):
+        install(model, step)
+        for param, low in zip(twin.parameters(), model.parameters(), strict=True):
+            param.grad = low.grad.float()
+        optimizer.step()
+        plain.step()
+        assert_same_bits(
+            values(model), {name: value.to(dtype) for name, value in values(twin).items()}
+        )
+    assert_same_bits(whole([parts(optimizer)]), state_of(plain, twin))
+
+
+def test_masters_keep_what_bf16_loses():
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    plain = copy.deepcopy(model).bfloat16()
+    make = lambda m: SGD(m.parameters(), lr=1.0)  # noqa: E731
+    optimizer, direct = sharded(model, optimizer=make, param_dtype=torch.bfloat16), make(plain)
+    step = torch.full((1, 4), 1e-3, dtype=torch.bfloat16)
+    for _ in range(1000):
+        model.weight.grad, plain.weight.grad = step.clone(), step.clone()
+        optimizer.step()
+        direct.step()
+    total = 1000 * step[0, 0].item()
+    assert torch.equal(plain.weight, torch.ones_like(plain.weight)), "the control: all lost"
+    # 1,000 subtractions near 1, each rounded to fp32: at most 1,000 half ulps of 2^-24.
+    masters = whole([parts(optimizer)])["weight/master"]
+    torch.testing.assert_close(masters, torch.full((4,), 1 - total), rtol=0, atol=1000 * 2**-25)
+    assert torch.equal(model.weight.flatten(), masters.bfloat16())
+
+
+def ulps(left: Tensor, right: Tensor, old: Tensor) -> float:
+    """Largest distance of two results of a step that began at ``old``, in units of last place.
+
+    The unit is that of the weight, old or new, or of eight updates where that is more: the update
+    comes out of about eight roundings, which compiled code contracts, so two paths may differ by
+    several ulps of the update; that is below one of the weight where the weight is larger.
+    """
+    largest = torch.stack([old.abs(), right.abs(), 8 * (right - old).abs()]).amax(0)
+    unit = torch.nextafter(largest, torch.tensor(torch.inf)).double() - largest.double()
+    return float(((left.double() - right.double()).abs() / unit).max())
+
+
+RULES = {
+    "adamw": kernels.AdamRule(0.9, 0.999, 1e-8, 0.0, False, False),
+    "sgd": kernels.SGDRule(0.9, 0.0, 0.01, True, False),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")),
+    reason="torch.compile needs a C++ compiler on CPU",
+)
+@pytest.mark.parametrize("name", RULES)
+def test_a_compiled_step_is_within_one_ulp_of_the_eager_one(name: str):
+    """From the same state in every step: a difference does not add up over steps."""
+    from shardcast.update import _compiled
+
+    rule, compiled, numel = RULES[name], _compiled(), 1003
+    torch.manual_seed(0)
+    group = {"lr": torch.tensor(1e-2, dtype=torch.float64), "weight_decay": 0.1}
+    master = torch.randn(numel)
+    state = tuple(torch.zeros(numel) for _ in rule.state)
+    for step in range(1, 51):
+        grad = torch.randn(numel) * 10 ** float(torch.randint(-4, 2, ()))
+        before, moments = master.clone(), [flat.clone() for flat in state]
+        coefficients = rule.coefficients(group, torch.tensor(float(step)))
+        fused = (master.clone(), tuple(flat.clone() for flat in state), torch.empty(numel).half())
+        eager = (master, state, torch.empty(numel).half())
+        for kernel, (m, s, low) in ((compiled, fused), (kernels.update_, eager)):
+            kernel(rule, m, grad, s, low, coefficients, None, torch.tensor(False))
+        assert ulps(fused[0], eager[0], before) <= 1
+        for left, right, moment in zip(fused[1], eager[1], moments, strict=True):
+            # Two roundings of the larger summand: what remains may be small, as moments cancel.
+            largest = torch.stack([moment.abs(), right.abs(), grad.abs()]).amax(0)
+            assert bool(((left - right).abs() <= largest * 2**-22).all())
+        assert torch.equal(fused[2], fused[0].half())

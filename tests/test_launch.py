@@ -1,0 +1,300 @@
+"""The training program: its text, its model, its metrics, and whole runs under the launchers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import metrics
+import pytest
+import torch
+import yaml
+from corpus import Corpus
+from gpt import GPT, GPTConfig
+from train import parse_arguments, schedule
+
+import shardcast
+
+ROOT = Path(__file__).parents[1]
+TINY = GPTConfig(context=16, width=32, depth=2, heads=2)
+TINY_RUN = (
+    "--device cpu --steps 6 --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 "
+    "--batch-size 4 --log-interval 2 --validation-interval 3 --validation-sequences 8 "
+    "--sample-bytes 8 --max-grad-norm 1"
+).split()
+
+
+# -- text --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_directory(tmp_path: Path) -> Path:
+    """60 files of 400 bytes; every byte of a file is the file's number."""
+    for number in range(60):
+        (tmp_path / f"{number:02}.txt").write_bytes(bytes([number]) * 400)
+    return tmp_path
+
+
+def test_no_file_is_in_both_the_training_and_the_held_out_text(text_directory: Path) -> None:
+    corpus = Corpus.load([text_directory], context=8)
+    train, held_out = set(corpus.train.tolist()), set(corpus.held_out.tolist())
+    assert train | held_out == set(range(60))
+    assert not train & held_out
+    assert len(held_out) < len(train)
+
+
+def test_few_files_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(range(250)) * 4)
+    corpus = Corpus.load([path], context=8)
+    assert bytes(torch.cat([corpus.train, corpus.held_out])) == path.read_bytes()
+    assert corpus.held_out.numel() == 50
+
+
+def test_the_corpus_stops_at_its_cap(text_directory: Path) -> None:
+    corpus = Corpus.load([text_directory], context=8, max_bytes=15_900)
+    assert corpus.train.numel() + corpus.held_out.numel() == 15_900
+
+
+def test_the_default_text_is_the_standard_library_without_its_tests() -> None:
+    first, second = (Corpus.load([], context=8, max_bytes=1 << 20) for _ in range(2))
+    assert first.digest == second.digest
+    assert b"import" in bytes(first.train[:100_000])
+
+
+def test_the_names_of_files_decide_the_text_and_not_where_they_lie(
+    text_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    moved = tmp_path_factory.mktemp("elsewhere") / "text"
+    digest = Corpus.load([text_directory], context=8).digest
+    text_directory.rename(moved)
+    assert Corpus.load([moved], context=8).digest == digest
+
+
+def test_missing_and_too_short_text_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        Corpus.load([tmp_path / "absent"], context=8)
+    (tmp_path / "short.txt").write_bytes(b"only a little")
+    with pytest.raises(ValueError, match="held-out text has 0 bytes"):
+        Corpus.load([tmp_path / "short.txt"], context=8)
+
+
+def test_a_batch_depends_on_seed_step_and_index_alone(text_directory: Path) -> None:
+    corpus = Corpus.load([text_directory], context=8)
+    tokens, targets = corpus.train_batch(seed=1, step=2, index=3, size=4)
+    assert tokens.shape == targets.shape == (4, 8)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    torch.manual_seed(99)
+    assert torch.equal(tokens, corpus.train_batch(seed=1, step=2, index=3, size=4)[0])
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
+        assert not torch.equal(tokens, corpus.train_batch(*other, size=4)[0])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_together_see_the_held_out_sequences_of_one(
+    text_directory: Path, world: int
+) -> None:
+    corpus = Corpus.load([text_directory], context=8)
+
+    def rows(rank: int, world: int) -> list[tuple[int, ...]]:
+        batches = corpus.held_out_batches(10, size=3, rank=rank, world=world)
+        return [tuple(row) for tokens, _ in batches for row in tokens.tolist()]
+
+    assert len(rows(0, 1)) == 10
+    assert sorted(rows(0, 1)) == sorted(row for rank in range(world) for row in rows(rank, world))
+
+
+# -- model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpt_shapes_and_dtypes(dtype: torch.dtype) -> None:
+    model = GPT(TINY).to(dtype)
+    tokens = torch.randint(256, (3, 16))
+    assert model(tokens).shape == (3, 16, 256)
+    assert model(tokens).dtype == dtype
+    loss = model(tokens, tokens)
+    assert loss.shape == ()
+    assert loss.dtype == torch.float32
+    assert 5.0 < loss.item() < 6.0  # ln 256 = 5.55 before training
+
+
+def test_gpt_does_not_look_ahead() -> None:
+    model = GPT(TINY)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=0)
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_checkpointed_activations_give_the_same_gradients() -> None:
+    gradients = []
+    for checkpoint_activations in (False, True):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(16, 16, 32, 2, 2, checkpoint_activations=checkpoint_activations))
+        tokens = torch.arange(16)[None]
+        model(tokens % 16, tokens % 16).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_a_tied_head_is_one_parameter() -> None:
+    tied = GPT(GPTConfig(context=16, width=32, depth=1, heads=2, tie_head=True))
+    assert tied.head.weight is tied.tokens.weight
+
+
+def test_generated_text_follows_the_prompt_beyond_the_context() -> None:
+    prompt = torch.tensor([[1, 2, 3]])
+    tokens = GPT(TINY).generate(prompt, 20, torch.Generator().manual_seed(0))
+    assert tokens.shape == (1, 23)
+    assert torch.equal(tokens[:, :3], prompt)
+
+
+# -- arguments, metrics, configurations ----------------------------------------------------------
+
+
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
+    factors = [schedule(step, 10, 100) for step in range(1, 101)]
+    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert factors[9:] == sorted(factors[9:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1)
+    assert schedule(1, 0, 1) == pytest.approx(0.1)
+
+
+def test_flags_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(["--baseline", "ddp"]).output == Path("runs/ddp")
+    for wrong in (["--step", "3"], ["--steps", "0"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(wrong)
+    assert "0 is not a positive number" in capsys.readouterr().err
+
+
+def run_records(corpus: str = "x", **validation: float) -> list[metrics.Record]:
+    losses = [
+        {"kind": "validation", "step": int(step[1:]), "loss": loss}
+        for step, loss in validation.items()
+    ]
+    return [{"kind": "run", "corpus": corpus}, *losses]
+
+
+def test_compare_reports_the_largest_relative_difference_of_common_steps() -> None:
+    a = run_records(s1=5.0, s2=4.0, s3=2.0)
+    b = run_records(s1=5.0, s2=3.9, s3=2.01, s4=9.0)
+    comparison = metrics.compare(a, b)
+    assert comparison.steps == [1, 2, 3]
+    assert comparison.differences == pytest.approx([0.0, 2.5, 0.5])
+    assert str(comparison) == (
+        "largest difference of the validation losses: 2.500 % (step 2: 4.0000 and 3.9000 nats)\n"
+        "final difference of the validation losses: 0.500 % (step 3: 2.0000 and 2.0100 nats)"
+    )
+
+
+def test_compare_refuses_runs_that_have_nothing_in_common() -> None:
+    with pytest.raises(ValueError, match="no step"):
+        metrics.compare(run_records(s1=1.0), run_records(s2=1.0))
+    with pytest.raises(ValueError, match="different text"):
+        metrics.compare(run_records("x", s1=1.0), run_records("y", s1=1.0))
+
+
+def test_the_example_configurations_name_every_option_with_its_default() -> None:
+    defaults = shardcast.ShardcastConfig().to_dict()
+    named = set()
+    for path in (ROOT / "configs").glob("*.yaml"):
+        named |= yaml.safe_load(path.read_text()).keys()
+        shardcast.ShardcastConfig.load(path)
+        commented = re.findall(r"^# (\w+: .*)$", path.read_text(), re.MULTILINE)
+        for option, value in ((k, v) for c in commented for k, v in yaml.safe_load(c).items()):
+            assert value == defaults[option], f"{path.name}: {option}"
+            named.add(option)
+    options = {option.name for option in fields(shardcast.ShardcastConfig)}
+    assert named == options - {"group_fn"}  # a function: in code only
+
+
+# -- whole runs ----------------------------------------------------------------------------------
+
+
+def run(*command: str, **environment: str) -> str:
+    """Run in a process of its own and return what it printed; its failure fails the test."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDCAST_")}
+    finished = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=100,
+    )
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ACCELERATE = (
+    *("-m", "accelerate.commands.launch"),
+    *("--config_file", "configs/accelerate/cpu_two_processes.yaml"),
+)
+
+
+def check_run(directory: Path, world: int) -> list[metrics.Record]:
+    records = metrics.read(directory)
+    assert records[0]["world"] == world
+    assert [r["step"] for r in records if r["kind"] == "train"] == [2, 3, 4, 6]
+    assert list(metrics.curve(records, "validation")) == [3, 6]
+    assert 0 < metrics.curve(records, "validation")[6] < 6
+    train = [r for r in records if r["kind"] == "train"]
+    assert all(r["grad_norm"] > 0 and r["tokens_per_second"] > 0 for r in train)
+    assert train[-1]["skipped_steps"] == 0
+    assert records[-1]["text"].startswith("def ")
+    assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    return records
+
+
+def test_train_with_plain_python(tmp_path: Path) -> None:
+    out = run("launch/train.py", *TINY_RUN, "--output", str(tmp_path))
+    check_run(tmp_path, world=1)
+    assert "memory per rank" in out
+
+
+@pytest.mark.parametrize("config", ["bf16", "fp16", "fp32"])
+def test_train_with_the_example_configurations(tmp_path: Path, config: str) -> None:
+    path = str(ROOT / "configs" / f"{config}.yaml")
+    run("launch/train.py", *TINY_RUN, "--output", str(tmp_path), SHARDCAST_CONFIG=path)
+    check_run(tmp_path, world=1)
+
+
+def test_two_processes_under_torchrun_follow_the_ddp_baseline(tmp_path: Path) -> None:
+    ddp, ours = tmp_path / "ddp", tmp_path / "ours"
+    flags = (*TINY_RUN, "--accumulation", "2")
+    run(*TORCHRUN, "launch/train.py", *flags, "--baseline", "ddp", "--output", str(ddp))
+    run(*TORCHRUN, "launch/train.py", *flags, "--output", str(ours))
+    check_run(ddp, world=2)
+    check_run(ours, world=2)
+
+    compared = ("--compare", str(ddp), str(ours), "--output", str(tmp_path))
+    out = run("launch/train.py", *compared)
+    assert "largest difference of the validation losses" in out
+    assert (tmp_path / "comparison.png").is_file()
+    assert max(metrics.compare(metrics.read(ddp), metrics.read(ours)).differences) < 1.0
+
+
+def test_two_ranks_see_what_one_rank_sees_in_two_micro_batches(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    flags = (*TINY_RUN, "--baseline", "ddp")
+    run("launch/train.py", *flags, "--accumulation", "2", "--output", str(one))
+    run(*TORCHRUN, "launch/train.py", *flags, "--output", str(two))
+    losses = [metrics.curve(metrics.read(directory), "train") for directory in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # bf16 autocast
+
+
+def test_the_accelerate_configuration_starts_two_processes(tmp_path: Path) -> None:
+    run(*ACCELERATE, "launch/train.py", *TINY_RUN, "--output", str(tmp_path))
+    check_run(tmp_path, world=2)
