@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
+from shardcast import state
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 LOW = (torch.bfloat16, torch.float16)
@@ -207,13 +208,13 @@ def values(model: nn.Module) -> Tensors:
 
 def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, str], Tensor]:
     """Copies of what this rank owns: masters, moments and steps by name and element range."""
-    found = {}
-    for master, position, param in optimizer._owned():
+    found, held = {}, optimizer.state
+    for master, position, param in state.owned(optimizer._masters):
         fragment = master.fragments[position]
         key = (fragment.slot.name, *fragment.param_range)
         part = master.local(fragment.start, fragment.stop)
         found[(*key, "master")] = master.data[part].detach().clone()
-        for name, value in optimizer.state[param].items():
+        for name, value in held[param].items():
             found[(*key, name)] = torch.as_tensor(value).detach().clone()
     return found
 

@@ -71,7 +71,7 @@ class Rendezvous:
                     break
         slot.calls[rank] = call
         if len(slot.calls) == self.world_size:
-            del self._open[seq]
+            self._open.pop(seq, None)
         self._check(slot)
         return slot
 
@@ -130,7 +130,7 @@ class Rendezvous:
         return next((rank for rank in self.left if rank not in slot.calls), None)
 
     def _mismatch(self, slot: Slot, difference: str) -> CollectiveMismatchError:
-        calls = {rank: call.record for rank, call in sorted(slot.calls.items())}
+        calls = {rank: call.record for rank, call in sorted(list(slot.calls.items()))}
         message = f"collective {slot.seq} does not match: {difference}"
         return CollectiveMismatchError(message + _table(self.world_size, slot), calls)
 
