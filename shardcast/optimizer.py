@@ -113,7 +113,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.config.broadcast_buffers:
             self._broadcast_buffers()
         self._last_norm = verdict.norm
-        self._forget()
+        self._reduce.show(verdict.present)
+        self._forget(cleared=False)
         _compat.note_step_called(self._original)
         self._scaler.poll()
         return loss
@@ -125,11 +126,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reduce.finish()
         return self._scaler.combine(max_norm, self.param_groups)
 
-    def _forget(self) -> None:
-        """The gradients were used, or are gone: the next step takes new ones."""
+    def _forget(self, cleared: bool) -> None:
+        """The gradients were used, or cleared: the next step combines anew."""
         self._verdict = None
         self._scaler.loss_was_scaled = False
-        self._reduce.reset()
+        self._reduce.reset(cleared)
 
     def _wake(self) -> None:
         """Activate packs that were frozen from the start and have a gradient on some rank now.
@@ -164,7 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
-        self._forget()
+        self._forget(cleared=True)
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -456,3 +457,7 @@ def _refuse_step(closure: Any = None) -> Any:
         "step() of the original optimizer was called; it no longer owns the state: call step() of "
         "the optimizer that shardcast.shard returned"
     )
+
+
+# A scheduler that watches the original looks for its own wrapper's mark, and would warn.
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

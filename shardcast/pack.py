@@ -151,6 +151,11 @@ class GradPack:
             _ = self.data
             self._views[position].copy_(grad)
 
+    def show(self, position: int) -> None:
+        """Set the ``.grad`` at ``position`` to the view into this storage."""
+        _ = self.data
+        self.pack.params[position].grad = self._views[position]
+
     def clear(self, position: int) -> None:
         """Zero one slot: a gradient that is absent here counts as zero on its owner."""
         if self._data is not None:

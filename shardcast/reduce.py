@@ -46,6 +46,7 @@ class _Stage:
     wire: torch.dtype
     scatter: bool  # by reduce-scatter, else by all-to-all
     arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
+    absent: set[int] = field(default_factory=set)  # slots without one here at the last launch
     work: Any = None  # the collective in flight
     received: Tensor | None = None  # its output
     sent: Tensor | None = None  # its input; alive and unchanged until the work is waited for
@@ -79,6 +80,7 @@ class Reducer:
         self._armed = False  # the end-of-backward callback is queued
         self._sync = True
         self._due = True  # a round must be run before the next step
+        self._cleared: bool | None = None  # gradients were cleared since the last round
         self._flying: list[_Stage] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again within this step
         self._handles: list[Any] = []
@@ -182,9 +184,24 @@ class Reducer:
                 # A gradient replaced by hand after the reduction is final, as with DDP.
                 grads.adopt(position)
 
-    def reset(self) -> None:
-        """The gradients were used or forgotten: the next step needs a round of its own."""
+    def reset(self, cleared: bool) -> None:
+        """The gradients were used, or ``cleared``: the next step needs a round of its own."""
         self._due = True
+        if cleared:
+            self._cleared = True
+
+    def show(self, present: list[list[bool]]) -> None:
+        """Make the mean visible as ``.grad`` where only other ranks had a gradient.
+
+        As DDP does; so it is cleared, or added to, like every other gradient.
+
+        Args:
+            present: per pack, in the order of :meth:`add`, and slot.
+        """
+        for grads, slots in zip(self.grads, present, strict=True):
+            for position, param in enumerate(grads.pack.params):
+                if param.grad is None and slots[position] and grads.owned[position]:
+                    grads.show(position)
 
     # -- hooks ------------------------------------------------------------------------------
 
@@ -216,17 +233,25 @@ class Reducer:
                 self._launch(stage)
         self._next = 0
         self._due = False
+        self._cleared = None
 
     # -- one pack ---------------------------------------------------------------------------
 
     def _reopen(self, stage: _Stage) -> None:
-        """New gradients for a reduced pack: keep the mean of those that were not cleared."""
+        """New gradients for a reduced pack: keep the mean of those that were not cleared.
+
+        Where this rank had no gradient there may be a mean all the same, of other ranks' ones.
+        """
         if stage.work is not None:
             self._flying.remove(stage)
             self._land(stage)
         grads = stage.grads
         stage.reduced = False
-        kept = [position for position in range(len(grads.pack.params)) if grads.holds(position)]
+        kept = {position for position in range(len(grads.pack.params)) if grads.holds(position)}
+        if not self._was_cleared():
+            kept |= {
+                position for position in stage.absent if grads.pack.params[position].grad is None
+            }
         if not kept:  # the usual case: all gradients were set to None, all will be overwritten
             stage.carry = None
             return
@@ -236,14 +261,27 @@ class Reducer:
         stage.carry = grads.own.to(MASTER_DTYPE, copy=True)
         grads.data.zero_()
 
+    def _was_cleared(self) -> bool:
+        """Whether gradients were cleared or replaced since the last round."""
+        if self._cleared is None:
+            self._cleared = any(
+                not stage.grads.holds(position)
+                for stage in self._stages
+                for position in range(len(stage.grads.pack.params))
+                if stage.reduced and position not in stage.absent
+            )
+        return self._cleared
+
     def _launch(self, stage: _Stage) -> None:
         if stage.reduced or stage.work is not None:
             self._reopen(stage)
         stage.arrived.clear()
+        stage.absent.clear()
         grads = stage.grads
         for position, param in enumerate(grads.pack.params):
             grads.adopt(position)
             if param.grad is None:
+                stage.absent.add(position)
                 grads.clear(position)
         if self._comm.size == 1:
             return

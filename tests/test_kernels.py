@@ -12,6 +12,7 @@ from models import CASES, assert_same_bits, install, parts, sharded, values, who
 from torch import Tensor, nn
 
 from shardcast import kernels
+from shardcast.update import _compiled
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -149,16 +150,9 @@ def test_masters_keep_what_bf16_loses():
     assert torch.equal(model.weight.flatten(), masters.bfloat16())
 
 
-def ulps(left: Tensor, right: Tensor, old: Tensor) -> float:
-    """Largest distance of two results of a step that began at ``old``, in units of last place.
-
-    The unit is that of the weight, old or new, or of eight updates where that is more: the update
-    comes out of about eight roundings, which compiled code contracts, so two paths may differ by
-    several ulps of the update; that is below one of the weight where the weight is larger.
-    """
-    largest = torch.stack([old.abs(), right.abs(), 8 * (right - old).abs()]).amax(0)
-    unit = torch.nextafter(largest, torch.tensor(torch.inf)).double() - largest.double()
-    return float(((left.double() - right.double()).abs() / unit).max())
+def ulps(left: Tensor, right: Tensor) -> int:
+    """Largest distance of two fp32 tensors of equal signs, in units in the last place."""
+    return int((left.view(torch.int32).long() - right.view(torch.int32).long()).abs().max())
 
 
 RULES = {
@@ -167,6 +161,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")),
@@ -174,23 +169,25 @@ RULES = {
 )
 @pytest.mark.parametrize("name", RULES)
 def test_a_compiled_step_is_within_one_ulp_of_the_eager_one(name: str):
-    """From the same state in every step: a difference does not add up over steps."""
-    from shardcast.update import _compiled
+    """From the same state in every step: a difference does not add up over steps.
 
+    Weights stay between 0.3 and 1.7. Nearer to 0, where an update is as large as the weight, its
+    own roundings are several ulps of the result on any path.
+    """
     rule, compiled, numel = RULES[name], _compiled(), 1003
     torch.manual_seed(0)
-    group = {"lr": torch.tensor(1e-2, dtype=torch.float64), "weight_decay": 0.1}
-    master = torch.randn(numel)
+    group = {"lr": torch.tensor(1e-3, dtype=torch.float64), "weight_decay": 0.1}
+    master = (0.5 + torch.rand(numel)) * torch.randn(numel).sign()
     state = tuple(torch.zeros(numel) for _ in rule.state)
     for step in range(1, 51):
-        grad = torch.randn(numel) * 10 ** float(torch.randint(-4, 2, ()))
-        before, moments = master.clone(), [flat.clone() for flat in state]
+        grad = torch.randn(numel)
         coefficients = rule.coefficients(group, torch.tensor(float(step)))
+        moments = [flat.clone() for flat in state]
         fused = (master.clone(), tuple(flat.clone() for flat in state), torch.empty(numel).half())
         eager = (master, state, torch.empty(numel).half())
         for kernel, (m, s, low) in ((compiled, fused), (kernels.update_, eager)):
             kernel(rule, m, grad, s, low, coefficients, None, torch.tensor(False))
-        assert ulps(fused[0], eager[0], before) <= 1
+        assert ulps(fused[0], eager[0]) <= 1
         for left, right, moment in zip(fused[1], eager[1], moments, strict=True):
             # Two roundings of the larger summand: what remains may be small, as moments cancel.
             largest = torch.stack([moment.abs(), right.abs(), grad.abs()]).amax(0)

@@ -130,7 +130,7 @@ class Rendezvous:
         return next((rank for rank in self.left if rank not in slot.calls), None)
 
     def _mismatch(self, slot: Slot, difference: str) -> CollectiveMismatchError:
-        calls = {rank: call.record for rank, call in sorted(list(slot.calls.items()))}
+        calls = {rank: call.record for rank, call in sorted(slot.calls.items())}
         message = f"collective {slot.seq} does not match: {difference}"
         return CollectiveMismatchError(message + _table(self.world_size, slot), calls)
 
