@@ -177,7 +177,7 @@ def _says_param_dtype(source: Any, fields: Mapping[str, Any]) -> bool:
 @contextmanager
 def even_batches(loaders: Sequence[Any], even: bool) -> Iterator[None]:
     """Within it the batch samplers of ``loaders`` make even batches, or do not."""
-    samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in loaders]
     found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     before = [sampler.even_batches for sampler in found]
     for sampler in found:

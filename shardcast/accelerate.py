@@ -123,7 +123,7 @@ class ShardcastAccelerator(Accelerator):
         Every rank must call it. Models come first, whatever the order of the arguments, because
         the optimizer is sharded over parameters that are on their device.
         """
-        placement = device_placement or [None] * len(args)
+        placement: list[Any] = device_placement or [None] * len(args)
         if len(placement) == len(args):  # else Accelerate says what is wrong
             args = tuple(
                 self.prepare_model(item, wanted) if isinstance(item, nn.Module) else item

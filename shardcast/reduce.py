@@ -148,7 +148,7 @@ class Reducer:
         that flushes, not one that a re-entrant checkpoint runs inside; the first gradient hook
         calls it for models whose submodules are called directly.
         """
-        if self._armed or not self._sync or self._comm.size == 1:
+        if self._armed or self._averaged or not self._sync or self._comm.size == 1:
             return
         self._armed = True
         _compat.at_end_of_backward(self._end_backward)

@@ -6,7 +6,6 @@ to any other torch optimizer. Both leave absent gradients untouched, as ``torch.
 
 from __future__ import annotations
 
-import copy
 import functools
 import shutil
 from collections import OrderedDict, defaultdict
@@ -267,7 +266,8 @@ class InnerUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._params: dict[Master, list[nn.Parameter]] = {}
-        self._inner = copy.copy(optimizer)
+        self._inner = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
+        self._inner.__dict__.update(optimizer.__dict__)
         self._inner.__dict__.pop("step", None)  # a scheduler's wrapper steps the original
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self._inner, hooks, OrderedDict())  # they run on the sharded optimizer

@@ -1,0 +1,48 @@
+"""Run an unedited script of Accelerate with shardcast: ``python -m shardcast.run script.py ...``.
+
+Every ``accelerate.Accelerator`` that the script makes is a ``ShardcastAccelerator``, configured
+by ``SHARDCAST_CONFIG`` and ``SHARDCAST_<FIELD>``. Under the launcher::
+
+    SHARDCAST_CONFIG=bf16.yaml accelerate launch --multi_gpu -m shardcast.run script.py ...
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+USAGE = "usage: python -m shardcast.run script.py [arguments of the script]"
+
+
+def main() -> None:
+    """Take the script from the command line and run it as ``__main__``."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0].startswith("-"):
+        raise SystemExit(_complain(f"expected a script, got {' '.join(arguments) or 'nothing'}"))
+    script = arguments[0]
+    if not os.path.isfile(script):
+        raise SystemExit(_complain(f"script {script!r} does not exist"))
+    install()
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
+    runpy.run_path(script, run_name="__main__")
+
+
+def install() -> None:
+    """From now on ``from accelerate import Accelerator`` gives a ``ShardcastAccelerator``."""
+    import accelerate
+
+    from shardcast.accelerate import ShardcastAccelerator
+
+    accelerate.Accelerator = ShardcastAccelerator
+    accelerate.accelerator.Accelerator = ShardcastAccelerator
+
+
+def _complain(problem: str) -> int:
+    print(f"{USAGE}\nerror: {problem}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
