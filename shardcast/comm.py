@@ -140,7 +140,7 @@ def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> N
     """Compare a description across ranks; raise the same error on every rank if one differs.
 
     Args:
-        lines: what this rank has planned, one fact per line; compared in order.
+        lines: what this rank has planned, one fact per line, details indented.
 
     Raises:
         RuntimeError: names the first line that differs, and what each rank has there.
@@ -151,7 +151,9 @@ def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> N
     comm.all_reduce(digests)  # 32 numbers per rank, whatever the models: it cannot mismatch
     if bool((digests == digests[0]).all()):
         return
-    everyone = comm.exchange(list(lines), device)
+    # Parameters are indented deepest: a difference is named there before it is in totals.
+    ordered = sorted(lines, key=lambda line: len(line.lstrip()) - len(line))
+    everyone = comm.exchange(ordered, device)
     for position in range(max(len(theirs) for theirs in everyone)):
         facts = [
             theirs[position].strip() if position < len(theirs) else "(nothing)"

@@ -176,9 +176,7 @@ class Reducer:
             return
         if self._due:
             self._flush()
-        while self._flying:
-            self._land(self._flying.pop(0))
-        self._spare.clear()
+        self._land_all()
         for grads in self.grads:
             for position in range(len(grads.pack.params)):
                 # A gradient replaced by hand after the reduction is final, as with DDP.
@@ -224,6 +222,7 @@ class Reducer:
         if self._armed:
             self._armed = False
             self._flush()
+            self._land_all()  # whoever edits .grad in place after backward edits the mean
 
     def _flush(self) -> None:
         for stage in self._stages[self._next :]:
@@ -234,6 +233,11 @@ class Reducer:
         self._next = 0
         self._due = False
         self._cleared = None
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land(self._flying.pop(0))
+        self._spare.clear()
 
     # -- one pack ---------------------------------------------------------------------------
 

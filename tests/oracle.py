@@ -1,0 +1,77 @@
+"""Plain torch on the unsharded fp32 model, and the same script on every rank of a strict world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import ThreadedWorld, assert_same_sequence
+
+BATCH = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+Script = Callable[[nn.Module, Any, Tensor, bool], None]  # model, optimizer, batch, sharded
+
+
+def mlp() -> nn.Sequential:
+    """7 -> 13 -> 11 -> 3, fp32: three packs of two parameters, all with padding."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)
+    )
+
+
+def set_grads(model: nn.Module, seed: int) -> None:
+    """The same gradients everywhere, for the parameters that want one."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator)
+        if param.requires_grad:
+            param.grad = grad.to(param.dtype)
+
+
+def steps(count: int, before: Callable[[int, nn.Module, Any], None] | None = None) -> Script:
+    """A script of ``count`` steps with installed gradients; ``before(step, model, optimizer)``."""
+
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor, _sharded: bool) -> None:
+        for step in range(count):
+            if before is not None:
+                before(step, model, optimizer)
+            set_grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+def check(
+    build: Build, script: Script, *, worlds: tuple[int, ...] = (1, 2, 3), tol: float = 0.0,
+    **fields: Any,
+) -> None:  # fmt: skip
+    """Run ``script`` on plain torch and on ``worlds`` ranks; parameters must end equal.
+
+    Each rank gets its part of :data:`BATCH`, the oracle all of it. ``tol`` is absolute, for
+    scripts with a real backward, where the sum over the batch is taken in another order.
+    """
+    fields = {"param_dtype": "fp32", "pack_params": 2, **fields}
+    oracle = mlp()
+    script(oracle, build(oracle), BATCH, False)
+
+    def run(group: Any) -> list[Tensor]:
+        model = mlp()
+        optimizer = shardcast.shard(model, build(model), process_group=group, **fields)
+        assert len(optimizer.layout.packs) >= 2
+        assert optimizer.layout.padding > 0
+        script(model, optimizer, BATCH.chunk(group.size())[group.rank()], True)
+        return [param.detach().clone() for param in model.parameters()]
+
+    for size in worlds:
+        world = ThreadedWorld(size)
+        results = world.run(run)
+        assert_same_sequence(world.logs)
+        for params in results:
+            for mine, theirs in zip(params, oracle.parameters(), strict=True):
+                assert (mine - theirs).abs().max() <= tol

@@ -1,0 +1,173 @@
+"""Every optimizer: the elementwise ones in both partitions, all others on whole parameters."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import lion_pytorch
+import pytest
+import schedulefree
+import torch
+from oracle import check, mlp, set_grads, steps
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import ThreadedWorld
+from shardcast.update import ELEMENTWISE
+
+ALL = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and kind is not torch.optim.Optimizer
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Adagrad": {"initial_accumulator_value": 0.3},  # its state is made by its constructor
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "dampening": 0.5},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+}
+
+
+def builder(name: str, **options: Any) -> Any:
+    kind = ALL[name]
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        params = [p for p in model.parameters() if p.dim() == 2 or name != "Muon"]
+        return kind(params, lr=1e-2, **{**OPTIONS.get(name, {}), **options})
+
+    return build
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("name", sorted(kind.__name__ for kind in ELEMENTWISE))
+def test_every_elementwise_class_of_torch_equals_plain_torch_bit_for_bit(name: str, partition: str):
+    check(builder(name), steps(5), partition=partition)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_optimizers_that_need_whole_parameters_get_them(name: str):
+    check(builder(name), steps(5))
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_every_class_of_torch_is_sharded_or_refused_with_a_reason(name: str):
+    model = mlp()
+    optimizer = (
+        builder(name)(model) if name != "SparseAdam" else ALL[name](list(model.parameters()))
+    )
+    if name in ("LBFGS", "SparseAdam"):
+        with pytest.raises(TypeError, match=f"{name} cannot be sharded .*use a first-order"):
+            shardcast.shard(model, optimizer)
+    else:
+        assert shardcast.shard(model, optimizer, param_dtype="fp32").layout.partition == (
+            "even" if ALL[name] in ELEMENTWISE else "whole"
+        )
+
+
+def test_cutting_the_parameters_of_muon_is_refused():
+    model = mlp()
+    with pytest.raises(ValueError, match="Muon is not known to be elementwise; use 'whole'"):
+        shardcast.shard(model, builder("Muon")(model), partition="even")
+
+
+def test_cutting_them_all_the_same_would_be_wrong():
+    """The control: with a false declaration the results differ from plain torch."""
+    with pytest.raises(AssertionError):
+        check(builder("Adafactor"), steps(5), worlds=(2,), elementwise=True)
+
+
+@pytest.mark.parametrize("elementwise", [None, True])
+def test_a_third_party_lion_equals_itself_unsharded(elementwise: bool | None):
+    check(
+        lambda model: lion_pytorch.Lion(model.parameters(), lr=1e-2, weight_decay=0.1),
+        steps(6),
+        elementwise=elementwise,
+    )
+
+
+@pytest.mark.parametrize("elementwise", [None, True])
+def test_a_schedule_free_optimizer_equals_itself_in_both_modes(elementwise: bool | None):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
+        for _ in range(2):
+            optimizer.train()
+            steps(3)(model, optimizer, batch, sharded)
+            optimizer.eval()
+
+    check(
+        lambda model: schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, warmup_steps=3),
+        script,
+        elementwise=elementwise,
+    )
+
+
+def test_an_unknown_class_is_not_cut():
+    class Mine(torch.optim.SGD):
+        pass
+
+    model = mlp()
+    optimizer = shardcast.shard(model, Mine(model.parameters(), lr=0.1))
+    assert optimizer.layout.partition == "whole"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"foreach": True}, {"fused": True}, {"capturable": True}, {"lr": torch.tensor(1e-2)}],
+    ids=str,
+)
+def test_flags_of_the_implementation_and_tensor_rates_are_accepted(options: dict[str, Any]):
+    """One ulp of the weights: torch's own implementations round differently among themselves."""
+    options = {**options, "weight_decay": 0.1}
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        plain = {key: value for key, value in options.items() if key in ("weight_decay",)}
+        return torch.optim.AdamW(model.parameters(), **({"lr": 1e-2} | plain))
+
+    expected = mlp()
+    steps(1)(expected, build(expected), torch.empty(0), False)
+    model = mlp()
+    inner = torch.optim.AdamW(model.parameters(), **({"lr": 1e-2} | options))
+    steps(1)(model, shardcast.shard(model, inner, param_dtype="fp32"), torch.empty(0), True)
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-23, atol=2**-30)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adafactor", "SGD"])
+def test_an_optimizer_that_has_stepped_already_goes_on(name: str):
+    def run(group: Any, cut: int) -> list[Tensor]:
+        model = mlp()
+        optimizer: Any = builder(name)(model)
+        for step in range(6):
+            if step == cut:
+                optimizer = shardcast.shard(
+                    model, optimizer, param_dtype="fp32", pack_params=2, process_group=group
+                )
+            set_grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    plain = ThreadedWorld(1).run(run, 6)[0]
+    for params in ThreadedWorld(3).run(run, 3):
+        assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+
+
+def test_state_has_the_names_of_torch():
+    for name, names in {
+        "AdamW": {"step", "exp_avg", "exp_avg_sq"},
+        "RMSprop": {"step", "square_avg", "momentum_buffer", "grad_avg"},
+        "SGD": {"momentum_buffer"},
+    }.items():
+        model = mlp()
+        optimizer = shardcast.shard(model, builder(name)(model), param_dtype="fp32")
+        assert optimizer.state == {}
+        steps(1)(model, optimizer, torch.empty(0), True)
+        assert set(optimizer.state) == set(model.parameters())
+        assert {frozenset(values) for values in optimizer.state.values()} == {frozenset(names)}
+
+
+def test_a_differentiable_optimizer_is_refused():
+    model = mlp()
+    inner = torch.optim.AdamW(model.parameters(), differentiable=True)
+    with pytest.raises(ValueError, match="differentiable=True cannot be sharded"):
+        shardcast.shard(model, inner)
