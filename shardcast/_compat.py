@@ -38,6 +38,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def current_backward() -> int:
+    """A number that stands for the backward that is running on this thread, -1 for none.
+
+    A backward that a re-entrant checkpoint runs inside another one has a number of its own.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
 def all_gather_flat(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:

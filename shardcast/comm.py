@@ -111,9 +111,8 @@ class Comm:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
-        sizes[self.rank] = data.numel()
-        self.all_reduce(sizes)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
+        self.all_gather(sizes, torch.tensor([data.numel()], device=device))
         lengths = [int(size) for size in sizes.tolist()]
         longest = max(lengths)
         padded = torch.zeros(longest, dtype=torch.uint8, device=device)
@@ -146,10 +145,10 @@ def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> N
         RuntimeError: names the first line that differs, and what each rank has there.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    digests = torch.zeros(comm.size, 32, dtype=torch.int32, device=device)
-    digests[comm.rank] = torch.tensor(list(digest), dtype=torch.int32)
-    comm.all_reduce(digests)  # 32 numbers per rank, whatever the models: it cannot mismatch
-    if bool((digests == digests[0]).all()):
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    digests = mine.repeat(comm.size)
+    comm.all_gather(digests, mine)  # 32 bytes per rank, whatever the models: it cannot mismatch
+    if bool((digests.view(comm.size, 32) == mine).all()):
         return
     # Parameters are indented deepest: a difference is named there before it is in totals.
     ordered = sorted(lines, key=lambda line: len(line.lstrip()) - len(line))

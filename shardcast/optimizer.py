@@ -115,6 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._last_norm = verdict.norm
         self._reduce.show(verdict.present)
         self._forget(cleared=False)
+        self._scaler.loss_was_scaled = False
         _compat.note_step_called(self._original)
         self._scaler.poll()
         return loss
@@ -129,7 +130,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _forget(self, cleared: bool) -> None:
         """The gradients were used, or cleared: the next step combines anew."""
         self._verdict = None
-        self._scaler.loss_was_scaled = False
         self._reduce.reset(cleared)
 
     def _wake(self) -> None:

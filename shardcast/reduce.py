@@ -78,6 +78,12 @@ class Reducer:
         self._stages: list[_Stage] = []  # in the order of launching
         self._next = 0  # first stage of this round that was not launched yet
         self._armed = False  # the end-of-backward callback is queued
+        self._backward = -1  # which backward that is
+        # Launch packs before the backward ends. Not in the first one, and never after one inside
+        # another was seen: a re-entrant checkpoint may bring a gradient twice, and a pack launched
+        # again on the ranks where that happened would be a collective more than elsewhere.
+        self._early = False
+        self._nested = False
         self._sync = True
         self._due = True  # a round must be run before the next step
         self._cleared: bool | None = None  # gradients were cleared since the last round
@@ -151,6 +157,7 @@ class Reducer:
         if self._armed or self._averaged or not self._sync or self._comm.size == 1:
             return
         self._armed = True
+        self._backward = _compat.current_backward()
         _compat.at_end_of_backward(self._end_backward)
 
     def finish(self) -> None:
@@ -214,7 +221,9 @@ class Reducer:
         if not self._sync or self._comm.size == 1:
             return
         stage.arrived.add(position)
-        while self._next < len(self._stages) and self._stages[self._next].complete:
+        if _compat.current_backward() != self._backward:
+            self._early, self._nested = False, True
+        while self._early and self._next < len(self._stages) and self._stages[self._next].complete:
             self._launch(self._stages[self._next])
             self._next += 1
 
@@ -222,6 +231,7 @@ class Reducer:
         if self._armed:
             self._armed = False
             self._flush()
+            self._early = not self._nested
             self._land_all()  # whoever edits .grad in place after backward edits the mean
 
     def _flush(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.layout import Slot
 from shardcast.pack import GradPack
 
 CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
@@ -170,15 +171,17 @@ class Scaler:
         if skipped == self._reported:
             return
         self._reported = skipped
-        where = "; ".join(self._locate(rank, int(p)) for rank, p in enumerate(bad) if p >= 0)
-        if in_row >= self._config.max_skipped_steps:
+        raising = in_row >= self._config.max_skipped_steps
+        if self.dynamic and not raising:  # an overflow now and then is its normal work
+            return
+        where = self._locate([int(position) for position in bad])
+        if raising:
             raise RuntimeError(
                 f"{int(in_row)} steps in a row were skipped for non-finite gradients "
                 f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
                 "or look at the data of these steps."
             )
-        if not self.dynamic:  # with a dynamic scale an overflow now and then is its normal work
-            warnings.warn(f"step skipped, non-finite gradient: {where}", stacklevel=3)
+        warnings.warn(f"step skipped, non-finite gradient: {where}", stacklevel=3)
 
     @property
     def skipped_steps(self) -> int:
@@ -289,13 +292,35 @@ class Scaler:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def _locate(self, rank: int, position: int) -> str:
+    def _locate(self, bad: list[int]) -> str:
+        """Name the first bad element of each rank's span, and the ranks that it came from.
+
+        Outside its own span a rank still has its own gradients. All ranks are here in the same
+        step on CPU, so they can ask each other; on an accelerator the owner is named instead.
+        """
+        found = [(owner, *self._element(at)) for owner, at in enumerate(bad) if at >= 0]
+        culprits = {owner: [owner] for owner, *_ in found}
+        if self._device.type == "cpu":
+            mine = [
+                owner
+                for owner, grads, _, offset in found
+                if owner != self._comm.rank and not bool(grads.data[offset].isfinite())
+            ]
+            for rank, spans in enumerate(self._comm.exchange(mine, self._device)):
+                for owner in spans:
+                    culprits[owner] = [*(r for r in culprits[owner] if r != owner), rank]
+        return "; ".join(
+            f"rank {', '.join(map(str, culprits[owner]))}, parameter {slot.name!r}, "
+            f"element {offset - slot.offset}"
+            for owner, _, slot, offset in found
+        )
+
+    def _element(self, position: int) -> tuple[GradPack, Slot, int]:
+        """Pack, slot and offset in the pack of an element counted over all packs."""
         for grads in self._grads:
             layout = grads.pack.layout
-            if position >= layout.numel:
-                position -= layout.numel
-                continue
-            for slot in layout.slots:
-                if position < slot.end:
-                    return f"rank {rank}, parameter {slot.name!r}, element {position - slot.offset}"
-        return f"rank {rank}, element {position}"
+            if position < layout.numel:
+                after = (slot for slot in layout.slots if position < slot.end)
+                return grads, next(after, layout.slots[-1]), position
+            position -= layout.numel
+        raise AssertionError("a position beyond the last pack")

@@ -1,0 +1,176 @@
+"""Counted, not believed: casts of parameters, bytes, collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, run_world, sharded
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardcast
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts, per element of ``watched`` memory, conversions to another floating dtype.
+
+    A cast is a ``_to_copy`` or ``copy_`` between dtypes whose source lies in watched memory.
+    """
+
+    def __init__(self, watched: list[Tensor]) -> None:
+        super().__init__()
+        self.watched = watched
+        self.counts = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in watched]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("_to_copy", "copy_"):
+            source = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
+            if result.dtype != source.dtype and source.is_floating_point():
+                self.note(source)
+        return result
+
+    def note(self, source: Tensor) -> None:
+        for tensor, counts in zip(self.watched, self.counts, strict=True):
+            offset = source.data_ptr() - tensor.data_ptr()
+            if source.numel() and 0 <= offset < tensor.nbytes and source.dtype == tensor.dtype:
+                first = offset // tensor.element_size()
+                counts[first : first + source.numel()] += 1
+
+    @property
+    def total(self) -> int:
+        return int(sum(counts.sum() for counts in self.counts))
+
+
+def count_step(
+    group: Any, case: str, dtype: torch.dtype, fields: dict[str, Any], micros: int = 3
+) -> dict[str, Any]:
+    """Casts in the micro-batches under ``no_sync``, in the last one, and in the step."""
+    model = CASES[case].build()
+    optimizer = sharded(model, group, param_dtype=dtype, **fields)
+    packs = [master.pack.data for master in optimizer._masters]
+    masters = [m.data for m in optimizer._masters if not m.in_place]
+    found: dict[str, Any] = {}
+    for step in range(2):  # the second one has its buffers
+        for micro in range(micros):
+            last = micro + 1 == micros
+            quiet = contextlib.nullcontext() if last else optimizer.no_sync()
+            with quiet, CastCounter(packs + masters) as counter:
+                batch = CASES[case].batch(step * 10 + micro)
+                optimizer.scale_loss(CASES[case].loss(model, batch)).backward()
+            name = "last backward" if last else "no_sync"
+            found[name] = found.get(name, 0) + counter.total
+        with CastCounter(packs + masters) as counter:
+            optimizer.step()
+        optimizer.zero_grad()
+    rank = 0 if group is None else group.rank()
+    found["of packs"] = int(sum(c.sum() for c in counter.counts[: len(packs)]))
+    wrong = []  # elements of parameters, not padding, that were not cast exactly once
+    low = [master for master in optimizer._masters if not master.in_place]
+    for master, counts in zip(low, counter.counts[len(packs) :], strict=True):
+        for fragment in master.pack.layout.fragments(rank):
+            part = counts[master.local(fragment.start, fragment.stop)]
+            if not bool((part == 1).all()):
+                wrong.append(fragment.slot.name)
+    found["not once"] = wrong
+    found["masters"] = sum(master.data.numel() for master in low)
+    found["casts"] = int(sum(c.sum() for c in counter.counts[len(packs) :]))
+    return found
+
+
+CASE_NAMES = ["mlp", "gpt", "gpt_reentrant", "gpt_nonreentrant", "tied_reentrant", "tiny"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"partition": "whole"}, {"keep_fp32": "norms"}],
+                         ids=["even", "whole", "norms in fp32"])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", CASE_NAMES)
+def test_parameters_are_cast_once_per_step_and_never_in_forward_or_backward(
+    case: str, size: int, fields: dict[str, Any]
+):
+    if size == 1:
+        ranks = [count_step(None, case, BF16, fields)]
+    else:
+        ranks, _ = run_world(size, count_step, case, BF16, fields)
+    for rank in ranks:
+        assert rank["no_sync"] == 0
+        assert rank["last backward"] == 0
+        assert rank["of packs"] == 0
+        assert rank["not once"] == []
+        assert rank["casts"] <= rank["masters"], "padding at most once either"
+    assert sum(rank["casts"] for rank in ranks) > 0
+
+
+def test_fp16_and_an_optimizer_without_kernel_cast_once_per_step_too():
+    def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+    for fields in ({"loss_scale": 64.0}, {"loss_scale": 64.0, "optimizer": rmsprop}):
+        found = count_step(None, "gpt", FP16, fields)
+        assert (found["no_sync"], found["last backward"], found["not once"]) == (0, 0, [])
+        assert found["casts"] == found["masters"]
+
+
+def test_fp32_parameters_are_never_cast():
+    assert count_step(None, "gpt", FP32, {})["casts"] == 0
+    assert count_step(None, "gpt", FP32, {})["of packs"] == 0
+
+
+@pytest.mark.parametrize("case", ["gpt", "gpt_nonreentrant"])
+def test_autocast_casts_every_matrix_in_every_forward(case: str):
+    """Negative control: the counter sees the casts of plain mixed precision, recompute's too."""
+    model = CASES[case].build()
+    plain = CASES["gpt"].build()
+    counts = []
+    for twin in (plain, model):
+        with CastCounter([p.data for p in twin.parameters()]) as counter:
+            with torch.autocast("cpu", dtype=BF16):
+                loss = CASES[case].loss(twin, CASES[case].batch(0))
+            loss.backward()
+        counts.append(counter.total)
+    assert counts[0] >= sum(p.numel() for p in plain.parameters() if p.dim() == 2) * 0.5
+    if case != "gpt":
+        assert counts[1] > counts[0], "recomputing casts again"
+
+
+def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: a step that casts twice is noticed."""
+    from shardcast.sync import Sync
+
+    original = Sync.__call__
+
+    def twice(self: Sync) -> None:
+        for master in holder:
+            master.publish()
+        original(self)
+
+    holder: list[Any] = []
+    init = shardcast.ShardedOptimizer._adopt
+
+    def adopt(self: Any, masters: Any) -> None:
+        holder.extend(masters)
+        init(self, masters)
+
+    monkeypatch.setattr(shardcast.ShardedOptimizer, "_adopt", adopt)
+    monkeypatch.setattr(Sync, "__call__", twice)
+    assert count_step(None, "mlp", BF16, {})["not once"]
+
+
+def test_the_counter_sees_casts_through_views():
+    """The counter's own check."""
+    base = torch.ones(10)
+    with CastCounter([base]) as counter:
+        base[4:6].to(BF16)
+        torch.empty(2, dtype=BF16).copy_(base[8:])
+        base.double()
+        torch.ones(3).to(BF16)
+    assert counter.counts[0].tolist() == [1, 1, 1, 1, 2, 2, 1, 1, 2, 2]

@@ -1,0 +1,318 @@
+"""Bad input gets a clear error: what was expected, what was found, what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, MLP, adamw, install, sharded
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Factored(torch.optim.Optimizer):
+    """An optimizer whose update of an element needs its whole row."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    with torch.no_grad():
+                        param -= group["lr"] * param.grad / (1 + param.grad.norm())
+
+
+def test_parameters_that_are_not_the_models_are_refused():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 5))], lr=1.0)
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) that is not one of the model's; build"):
+        shardcast.shard(MLP(), optimizer)
+
+
+def test_parameters_of_a_copy_of_the_model_are_refused():
+    model = MLP()
+    with pytest.raises(ValueError, match="this very model"):
+        shardcast.shard(copy.deepcopy(model), adamw(model))
+
+
+def test_a_parameter_listed_twice_is_refused_by_name():
+    model = MLP()
+    with pytest.warns(UserWarning, match="duplicate"):  # torch only warns
+        optimizer = torch.optim.SGD([{"params": [model.b.bias, model.b.bias]}], lr=1.0)
+    with pytest.raises(ValueError, match=r"parameter 'b\.bias' is in its groups twice"):
+        shardcast.shard(model, optimizer)
+
+
+def test_an_optimizer_without_parameters_is_refused():
+    model = MLP()
+    optimizer = adamw(model)
+    optimizer.param_groups[0]["params"] = []
+    with pytest.raises(ValueError, match="its groups hold no parameter"):
+        shardcast.shard(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told"), [(torch.complex64, "complex"), (torch.float64, "float64")]
+)
+def test_parameters_of_an_unusable_dtype_are_refused_by_name(dtype: torch.dtype, told: str):
+    model = nn.Module()
+    model.good = nn.Parameter(torch.ones(2))
+    model.odd = nn.Parameter(torch.ones(2, dtype=dtype))
+    expected = rf"parameter 'odd' is {told}; expected float32, bfloat16 or float16"
+    with pytest.raises(TypeError, match=expected):
+        shardcast.shard(model, adamw(model))
+
+
+def test_parameters_left_on_meta_are_refused_by_name():
+    with torch.device("meta"):
+        model = MLP()
+    with pytest.raises(ValueError, match=r"parameter 'a\.weight' is on the meta device"):
+        shardcast.shard(model, adamw(model))
+    with pytest.raises(ValueError, match=r"parameter 'a\.weight' is on the meta device"):
+        shardcast.pack_parameters(model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sparse_gradients_are_refused_by_name(size: int):
+    def train(group: Any) -> None:
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+        make = lambda m: torch.optim.SGD(m.parameters(), lr=1.0)  # noqa: E731
+        optimizer = sharded(model, group if size > 1 else None, make)
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(TypeError, match=r"gradient of '0\.weight': expected a dense tensor"):
+        ThreadedWorld(size).run(train)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(torch.optim.LBFGS, "LBFGS cannot be sharded"), (torch.optim.SparseAdam, "SparseAdam")],
+)
+def test_optimizers_that_cannot_be_sharded_are_refused(kind: type, told: str):
+    model = MLP()
+    with pytest.raises(TypeError, match=told):
+        shardcast.shard(model, kind(model.parameters()))
+
+
+def test_a_class_instead_of_an_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer.*not the class"):
+        shardcast.shard(MLP(), torch.optim.AdamW)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got list"):
+        shardcast.shard([], adamw(MLP()))  # type: ignore[arg-type]
+
+
+def test_cutting_parameters_of_an_optimizer_that_is_not_elementwise_is_refused():
+    model = MLP()
+    with pytest.raises(ValueError, match="Factored is not known to be elementwise; use 'whole'"):
+        shardcast.shard(model, Factored(model.parameters()), partition="even")
+    optimizer = shardcast.shard(model, Factored(model.parameters()), partition="auto")
+    assert optimizer.layout.partition == "whole"
+    model = MLP()
+    with pytest.raises(ValueError, match="all_gather needs equal spans"):
+        shardcast.shard(model, Factored(model.parameters()), sync="all_gather")
+
+
+def test_a_subclass_is_not_taken_for_the_elementwise_class_it_extends():
+    class Trusting(torch.optim.AdamW):
+        pass
+
+    model = MLP()
+    assert sharded(model, optimizer=lambda m: Trusting(m.parameters())).layout.partition == "whole"
+    model = MLP()
+    optimizer = sharded(model, optimizer=lambda m: Trusting(m.parameters()), elementwise=True)
+    assert optimizer.layout.partition == "even"
+
+
+def test_sharding_twice_is_refused():
+    model = MLP()
+    optimizer = adamw(model)
+    sharded_once = shardcast.shard(model, optimizer)
+    for again in (optimizer, sharded_once, adamw(model)):
+        with pytest.raises(RuntimeError, match=r"shard\(\) was called before"):
+            shardcast.shard(model, again)
+
+
+def test_an_error_before_sharding_leaves_the_model_as_it_was():
+    model = MLP()
+    before = [(p.dtype, p.data_ptr()) for p in model.parameters()]
+    with pytest.raises(ValueError, match="matches no parameter"):
+        shardcast.shard(model, adamw(model), keep_fp32="nothing.like.this")
+    assert [(p.dtype, p.data_ptr()) for p in model.parameters()] == before
+    shardcast.shard(model, adamw(model))
+
+
+def test_the_original_optimizers_step_is_refused():
+    model = MLP()
+    optimizer = adamw(model)
+    shardcast.shard(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"call step\(\) of the optimizer that shardcast\.shard"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stepping_inside_no_sync_is_refused(size: int):
+    def train(group: Any) -> None:
+        model = MLP()
+        optimizer = sharded(model, group if size > 1 else None)
+        with optimizer.no_sync():
+            model(torch.ones(1, 7)).sum().backward()
+            with pytest.raises(RuntimeError, match=r"step\(\) was called inside no_sync\(\)"):
+                optimizer.step()
+        optimizer.step()
+
+    ThreadedWorld(size).run(train)
+
+
+@pytest.mark.parametrize("change", ["double", "half", "float"])
+def test_a_model_converted_after_sharding_is_noticed_by_name(change: str):
+    model = MLP()
+    optimizer = sharded(model, param_dtype=torch.bfloat16)
+    getattr(model, change)()
+    for param in model.parameters():
+        param.grad = None
+    with pytest.raises(RuntimeError, match=r"parameter 'a\.weight' was moved out of its pack"):
+        optimizer.step()
+
+
+def test_a_move_that_changes_nothing_is_fine():
+    model = MLP()
+    optimizer = sharded(model, param_dtype=torch.bfloat16)
+    model.to("cpu", torch.bfloat16)
+    install(model, 0)
+    optimizer.step()
+
+
+def test_pickling_and_copying_are_refused():
+    optimizer = sharded(MLP())
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"cannot be pickled or copied.*use state_dict\(\)"):
+            attempt(optimizer)
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+
+def test_world_size_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = MLP()
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4 .*init_process_group"):
+        shardcast.shard(model, adamw(model))
+    with fake_world(4) as group:  # a group that is given is taken at its word
+        assert shardcast.shard(model, adamw(model), process_group=group).layout.world_size == 4
+
+
+def alone_of_two(group: Any) -> str:
+    """A process that announces two ranks but made a group of its own."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = MLP()
+    try:
+        shardcast.shard(model, adamw(model))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "nothing was raised"
+
+
+def test_a_group_of_one_rank_in_a_world_of_two_is_refused(gloo: SpawnedWorld):
+    for message in gloo.run(alone_of_two):
+        assert "WORLD_SIZE is 2 but the default process group has one rank" in message
+        assert "accelerate launch" in message
+
+
+def outsider(group: Any) -> str:
+    only_first = dist.new_group([0])
+    model = MLP()
+    try:
+        shardcast.shard(model, adamw(model), process_group=only_first, fuse="eager")
+    except ValueError as error:
+        return str(error)
+    return "sharded"
+
+
+def test_a_group_without_this_rank_is_refused(gloo: SpawnedWorld):
+    member, other = gloo.run(outsider)
+    assert member == "sharded"
+    assert "process_group: expected a group that contains this rank" in other
+
+
+def different(group: Any, what: str) -> str:
+    """What ``shard`` raises where rank 1 differs from the others."""
+    odd = group.rank() == 1
+    model: nn.Module = MLP()
+    if odd and what == "shape":
+        model.b = nn.Linear(13, 6)
+    if odd and what == "missing":
+        del model.c
+    if odd and what == "name":
+        model.d = model.b
+        del model.b
+    if odd and what == "frozen":
+        model.b.bias.requires_grad_(False)
+    params: Any = list(model.parameters())
+    if what == "group":
+        cut = 3 if odd else 2
+        params = [{"params": params[:cut]}, {"params": params[cut:]}]
+    dtype = torch.float16 if odd and what == "option" else torch.bfloat16
+    optimizer = torch.optim.AdamW(params)
+    try:
+        shardcast.shard(model, optimizer, process_group=group, param_dtype=dtype, fuse="eager")
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+DIFFERENCES = {
+    "shape": "b.weight",
+    "missing": "c.weight",
+    "name": "b.weight",
+    "frozen": "b.bias",
+    "group": "b.weight",
+    "option": "",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_models_that_differ_are_refused_on_every_rank_by_the_first_differing_parameter(what: str):
+    world = ThreadedWorld(3)
+    messages = world.run(different, what)
+    assert messages[0] == messages[1] == messages[2]
+    assert "the ranks do not hold the same model and options" in messages[0]
+    assert "rank 0:" in messages[0] and "rank 1:" in messages[0]
+    assert DIFFERENCES[what] in messages[0]
+    told = {call.op for log in world.logs for call in log}
+    assert "broadcast" not in told, "before any tensor of the model is sent"
+
+
+@pytest.mark.parametrize("what", ["shape", "missing"])
+def test_models_that_differ_are_refused_over_gloo(gloo: SpawnedWorld, what: str):
+    messages = gloo.run(different, what)
+    assert messages[0] == messages[1]
+    assert DIFFERENCES[what] in messages[0]
+
+
+def test_equal_models_are_not_refused():
+    """Negative control."""
+    assert ThreadedWorld(2).run(different, "nothing") == ["nothing was raised"] * 2
+
+
+def mixed_gradients(group: Any) -> Tensor:
+    model = CASES["mlp"].build()
+    sharded(model, group, partition="whole", reduce="reduce_scatter")
+    return model.a.weight
+
+
+def test_reduce_scatter_with_unequal_spans_is_refused():
+    with pytest.raises(ValueError, match="reduce_scatter needs equal spans"):
+        ThreadedWorld(2).run(mixed_gradients)
