@@ -59,11 +59,19 @@ def refuse_unsupported(accelerator: Any) -> None:
         _refuse("a parallelism config", "parallelism_config=")
     announced = int(os.environ.get("WORLD_SIZE", "1"))
     if announced > 1 and accelerator.num_processes == 1:
+        remedy = (
+            "On CPU launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu "
+            f"--num_processes {announced} ..., or construct the Accelerator with cpu=True"
+        )
+        if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+            remedy = (
+                "ACCELERATE_USE_CPU is set, but Accelerate's state was made before the "
+                "Accelerator: by a PartialState, a decorator such as on_main_process, or a "
+                "tracker built first. Make the Accelerator first"
+            )
         raise RuntimeError(
             f"accelerate: WORLD_SIZE is {announced} but this process is alone: Accelerate found no "
-            "GPU and did not join the processes, so each would train by itself. On CPU launch "
-            "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes "
-            f"{announced} ..., or construct the Accelerator with cpu=True"
+            f"GPU and did not join the processes, so each would train by itself. {remedy}"
         )
     _refuse_handlers(accelerator)
 

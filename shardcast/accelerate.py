@@ -142,6 +142,8 @@ class ShardcastAccelerator(Accelerator):
         A trainable model trains only after its optimizer was prepared too: until then a forward
         in training mode raises.
         """
+        if any(model is known for known in self._models):
+            return model
         inner = _compat.unwrapped(model)
         if _compat.is_ddp(model):
             raise ValueError(

@@ -221,7 +221,8 @@ class ShardcastConfig:
             if isinstance(value, tuple):
                 return [plain(item) for item in value]
             if callable(value):
-                return f"{value.__module__}.{value.__qualname__}"
+                named = value if hasattr(value, "__qualname__") else type(value)
+                return f"{named.__module__}.{named.__qualname__}"
             return value
 
         return {option.name: plain(getattr(self, option.name)) for option in fields(self)}

@@ -32,7 +32,8 @@ class ParamInfo:
     """What planning needs to know of one parameter, in model order.
 
     ``dtype`` is the storage dtype after the precision policy; ``group`` the index of its
-    optimizer group; ``key`` the ``repr`` of the user's group function.
+    optimizer group; ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
+    all ranks.
     """
 
     name: str

@@ -114,7 +114,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._broadcast_buffers()
         self._last_norm = verdict.norm
         self._reduce.show(verdict.present)
-        self._forget(cleared=False)
+        self._reduce.used()
+        self._verdict = None
         self._scaler.loss_was_scaled = False
         _compat.note_step_called(self._original)
         self._scaler.poll()
@@ -126,11 +127,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._wake()
         self._reduce.finish()
         return self._scaler.combine(max_norm, self.param_groups)
-
-    def _forget(self, cleared: bool) -> None:
-        """The gradients were used, or cleared: the next step combines anew."""
-        self._verdict = None
-        self._reduce.reset(cleared)
 
     def _wake(self) -> None:
         """Activate packs that were frozen from the start and have a gradient on some rank now.
@@ -165,7 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
-        self._forget(cleared=True)
+        self._verdict = None
+        self._reduce.cleared()
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:

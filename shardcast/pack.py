@@ -291,12 +291,18 @@ def describe(
         groups: index of each parameter's optimizer group.
         dtypes: storage dtype of each parameter; ``None`` keeps the present ones.
     """
+    # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
+    devices: dict[torch.device, str] = {}
+    for param in named.values():
+        kind = param.device.type
+        count = sum(device.type == kind for device in devices)
+        devices.setdefault(param.device, f"{kind} {count + 1}" if count else kind)
     return [
         ParamInfo(
             name,
             tuple(param.shape),
             param.dtype if dtypes is None else dtypes[param],
-            str(param.device),
+            devices[param.device],
             param.requires_grad,
             groups[param],
             "" if config.group_fn is None else repr(config.group_fn(name, param)),

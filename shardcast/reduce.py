@@ -62,6 +62,7 @@ class Reducer:
     """Reduces the gradients of the packs given to :meth:`add` to their owners.
 
     All ranks must run the same number of synchronised backwards; inside :meth:`no_sync` none.
+    Re-entrant checkpoints may be used on some ranks only if the first step already does.
 
     Args:
         averaged: the gradients are equal on all ranks when backward ends (DDP averages them);
@@ -189,11 +190,13 @@ class Reducer:
                 # A gradient replaced by hand after the reduction is final, as with DDP.
                 grads.adopt(position)
 
-    def reset(self, cleared: bool) -> None:
-        """The gradients were used, or ``cleared``: the next step needs a round of its own."""
+    def used(self) -> None:
+        """A step used the gradients: the next one needs a round of its own."""
         self._due = True
-        if cleared:
-            self._cleared = True
+
+    def cleared(self) -> None:
+        """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
+        self._cleared = True
 
     def show(self, present: list[list[bool]]) -> None:
         """Make the mean visible as ``.grad`` where only other ranks had a gradient.

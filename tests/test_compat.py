@@ -1,0 +1,108 @@
+"""Every private or changing interface of torch that the library uses, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.testing import ThreadedWorld
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 4), (12,), ()])
+def test_own_storage_shares_memory_but_not_the_storage(dtype: torch.dtype, shape: tuple[int, ...]):
+    flat = torch.arange(40, dtype=dtype)
+    numel = torch.Size(shape).numel()
+    view = _compat.own_storage(flat[7 : 7 + numel], shape)
+    assert view.shape == shape and view.dtype == dtype
+    assert view.data_ptr() == flat[7:].data_ptr()
+    assert view.storage_offset() == 0
+    assert view.untyped_storage().nbytes() == numel * dtype.itemsize
+    flat[7] = 99
+    assert view.flatten()[0] == 99
+    del flat
+    assert view.flatten()[0] == 99, "the memory lives as long as the view"
+
+
+def test_own_storage_of_nothing():
+    assert _compat.own_storage(torch.empty(5)[2:2], (0, 3)).shape == (0, 3)
+    assert _compat.own_storage(torch.empty(6, device="meta"), (2, 3)).is_meta
+
+
+def test_the_callback_runs_once_when_the_outermost_backward_ends():
+    calls: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _grad: _compat.at_end_of_backward(lambda: calls.append(x.grad.clone())))
+    y.sum().backward()
+    assert len(calls) == 1 and torch.equal(calls[0], torch.full((2,), 2.0))
+
+
+def gathers(group: Any) -> tuple[Tensor, Tensor]:
+    out, mine = torch.empty(4), torch.full((2,), float(group.rank()))
+    _compat.all_gather_flat(out, mine, group)
+    reduced = torch.empty(2)
+    _compat.reduce_scatter_flat(reduced, out * (group.rank() + 1), group)
+    work = _compat.all_gather_flat(torch.empty(4), mine, group, async_op=True)
+    work.wait()
+    return out, reduced
+
+
+def test_flat_gather_and_scatter_under_either_name():
+    world = ThreadedWorld(2)
+    for rank, (gathered, reduced) in enumerate(world.run(gathers)):
+        assert gathered.tolist() == [0, 0, 1, 1]
+        assert reduced.tolist() == [3.0 * rank] * 2
+    assert [c.async_op for c in world.logs[0]] == [False, False, True]
+
+
+def test_a_scheduler_knows_that_a_step_was_made():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    _compat.note_step_called(optimizer)
+    with pytest.warns(UserWarning) as caught:
+        scheduler.step()
+        optimizer._opt_called = False  # type: ignore[attr-defined]
+        torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
+    assert any("lr_scheduler.step()" in str(w.message) for w in caught), "the control warns"
+
+
+def test_compiled_models_are_unwrapped():
+    model = nn.Linear(2, 2)
+    assert _compat.unwrapped(model) is model
+    assert _compat.unwrapped(torch.compile(model)) is model
+    assert not _compat.is_ddp(torch.compile(model))
+
+
+def test_a_module_attribute_called_module_is_not_a_wrapper():
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert _compat.unwrapped(model) is model
+
+
+def test_parameters_keep_their_identity_when_a_meta_model_is_materialised():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    weight = model.weight
+    with _compat.swapped_params():
+        model.to_empty(device="cpu")
+    assert model.weight is weight and not weight.is_meta
+    assert not torch.__future__.get_swap_module_params_on_conversion()
+
+
+def test_gradients_of_another_dtype_accumulate_in_place():
+    """``param.grad_dtype``: fp32 gradients of a bf16 parameter, into a view that is set before."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    view = torch.zeros(8)[2:5]
+    weight.grad = view
+    for _ in range(2):
+        (weight * torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)).sum().backward()
+    assert weight.grad is view and view.tolist() == [2.0, 4.0, 6.0]

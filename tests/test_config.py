@@ -1,0 +1,189 @@
+"""Options: where they come from, which one wins, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MLP, adamw
+from torch import nn
+
+import shardcast
+from shardcast import ShardcastConfig
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_every_option_has_help_and_a_default():
+    for option in dataclasses.fields(ShardcastConfig):
+        assert len(option.metadata["help"]) > 10, option.name
+        assert option.default is not dataclasses.MISSING, option.name
+
+
+def test_configs_are_frozen_and_comparable():
+    config = ShardcastConfig(param_dtype="fp16")  # type: ignore[arg-type]
+    assert config == ShardcastConfig(param_dtype=torch.float16)
+    assert config != ShardcastConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.param_dtype = torch.float32  # type: ignore[misc]
+
+
+def test_precedence_is_keyword_then_environment_then_file_then_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "options.yaml"
+    file.write_text("alignment: 64\npack_mb: 2\nunpacked_first: 1\n")
+    monkeypatch.setenv("SHARDCAST_CONFIG", str(file))
+    monkeypatch.setenv("SHARDCAST_PACK_MB", "3.5")
+    monkeypatch.setenv("SHARDCAST_UNPACKED_FIRST", "2")
+    config = ShardcastConfig.load(unpacked_first=3)
+    assert (config.unpacked_first, config.pack_mb, config.alignment) == (3, 3.5, 64)
+    assert config.pack_params is None
+    other = tmp_path / "other.yaml"
+    other.write_text("alignment: 32\n")
+    assert ShardcastConfig.load(other).alignment == 32, "a file that is given replaces it"
+
+
+def test_shard_takes_a_config_a_mapping_a_path_or_keywords(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "options.yaml"
+    file.write_text("param_dtype: fp16\npack_params: 2\n")
+    for source in (
+        ShardcastConfig(param_dtype=torch.float16, pack_params=2),
+        {"param_dtype": "fp16", "pack_params": 2},
+        str(file),
+        file,
+    ):
+        model = MLP()
+        optimizer = shardcast.shard(model, adamw(model), source, pack_params=3)
+        assert (optimizer.config.param_dtype, optimizer.config.pack_params) == (torch.float16, 3)
+    monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "fp32")
+    model = MLP()
+    assert shardcast.shard(model, adamw(model)).config.param_dtype == torch.float32
+    with pytest.raises(TypeError, match="expected a ShardcastConfig, a mapping, a path"):
+        shardcast.shard(MLP(), adamw(model), 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("param_dtpye", "param_dtype"),
+        ("pack_size_mb", "pack_mb"),
+        ("max_grad_nrom", "max_grad_norm"),
+        ("keep_fp23", "keep_fp32"),
+    ],
+)
+def test_unknown_options_name_the_nearest_wherever_they_stand(
+    wrong: str, nearest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = MLP()
+    expected = f"unknown option '{wrong}'; did you mean '{nearest}'"
+    with pytest.raises(ValueError, match=f"keyword: {expected}"):
+        shardcast.shard(model, adamw(model), **{wrong: 1})
+    with pytest.raises(ValueError, match=f"keyword: {expected}"):
+        shardcast.shard(model, adamw(model), ShardcastConfig(), **{wrong: 1})
+    with pytest.raises(ValueError, match=f"config: {expected}"):
+        shardcast.shard(model, adamw(model), {wrong: 1})
+    file = tmp_path / "wrong.yaml"
+    file.write_text(f"{wrong}: 1\n")
+    with pytest.raises(ValueError, match=rf"wrong\.yaml: {expected}"):
+        shardcast.shard(model, adamw(model), file)
+    monkeypatch.setenv(f"SHARDCAST_{wrong.upper()}", "1")
+    told = f"SHARDCAST_{wrong.upper()}; did you mean 'SHARDCAST_{nearest.upper()}'"
+    with pytest.raises(ValueError, match=f"unknown variable {told}"):
+        shardcast.shard(model, adamw(model))
+
+
+def test_a_name_near_to_nothing_lists_what_there_is():
+    with pytest.raises(ValueError, match="known options: param_dtype, keep_fp32"):
+        ShardcastConfig.load({"zzzzzz": 1})
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"param_dtype": "bf17"}, ValueError, "param_dtype: expected bf16, fp16 or fp32, got 'bf17'"),
+    ({"param_dtype": torch.float64}, ValueError, "param_dtype: expected bf16"),
+    ({"param_dtype": None}, ValueError, "param_dtype: expected bf16"),
+    ({"grad_dtype": torch.int8}, ValueError, "grad_dtype: expected bf16"),
+    ({"partition": "evn"}, ValueError, "partition: expected one of auto, even, whole, got 'evn'"),
+    ({"sync": "all_reduce"}, ValueError, "sync: expected one of broadcast, all_gather"),
+    ({"pack_mb": 0}, ValueError, "pack_mb: expected a number of MiB above 0"),
+    ({"pack_mb": "16"}, TypeError, r"pack_mb: expected float, got '16' \(str\)"),
+    ({"pack_mb": True}, TypeError, "pack_mb: expected float, got True"),
+    ({"pack_params": 0}, ValueError, "pack_params: expected null or >= 1, got 0"),
+    ({"pack_params": 1.5}, TypeError, "pack_params: expected int"),
+    ({"unpacked_first": -1}, ValueError, "unpacked_first: expected a count >= 0"),
+    ({"alignment": 100}, ValueError, "alignment: expected a power of two >= 8"),
+    ({"alignment": 4}, ValueError, "alignment: expected a power of two >= 8"),
+    ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm: expected null or a number above 0"),
+    ({"norm_type": -1.0}, ValueError, "norm_type: expected a number above 0"),
+    ({"loss_scale": "static"}, ValueError, "loss_scale: expected 'dynamic'"),
+    ({"loss_scale": -8.0}, ValueError, "loss_scale: expected 'dynamic', a number above 0"),
+    ({"max_skipped_steps": 0}, ValueError, "max_skipped_steps: expected a count >= 1"),
+    ({"cast_forward_inputs": "yes"}, TypeError, "cast_forward_inputs: expected bool, got 'yes'"),
+    ({"group_fn": "name"}, TypeError, "group_fn: expected a callable"),
+    ({"keep_fp32": (3,)}, TypeError, "keep_fp32: expected patterns"),
+    ({"sync": "all_gather", "partition": "whole"}, ValueError, "all_gather needs equal spans"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), WRONG, ids=[str(w[0]) for w in WRONG])
+def test_wrong_values_are_refused_with_what_was_expected(
+    fields: dict[str, Any], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        ShardcastConfig(**fields)
+
+
+def test_nan_is_not_a_number_above_zero():
+    for name in ("max_grad_norm", "loss_scale", "norm_type", "pack_mb"):
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            ShardcastConfig(**{name: float("nan")})
+
+
+def test_yaml_that_is_not_a_mapping_and_files_that_are_not_there(tmp_path: Path):
+    file = tmp_path / "list.yaml"
+    file.write_text("- 1\n")
+    with pytest.raises(ValueError, match=r"list\.yaml: expected a mapping of options, got list"):
+        ShardcastConfig.load(file)
+    with pytest.raises(FileNotFoundError):
+        ShardcastConfig.load(tmp_path / "missing.yaml")
+    file.write_text("")
+    assert ShardcastConfig.load(file) == ShardcastConfig()
+
+
+def test_environment_values_are_read_as_yaml(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHARDCAST_KEEP_FP32", "[norms, 'head.*']")
+    monkeypatch.setenv("SHARDCAST_MAX_GRAD_NORM", "null")
+    monkeypatch.setenv("SHARDCAST_CAST_FORWARD_INPUTS", "false")
+    config = ShardcastConfig.load()
+    assert config.keep_fp32 == ("norms", "head.*")
+    assert config.max_grad_norm is None and config.cast_forward_inputs is False
+
+
+def test_to_dict_is_plain_and_loads_again():
+    config = ShardcastConfig(param_dtype=torch.float16, keep_fp32=("norms",), pack_mb=4)
+    plain = config.to_dict()
+    assert plain["param_dtype"] == "fp16" and plain["keep_fp32"] == ["norms"]
+    assert ShardcastConfig.load(plain) == config
+
+
+def test_callables_of_every_kind_can_be_options():
+    """Rules are compared between ranks by name, and not all callables have one."""
+
+    class Rule:
+        def __call__(self, name: str, param: nn.Parameter) -> bool:
+            return name.startswith("a")
+
+    def starts(letter: str, name: str, param: nn.Parameter) -> bool:
+        return name.startswith(letter)
+
+    for rule in (Rule(), functools.partial(starts, "a"), lambda name, _: name.startswith("a")):
+        model = MLP()
+        shardcast.shard(model, adamw(model), keep_fp32=rule)
+        low = [n for n, p in model.named_parameters() if p.dtype != torch.float32]
+        assert low == ["b.weight", "b.bias", "c.weight", "c.bias"]

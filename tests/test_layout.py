@@ -1,0 +1,287 @@
+"""Where every element lives: properties of all layouts, and what ``repr`` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import GPT, MLP, sharded
+from torch import nn
+
+import shardcast
+from shardcast.layout import Layout, PackLayout, ParamInfo, Slot, Span, plan
+from shardcast.pack import describe
+
+pytestmark = pytest.mark.timeout(60)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONS: dict[str, Any] = {
+    "pack_mb": 1.0, "pack_params": None, "unpacked_first": 0, "alignment": 64,
+}  # fmt: skip
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ParamInfo]:
+    def shape() -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
+
+    return [
+        ParamInfo(
+            f"p{number}",
+            shape(),
+            draw(st.sampled_from(DTYPES)),
+            requires_grad=draw(st.booleans()),
+            group=draw(st.integers(0, 1)),
+            key=draw(st.sampled_from(["", "'a'"])),
+        )
+        for number in range(draw(st.integers(1, 8)))
+    ]
+
+
+options = st.fixed_dictionaries(
+    {
+        "pack_mb": st.sampled_from([1e-5, 1e-3, 0.01, 16.0]),
+        "pack_params": st.sampled_from([None, 1, 2, 5]),
+        "unpacked_first": st.integers(0, 3),
+        "alignment": st.sampled_from([8, 64, 128, 4096]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(models(), st.integers(1, 9), st.sampled_from(["even", "whole"]), options)
+def test_every_layout_has_its_promised_properties(
+    params: list[ParamInfo], size: int, partition: str, chosen: dict[str, Any]
+):
+    layout = plan(params, size, partition, **chosen)
+    by_name = {param.name: param for param in params}
+    names = [slot.name for _, slot in layout.slots()]
+    assert sorted(names) == sorted(by_name), "every parameter has one slot"
+    for pack in layout.packs:
+        align = max(1, chosen["alignment"] // pack.dtype.itemsize)
+        members = [by_name[slot.name] for slot in pack.slots]
+        kinds = {(p.dtype, p.device, p.requires_grad, p.group, p.key) for p in members}
+        assert kinds == {(pack.dtype, pack.device, pack.requires_grad, pack.group, pack.key)}
+        end = 0
+        for slot, param in zip(pack.slots, members, strict=True):
+            assert slot.offset % align == 0 and slot.offset >= end, "slots do not overlap"
+            assert (slot.shape, slot.numel) == (param.shape, param.numel)
+            end = slot.end
+        assert [span.owner for span in pack.spans] == list(range(size))
+        assert pack.spans[0].start == 0 and pack.spans[-1].stop == pack.numel >= end
+        for left, right in zip(pack.spans, pack.spans[1:], strict=False):
+            assert left.stop == right.start and right.start % align == 0, "spans tile the pack"
+        if partition == "even":
+            assert len({span.numel for span in pack.spans}) == 1
+            assert pack.numel - end < size * align, "no more padding than alignment needs"
+        else:
+            for slot in pack.slots:
+                homes = [s for s in pack.spans if s.start <= slot.offset and slot.end <= s.stop]
+                assert homes or slot.numel == 0, "whole: every slot inside one span"
+        covered = [f for rank in range(size) for f in pack.fragments(rank)]
+        assert sum(f.numel for f in covered) == sum(slot.numel for slot in pack.slots)
+        small = len(pack.slots) == 1 or pack.slots[-1].offset + pack.slots[-1].numel <= (
+            chosen["pack_mb"] * 2**20 / pack.dtype.itemsize
+        )
+        assert small or partition == "whole", "the cap in bytes holds"
+        if chosen["pack_params"] is not None:
+            assert len(pack.slots) <= chosen["pack_params"]
+    for number in range(min(chosen["unpacked_first"], len(params))):
+        assert [s.name for s in layout.packs[number].slots] == [f"p{number}"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(models(), st.integers(1, 9), options)
+def test_whole_is_balanced_to_within_the_largest_parameter(
+    params: list[ParamInfo], size: int, chosen: dict[str, Any]
+):
+    layout = plan(params, size, "whole", **chosen)
+    loads = [layout.owned(rank) for rank in range(size)]
+    align = chosen["alignment"]  # in elements at most
+    largest = max(param.numel for param in params) + align
+    # Greedy: who gets a parameter had the least, so ends at most one parameter above the least;
+    # every pack's span is rounded up once more.
+    assert max(loads) - min(loads) <= largest + align * len(layout.packs)
+
+
+def test_whole_beats_round_robin_on_a_known_example():
+    """Sizes 7 5 4 3 3 2 over two ranks: 12 and 12, where taking turns would give 14 and 10."""
+    params = [
+        ParamInfo(f"p{i}", (n * 64,), torch.float32) for i, n in enumerate([7, 5, 4, 3, 3, 2])
+    ]
+    layout = plan(params, 2, "whole", **OPTIONS)
+    assert [layout.owned(rank) for rank in range(2)] == [12 * 64, 12 * 64]
+
+
+def test_whole_balances_over_all_packs_not_in_each():
+    params = [ParamInfo(f"p{i}", (64,), torch.float32) for i in range(6)]
+    layout = plan(params, 3, "whole", **{**OPTIONS, "pack_params": 1})
+    assert [layout.owned(rank) for rank in range(3)] == [128, 128, 128]
+
+
+changes = st.sampled_from(
+    [
+        lambda p: dataclasses.replace(p, shape=(*p.shape, 2)),
+        lambda p: dataclasses.replace(p, shape=(1, *p.shape)),
+        lambda p: dataclasses.replace(p, name=p.name + "x"),
+        lambda p: dataclasses.replace(
+            p, dtype=torch.float16 if p.dtype != torch.float16 else torch.bfloat16
+        ),
+        lambda p: dataclasses.replace(p, requires_grad=not p.requires_grad),
+        lambda p: dataclasses.replace(p, group=p.group + 1),
+        lambda p: dataclasses.replace(p, key=p.key + "k"),
+        lambda p: dataclasses.replace(p, device="meta"),
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(models(), st.integers(1, 5), st.sampled_from(["even", "whole"]), options,
+       st.integers(0, 100), changes)  # fmt: skip
+def test_the_digest_is_equal_for_equal_plans_and_different_after_any_change(
+    params: list[ParamInfo], size: int, partition: str, chosen: dict[str, Any], which: int,
+    change: Any,
+):  # fmt: skip
+    layout = plan(params, size, partition, **chosen)
+    again = plan([dataclasses.replace(p) for p in params], size, partition, **chosen)
+    assert layout == again and hash(layout) == hash(again)
+    assert layout.digest() == again.digest()
+    changed = list(params)
+    changed[which % len(params)] = change(params[which % len(params)])
+    assert plan(changed, size, partition, **chosen).digest() != layout.digest()
+    assert plan(params, size + 1, partition, **chosen).digest() != layout.digest()
+    if len(params) > 1 and len({(p.shape, p.dtype) for p in params}) > 1:
+        assert plan(params[::-1], size, partition, **chosen) != layout
+
+
+def test_ranks_on_different_gpus_of_one_kind_have_equal_digests():
+    """Each rank of a node computes on its own device: cuda:0, cuda:1 ..."""
+
+    class OnDevice:
+        shape, dtype, requires_grad = torch.Size([4]), torch.float32, True
+
+        def __init__(self, index: int) -> None:
+            self.device = torch.device("cuda", index)
+
+    digests = set()
+    for index in range(2):
+        param: Any = OnDevice(index)
+        infos = describe({"weight": param}, shardcast.ShardcastConfig(), {param: 0})
+        digests.add(plan(infos, 2, "even", **OPTIONS).digest())
+    assert len(digests) == 1
+
+
+def test_layouts_are_frozen():
+    layout = plan([ParamInfo("p", (3,), torch.float32)], 2, "even", **OPTIONS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.world_size = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.packs[0].slots[0].offset = 3  # type: ignore[misc]
+
+
+def pack_of(slots: list[Slot], spans: list[Span], numel: int) -> PackLayout:
+    return PackLayout(0, "cpu", torch.float32, True, 0, "", numel, tuple(slots), tuple(spans))
+
+
+def test_a_layout_checks_itself():
+    good = Slot("a", (4,), 0, 4)
+    pack_of([good], [Span(0, 0, 4)], 4)
+    with pytest.raises(ValueError, match="slot 'b' overlaps"):
+        pack_of([good, Slot("b", (4,), 3, 4)], [Span(0, 0, 8)], 8)
+    with pytest.raises(ValueError, match="slot 'c' overlaps or has a wrong size"):
+        pack_of([Slot("c", (4,), 0, 5)], [Span(0, 0, 8)], 8)
+    for spans in ([Span(0, 0, 3)], [Span(0, 1, 4)], [Span(0, 0, 2), Span(1, 3, 4)]):
+        with pytest.raises(ValueError, match="do not tile"):
+            pack_of([good], spans, 4)
+
+
+def shown(model: nn.Module, **fields: Any) -> list[str]:
+    layout: Layout = sharded(model, param_dtype=torch.bfloat16, **fields).layout
+    lines = repr(layout).splitlines()
+    assert f"{len(layout.packs)} packs" in lines[0]
+    return lines
+
+
+def packs_shown(lines: list[str]) -> list[list[str]]:
+    """Names of the slots under each ``pack`` line."""
+    packs: list[list[str]] = []
+    for line in lines[1:]:
+        if line.startswith("  pack "):
+            packs.append([])
+        else:
+            packs[-1].append(line.split()[0])
+    return packs
+
+
+NAMES = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"]
+
+
+def test_repr_shows_the_first_parameters_left_unpacked():
+    assert packs_shown(shown(MLP())) == [NAMES]
+    assert packs_shown(shown(MLP(), unpacked_first=2)) == [[NAMES[0]], [NAMES[1]], NAMES[2:]]
+
+
+def test_repr_shows_the_cap_in_number_of_parameters():
+    assert packs_shown(shown(MLP(), pack_params=4)) == [NAMES[:4], NAMES[4:]]
+
+
+def test_repr_shows_the_cap_in_megabytes():
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(5)))
+    lines = shown(model, pack_mb=0.25)  # 65,536 elements of bf16 are 128 KiB each
+    assert [len(names) for names in packs_shown(lines)] == [2, 2, 1]
+    assert "131072 elements (0 padding)" in lines[1]
+    assert [len(n) for n in packs_shown(shown(model_of_one_big(), pack_mb=0.01))] == [1, 2]
+
+
+def model_of_one_big() -> nn.Module:
+    """A matrix above the cap, and two small parameters that share the next pack."""
+    model = nn.Module()
+    model.big = nn.Parameter(torch.ones(100, 100))
+    model.small, model.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+    return model
+
+
+@pytest.mark.parametrize("alignment", [8, 128, 1024])
+def test_repr_shows_the_alignment(alignment: int):
+    lines = [line for line in shown(MLP(), alignment=alignment) if "@" in line]
+    offsets = [int(line.split("@")[1]) for line in lines]
+    assert offsets[0] == 0
+    assert offsets[1] == -(-91 // (alignment // 2)) * (alignment // 2)
+    assert all(offset * 2 % alignment == 0 for offset in offsets)
+
+
+def test_repr_shows_the_group_function_and_optimizer_groups():
+    lines = shown(MLP(), group_fn=lambda name, param: "matrix" if param.dim() == 2 else "vector")
+    assert packs_shown(lines) == [NAMES[::2], NAMES[1::2]]
+    assert "key 'matrix'" in lines[1]
+
+    def two(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return torch.optim.AdamW([{"params": params[4:]}, {"params": params[:4]}])
+
+    lines = shown(MLP(), optimizer=two)
+    assert packs_shown(lines) == [NAMES[:4], NAMES[4:]]
+    assert "group 1" in lines[1]
+
+
+def test_repr_shows_dtypes_and_frozen_parameters():
+    model = GPT()
+    model.wpe.weight.requires_grad_(False)
+    lines = shown(model, keep_fp32="norms")
+    told = [line for line in lines if line.startswith("  pack ")]
+    assert sum("float32 on cpu" in line for line in told) == 1
+    assert sum("frozen" in line for line in told) == 1
+    assert sum("bfloat16 on cpu" in line for line in told) == 2
+
+
+def test_equal_on_all_ranks_means_made_without_looking_at_the_rank():
+    """A plan has no rank among its inputs; only looking up fragments does."""
+    params = [ParamInfo("p", (100,), torch.float32)]
+    layout = plan(params, 4, "even", **{**OPTIONS, "alignment": 8})
+    (fragment,) = layout.packs[0].fragments(3)
+    assert (fragment.start, fragment.stop) == (78, 100)
+    assert fragment.param_range == (78, 100)

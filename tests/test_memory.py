@@ -1,0 +1,186 @@
+"""Bytes, found in memory and by the allocator, against the formula: to the byte."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from models import adamw, install, sharded
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import fake_world
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Memory = tuple[int, int]  # first address, one past the last
+
+
+def memory(tensor: Tensor) -> Memory:
+    """The address range that a tensor's storage spans, whatever storage object it is."""
+    start = tensor.untyped_storage().data_ptr()
+    return start, start + tensor.untyped_storage().nbytes()
+
+
+def wide(numel: int = 64) -> nn.Module:
+    """Two thirds of a million elements in twelve parameters."""
+    return nn.Sequential(*(nn.Linear(numel * 5, numel * 5 + 3) if i % 2 == 0 else
+                           nn.Linear(numel * 5 + 3, numel * 5) for i in range(6)))  # fmt: skip
+
+
+def live(threshold: int = 2048) -> dict[int, int]:
+    """Bytes in memory by address: all tensors whose storage is larger than ``threshold``.
+
+    Storages that overlap count once; smaller ones are the scalars of the step.
+    """
+    gc.collect()
+    kinds = (Tensor, nn.Parameter)  # no fake ones, which compiled tests may leave behind
+    tensors = [item for item in gc.get_objects() if type(item) in kinds and not item.is_meta]
+    ranges = sorted({memory(tensor) for tensor in tensors})
+    found: dict[int, int] = {}
+    end = 0
+    for start, stop in ranges:
+        if stop - start > threshold and stop > end:
+            found[max(start, end)] = stop - max(start, end)
+            end = stop
+    return found
+
+
+def held(size: int, rank: int, dtype: torch.dtype, **fields: Any) -> tuple[int, Any]:
+    """Bytes that training holds on this rank between steps, as found in memory."""
+    before = sum(live().values())
+    with fake_world(size, rank) as group:
+        model = wide()
+        optimizer = sharded(model, group, param_dtype=dtype, **fields)
+        for step in range(2):
+            install(model, step)
+            optimizer.step()
+        return sum(live().values()) - before, optimizer
+
+
+def padded(sizes: list[int], itemsize: int, alignment: int, size: int) -> tuple[int, int]:
+    """Elements of one pack, cut evenly, and of one span of it; counted by hand."""
+    align, end = alignment // itemsize, 0
+    for numel in sizes:
+        end = -(-end // align) * align + numel
+    if size == 1:
+        return end, end
+    span = -(-end // (size * align)) * align
+    return span * size, span
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_persistent_bytes_are_parameters_gradients_and_twelve_per_owned_element(
+    size: int, dtype: torch.dtype
+):
+    sizes = [param.numel() for param in wide().parameters()]
+    total, owned = padded(sizes, dtype.itemsize, 128, size)
+    masters = 4 * owned if dtype != FP32 else 0  # fp32 parameters are their own masters
+    expected = 2 * dtype.itemsize * total + masters + 8 * owned
+    for rank in range(size):
+        found, optimizer = held(size, rank, dtype)
+        assert found == expected
+        assert optimizer.memory_report() == {
+            "parameters": dtype.itemsize * total,
+            "gradients": dtype.itemsize * total,
+            "masters": masters,
+            "state": 8 * owned,
+        }
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_several_packs_hold_what_the_layout_says(partition: str):
+    for rank in range(3):
+        found, optimizer = held(3, rank, BF16, partition=partition, pack_params=4)
+        layout = optimizer.layout
+        assert found == 4 * layout.numel + 12 * layout.owned(rank)
+        assert found == sum(optimizer.memory_report().values())
+
+
+def test_fp32_gradients_and_kept_modules_are_in_the_formula():
+    found, optimizer = held(2, 1, BF16, grad_dtype=FP32)
+    layout = optimizer.layout
+    assert found == (2 + 4) * layout.numel + 12 * layout.owned(1)
+    assert found == sum(optimizer.memory_report().values())
+
+
+def test_a_forgotten_copy_is_noticed():
+    """Negative control: one more copy of the masters is found in memory."""
+    _, optimizer = held(2, 0, BF16)
+    before = sum(live().values())
+    copy = optimizer._masters[0].data.clone()
+    assert sum(live().values()) - before == copy.nbytes > 0
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_the_fp32_state_of_four_ranks_is_a_quarter(partition: str):
+    _, alone = held(1, 0, BF16)
+    report = alone.memory_report()
+    whole = report["masters"] + report["state"]
+    assert whole == pytest.approx(12 * sum(p.numel() for p in wide().parameters()), rel=0.01)
+    parts = []
+    for rank in range(4):
+        _, optimizer = held(4, rank, BF16, partition=partition)
+        report = optimizer.memory_report()
+        parts.append(report["masters"] + report["state"])
+    if partition == "even":
+        for part in parts:
+            assert whole / 4 <= part < whole / 4 * 1.01
+    # whole: balance is as good as parameters allow; what there is in all is still one state
+    assert whole <= sum(parts) < whole * 1.01
+
+
+# -- peak at set-up -------------------------------------------------------------------------------
+
+
+def peak_of(run: Any) -> int:
+    """Largest sum of bytes allocated on CPU during ``run()``, above what was there before."""
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def shard_wide(group: Any, dtype: torch.dtype) -> None:
+    model = wide()
+    shardcast.shard(model, adamw(model), process_group=group, param_dtype=dtype, pack_mb=0.5)
+
+
+def allowed(size: int, dtype: torch.dtype) -> int:
+    """The fp32 model, or what replaces it if that is more, and one pack, staged and cast."""
+    numel = sum(param.numel() for param in wide().parameters())
+    masters = 0 if dtype == FP32 else 4 / size
+    in_flight = 0.5 * 2**20 / dtype.itemsize * (4 + (0 if dtype == FP32 else dtype.itemsize))
+    small = 32 * 1024
+    return int(max(4, dtype.itemsize + masters) * numel + in_flight) + small
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_set_up_needs_one_pack_and_the_shard_beside_the_fp32_model(size: int, dtype: torch.dtype):
+    with fake_world(size, 0) as group:
+        assert peak_of(lambda: shard_wide(group, dtype)) <= allowed(size, dtype)
+
+
+def test_originals_that_are_not_freed_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: the same set-up with the fp32 originals kept alive needs too much."""
+    from shardcast import build
+
+    kept: list[Tensor] = []
+    original = build.build_master
+
+    def hoard(layout: Any, params: list[nn.Parameter], comm: Any) -> Any:
+        kept.extend(param.data for param in params)
+        return original(layout, params, comm)
+
+    monkeypatch.setattr(build, "build_master", hoard)
+    with fake_world(4, 0) as group:
+        assert peak_of(lambda: shard_wide(group, BF16)) > allowed(4, BF16)

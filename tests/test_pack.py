@@ -1,0 +1,226 @@
+"""Packs: parameters as views, on their own and under plain optimizers."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, GPT, MLP, assert_same_bits, install, run_world, sharded, values
+from torch import Tensor, nn
+
+import shardcast
+
+pytestmark = pytest.mark.timeout(60)
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+}
+
+
+def train(
+    model: nn.Module, packs: shardcast.PackedParameters | nn.Module, zero: str, kind: str
+) -> dict[str, Tensor]:
+    """Five steps of an optimizer over ``packs.parameters()``."""
+    optimizer = OPTIMIZERS[kind](packs.parameters())
+    for step in range(5):
+        CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
+        optimizer.step()
+        if zero == "to zero":
+            optimizer.zero_grad(set_to_none=False)
+        elif zero == "optimizer":
+            optimizer.zero_grad()
+        elif zero == "packs":
+            packs.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "packs", "to zero", "never"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pack_params": 1},
+        {"unpacked_first": 2, "alignment": 8},
+        {"pack_params": 4},
+        {"group_fn": lambda name, param: param.dim()},
+    ],
+    ids=["one pack", "packs of one", "first alone", "caps", "group function"],
+)
+def test_plain_optimizers_over_packs_equal_training_without_packs(
+    options: dict[str, Any], kind: str, zero: str
+):
+    model = CASES["mlp"].build()
+    twin = copy.deepcopy(model)
+    packs = shardcast.pack_parameters(model, **options)
+    assert_same_bits(train(model, packs, zero, kind), train(twin, twin, zero, kind))
+
+
+def test_packs_make_the_optimizer_run_once_per_pack():
+    model = CASES["mlp"].build()
+    packs = shardcast.pack_parameters(model, alignment=8)
+    assert [name for name, _ in packs.named_parameters()] == ["pack.0"]
+    (flat,) = packs.parameters()
+    assert flat.dim() == 1
+    CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert flat.grad is not None
+    for slot, grad in zip(packs.layout.packs[0].slots, gradients, strict=True):
+        assert torch.equal(flat.grad[slot.offset : slot.end].view(slot.shape), grad)
+    grown = sum(float(grad.square().sum()) for grad in gradients)
+    assert float(flat.grad.square().sum()) == pytest.approx(grown, rel=1e-6), "padding is zero"
+
+
+def test_a_pack_of_one_stays_as_it_is():
+    model = CASES["mlp"].build()
+    before = [param.data_ptr() for param in model.parameters()]
+    packs = shardcast.pack_parameters(model, pack_params=1)
+    assert [param.data_ptr() for param in model.parameters()] == before
+    assert [flat.data_ptr() for flat in packs.parameters()] == before
+    model = CASES["mlp"].build()
+    first, *rest = before = [param.data_ptr() for param in model.parameters()]
+    shardcast.pack_parameters(model, unpacked_first=1)
+    assert model.a.weight.data_ptr() == first
+    assert not set(rest) & {param.data_ptr() for param in model.parameters()}
+
+
+def test_a_pack_of_one_stays_as_it_is_when_sharded_in_fp32_on_one_rank():
+    model = CASES["mlp"].build()
+    before = [param.data_ptr() for param in model.parameters()]
+    sharded(model, pack_params=1)
+    assert [param.data_ptr() for param in model.parameters()] == before
+
+
+def test_a_pack_of_one_that_is_not_contiguous_is_packed_in_its_own_order():
+    model = nn.Linear(3, 5, bias=False)
+    model.weight.data = torch.arange(15.0).view(3, 5).t()
+    expected = model.weight.detach().clone()
+    shardcast.pack_parameters(model)
+    assert torch.equal(model.weight, expected)
+
+
+def test_frozen_parameters_have_packs_that_get_no_gradient():
+    model = CASES["mlp"].build()
+    model.b.weight.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    packs = shardcast.pack_parameters(model)
+    trained, frozen = packs.parameters()
+    assert trained.requires_grad and not frozen.requires_grad
+    expected = train(twin, twin, "optimizer", "adamw")
+    assert_same_bits(train(model, packs, "optimizer", "adamw"), expected)
+    assert frozen.grad is None
+
+
+def test_ties_survive_packing():
+    model = GPT()
+    packs = shardcast.pack_parameters(model)
+    assert model.head.weight is model.wte.weight
+    assert sum("wte.weight" in line for line in repr(packs).splitlines()) == 1
+    assert "head.weight" not in repr(packs)
+
+
+def test_parameters_keep_their_identity_and_values():
+    model = GPT()
+    params, before = list(model.parameters()), values(model)
+    packs = shardcast.pack_parameters(model)
+    assert all(new is old for new, old in zip(model.parameters(), params, strict=True))
+    assert_same_bits(values(model), before)
+    (flat,) = packs.parameters()
+    with torch.no_grad():
+        flat.fill_(3.0)
+    assert all(bool((param == 3).all()) for param in model.parameters()), "views of the pack"
+
+
+def packed_models() -> dict[str, nn.Module]:
+    packed, one, low = GPT(), GPT(), GPT()
+    shardcast.pack_parameters(packed)
+    sharded(one)
+    sharded(low, param_dtype=torch.bfloat16, keep_fp32="norms")
+    return {"packed": packed, "fp32": one, "bf16": low}
+
+
+@pytest.mark.parametrize("which", ["packed", "fp32", "bf16"])
+def test_every_parameter_has_a_storage_of_its_own(which: str):
+    model = packed_models()[which]
+    storages = [param.untyped_storage() for param in model.parameters()]
+    assert len({storage.data_ptr() for storage in storages}) == len(storages)
+    for storage, param in zip(storages, model.parameters(), strict=True):
+        assert param.storage_offset() == 0
+        assert storage.nbytes() == param.nbytes, "nothing of the neighbours would be saved"
+
+
+@pytest.mark.parametrize("which", ["packed", "fp32", "bf16"])
+def test_all_ways_of_saving_keep_every_parameter(which: str):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = packed_models()[which]
+    expected = values(model)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    size = sum(param.nbytes for param in model.parameters())
+    assert buffer.tell() < size * 1.5 + 20_000, "each storage once, and no pack with it"
+    buffer.seek(0)
+    assert_same_bits(torch.load(buffer, weights_only=True), expected)
+    untied = {k: v for k, v in model.state_dict().items() if k != "head.weight"}
+    loaded = safetensors.load(safetensors.save(untied))  # refuses tensors that share memory
+    assert_same_bits(loaded, {k: v for k, v in expected.items() if k != "head.weight"})
+    assert_same_bits(values(copy.deepcopy(model)), expected)
+
+
+def test_views_of_one_storage_would_not_be_saved():
+    """Negative control: what the storages of their own are for."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    flat = torch.zeros(8)
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+    buffer = io.BytesIO()
+    with pytest.raises((RuntimeError, ValueError, KeyError, AssertionError)):
+        safetensors.save_model(module, str(buffer))
+        assert sorted(safetensors.load_file(str(buffer))) == ["a", "b"]
+
+
+def test_packed_memory_outlives_the_pack_object():
+    model = CASES["mlp"].build()
+    expected = values(model)
+    shardcast.pack_parameters(model)  # the result is dropped
+    torch.zeros(1000), torch.ones(1000)
+    assert_same_bits(values(model), expected)
+
+
+def test_gradients_of_a_sharded_model_are_views_of_one_memory():
+    model = CASES["gpt"].build()
+    sharded(model, param_dtype=torch.bfloat16, alignment=8)
+    CASES["gpt"].loss(model, CASES["gpt"].batch(0)).backward()
+    addresses = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    sizes = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
+    assert max(addresses) - min(addresses) < sum(sizes) + 16 * len(sizes)
+
+
+def test_fp32_gradients_accumulate_in_place_beside_bf16_parameters():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype=torch.bfloat16, grad_dtype=torch.float32)
+    for micro in range(3):
+        CASES["mlp"].loss(model, CASES["mlp"].batch(micro)).backward()
+        grads = [param.grad for param in model.parameters()]
+        assert {grad.dtype for grad in grads} == {torch.float32}
+    (master,) = optimizer._masters
+    assert all(master.grads.holds(position) for position in range(len(grads)))
+
+
+def moved(group: Any) -> list[bool]:
+    """Whether installed gradients were moved into the gradient pack by the step."""
+    model = MLP()
+    optimizer = sharded(model, group)
+    install(model, 0)
+    optimizer.step()
+    (master,) = optimizer._masters
+    return [master.grads.holds(position) for position in range(6)]
+
+
+def test_gradients_set_by_hand_are_adopted():
+    ranks, _ = run_world(2, moved)
+    assert ranks == [[True] * 6] * 2

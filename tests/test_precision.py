@@ -1,0 +1,227 @@
+"""Which parameter is stored in which dtype, and that the forward then just works."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES, GPT, Block, sharded
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def kept(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if param.dtype == FP32}
+
+
+def of_block(number: int, *layers: str) -> set[str]:
+    return {f"blocks.{number}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+
+
+EVERY = ("ln1", "ln2", "qkv", "out", "fc", "proj")
+NORMS = of_block(0, "ln1", "ln2") | of_block(1, "ln1", "ln2") | {"ln.weight", "ln.bias"}
+RULES: dict[str, tuple[Any, set[str]]] = {
+    "nothing": ((), set()),
+    "preset": ("norms", NORMS),
+    "one pattern": ("blocks.0.fc.*", of_block(0, "fc")),
+    "a pattern of one parameter keeps its module": ("blocks.0.fc.bias", of_block(0, "fc")),
+    "pattern over layers": ("*.qkv.weight", of_block(0, "qkv") | of_block(1, "qkv")),
+    "class": (nn.LayerNorm, NORMS),
+    "class with all inside": (Block, of_block(0, *EVERY) | of_block(1, *EVERY)),
+    "predicate": (lambda name, param: param.shape == (11, 18), {"wpe.weight"}),
+    "several": (("norms", "wpe.*"), NORMS | {"wpe.weight"}),
+    "a tie keeps both ends": ("head.weight", {"wte.weight"}),
+    "a tie seen from the other end": ("wte.weight", {"wte.weight"}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_keep_the_named_modules_in_fp32(rule: str):
+    keep, expected = RULES[rule]
+    model = GPT()
+    optimizer = sharded(model, param_dtype=BF16, keep_fp32=keep)
+    assert kept(model) == expected
+    assert {p.dtype for p in model.parameters()} <= {BF16, FP32}
+    for pack in optimizer.layout.packs:
+        names = {slot.name for slot in pack.slots}
+        assert names <= expected or not names & expected
+        assert pack.dtype == (FP32 if names <= expected and names else BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rule", RULES)
+def test_forward_and_backward_work_under_every_rule(rule: str, dtype: torch.dtype):
+    model = CASES["gpt"].build()
+    reference = CASES["gpt"].build()
+    optimizer = sharded(model, param_dtype=dtype, keep_fp32=RULES[rule][0], loss_scale=1.0)
+    tokens, _ = CASES["gpt"].batch(0)
+    out = model(tokens)
+    assert out.dtype == dtype, "the model's outputs are in param_dtype"
+    # Two blocks of activations of order 1, each rounded to 8 bits (bf16) some ten times.
+    torch.testing.assert_close(out.float(), reference(tokens), atol=0.1, rtol=0.1)
+    CASES["gpt"].loss(model, CASES["gpt"].batch(0)).backward()
+    for param in model.parameters():
+        assert param.grad is None or param.grad.dtype == param.dtype
+    optimizer.step()
+
+
+def test_kept_modules_see_and_compute_fp32():
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, *, other: Tensor, flag: bool = True) -> dict[str, Any]:
+            seen.extend([x.dtype, other.dtype, self.scale.dtype])
+            return {"out": (x + other) * self.scale, "mask": x > 0, "same": flag}
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.probe = nn.Linear(4, 4), Probe()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            seen.append(x.dtype)
+            out = self.probe(x, other=x)
+            assert out["mask"].dtype == torch.bool and out["same"] is True
+            return out["out"]
+
+    seen: list[torch.dtype] = []
+    model = Root()
+    sharded(model, param_dtype=BF16, keep_fp32=Probe)
+    assert model(torch.ones(2, 4)).dtype == BF16
+    assert seen == [BF16, FP32, FP32, FP32]
+
+
+def test_modules_inside_a_kept_one_hand_fp32_to_each_other():
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            seen.append(x.dtype)
+            return self.b(x)
+
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(4, 4), Inner())
+    sharded(model, param_dtype=BF16, keep_fp32=Inner)
+    assert model(torch.ones(2, 4)).dtype == BF16
+    assert seen == [FP32]
+
+
+def test_a_root_kept_whole_takes_and_computes_fp32():
+    model = nn.Linear(4, 4)
+    sharded(model, param_dtype=BF16, keep_fp32=nn.Linear)
+    x = torch.full((1, 4), 1 + 2**-20)
+    seen: list[torch.dtype] = []
+    model.register_forward_hook(lambda _m, args, _out: seen.append(args[0].dtype))
+    model(x)
+    assert seen == [FP32]
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def test_inputs_are_cast_inside_nested_containers_of_any_kind():
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            seen["args"], seen["kwargs"] = args, kwargs
+            return self.weight.sum()
+
+    seen: dict[str, Any] = {}
+    model = Root()
+    sharded(model, param_dtype=BF16)
+    x, index, flags = torch.ones(2), torch.arange(2), torch.ones(2, dtype=torch.bool)
+    double = torch.ones(2, dtype=torch.float64)
+    model(x, [x, (x, index)], Pair(x, "text"), more=OrderedDict(a={"b": [x]}, c=flags), d=double)
+    first, (second, (third, fourth)), pair = seen["args"]
+    more = seen["kwargs"]["more"]
+    assert first.dtype == second.dtype == third.dtype == BF16
+    assert fourth.dtype == torch.int64
+    assert isinstance(pair, Pair) and pair.left.dtype == BF16 and pair.right == "text"
+    assert isinstance(more, OrderedDict) and more["a"]["b"][0].dtype == BF16
+    assert more["c"].dtype == torch.bool
+    assert seen["kwargs"]["d"].dtype == torch.float64, "what is not packable is left alone"
+    assert x.dtype == FP32, "the caller's tensor is as it was"
+
+
+def test_inputs_can_be_left_alone():
+    model = nn.Linear(4, 2)
+    sharded(model, param_dtype=BF16, cast_forward_inputs=False)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(torch.ones(1, 4))
+    assert model(torch.ones(1, 4, dtype=BF16)).dtype == BF16
+
+
+def test_fp32_models_get_no_hooks_that_cast():
+    model = nn.Linear(4, 2)
+    sharded(model, cast_forward_inputs=True)
+    assert model(torch.ones(1, 4)).dtype == FP32
+
+
+def test_batch_norm_with_running_statistics_just_works():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+                          nn.Linear(16, 2))  # fmt: skip
+    optimizer = sharded(model, param_dtype=BF16, keep_fp32="norms")
+    for _ in range(2):
+        F.mse_loss(model(torch.randn(2, 3, 4, 4)).float(), torch.zeros(2, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model[1].running_mean.dtype == FP32
+    assert kept(model) == {"1.weight", "1.bias"}
+    model.eval()
+    assert model(torch.randn(2, 3, 4, 4)).dtype == BF16
+
+
+def test_parameters_that_the_optimizer_does_not_hold_are_cast_too():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = sharded(
+        model, optimizer=lambda m: torch.optim.SGD(m[1].parameters(), lr=0.1), param_dtype=BF16
+    )
+    before = model[0].weight.detach().clone()
+    assert before.dtype == BF16
+    model(torch.ones(1, 4)).float().sum().backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_misspelt_pattern_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"the pattern 'blocks\.\*\.norm\.\*' matches no param"):
+        sharded(GPT(), param_dtype=BF16, keep_fp32="blocks.*.norm.*")
+
+
+@pytest.mark.parametrize(
+    ("fields", "grad", "wire"),
+    [
+        ({}, BF16, BF16),
+        ({"grad_dtype": FP32}, FP32, FP32),
+        ({"reduce_dtype": FP32}, BF16, FP32),
+        ({"grad_dtype": FP32, "reduce_dtype": BF16}, FP32, BF16),
+    ],
+)
+def test_gradient_and_wire_dtypes(fields: dict[str, Any], grad: torch.dtype, wire: torch.dtype):
+    from shardcast.testing import ThreadedWorld
+
+    def train(group: Any) -> torch.dtype:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, param_dtype=BF16, **fields)
+        CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+        optimizer.step()
+        assert model.a.weight.grad.dtype == grad
+        (exchange,) = [call for call in group.log if call.op == "all_to_all_single"]
+        return exchange.dtype
+
+    assert ThreadedWorld(2).run(train) == [wire, wire]

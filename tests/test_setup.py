@@ -1,0 +1,189 @@
+"""What ``shard`` leaves behind: equal parameters, full-precision masters, nothing forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    CASES,
+    GPT,
+    MLP,
+    adamw,
+    assert_same_bits,
+    install,
+    parts,
+    run_world,
+    sharded,
+    values,
+    whole,
+)
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import SpawnedWorld, fake_world
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class WithBuffers(nn.Module):
+    """Parameters in and out of the optimizer, buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.outside = nn.Linear(5, 3), nn.Linear(3, 3)
+        self.outside.weight.data = torch.randn(3, 3).t()  # not contiguous
+        self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("count", torch.randint(100, (2,)))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.trained(x))
+
+
+def start(group: Any, make: Any, fields: dict[str, Any]) -> tuple[dict, dict, dict]:
+    """Values before and after ``shard``, and this rank's masters; every rank starts differently."""
+    torch.manual_seed(group.rank())
+    model = make()
+    before = values(model)
+    optimizer = sharded(model, group, **fields)
+    return before, values(model), parts(optimizer)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_start_from_the_first_ranks_values_and_masters_are_exact(
+    size: int, dtype: torch.dtype, partition: str
+):
+    fields = {"param_dtype": dtype, "partition": partition, "pack_params": 3}
+    ranks, _ = run_world(size, start, GPT, fields)
+    first = ranks[0][0]
+    assert not torch.equal(ranks[1][0]["wte.weight"], first["wte.weight"]), "they did differ"
+    for _, after, _ in ranks:
+        assert_same_bits(after, {name: tensor.to(dtype) for name, tensor in first.items()})
+    masters = whole(found for _, _, found in ranks)
+    names = {name for name in first if name != "head.weight"}
+    assert masters.keys() == {f"{name}/master" for name in names}
+    for name in names:
+        assert torch.equal(masters[f"{name}/master"], first[name].flatten()), "not the cast ones"
+
+
+def test_buffers_and_parameters_outside_of_the_optimizer_are_made_equal_too():
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.trained.parameters(), lr=0.1)
+
+    ranks, _ = run_world(2, start, WithBuffers, {"optimizer": make, "param_dtype": BF16})
+    first = ranks[0][0]
+    for _, after, _ in ranks:
+        for name, tensor in after.items():
+            assert torch.equal(tensor, first[name].to(tensor.dtype)), name
+            assert tensor.dtype == (BF16 if "." in name else first[name].dtype)
+
+
+def test_what_the_model_had_as_gradients_is_forgotten():
+    model = MLP()
+    install(model, 0)
+    optimizer = sharded(model, param_dtype=BF16)
+    assert all(param.grad is None for param in model.parameters())
+    before = values(model)
+    optimizer.step()
+    assert_same_bits(values(model), before)
+
+
+def test_a_model_that_is_bf16_already_has_masters_of_what_it_holds():
+    model = MLP().bfloat16()
+    before = values(model)
+    optimizer = sharded(model, param_dtype=BF16)
+    assert_same_bits(values(model), before)
+    for name, master in whole([parts(optimizer)]).items():
+        assert master.dtype == FP32
+        assert torch.equal(master, before[name.removesuffix("/master")].float().flatten())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_without_a_process_group_packing_and_the_update_work_just_the_same(dtype: torch.dtype):
+    assert not torch.distributed.is_initialized()
+    model = CASES["gpt"].build()
+    optimizer = shardcast.shard(model, adamw(model), param_dtype=dtype, max_grad_norm=0.5)
+    assert optimizer.layout.world_size == 1
+    assert len(optimizer.layout.packs) == 1
+    losses = []
+    for _ in range(15):
+        loss = CASES["gpt"].loss(model, CASES["gpt"].batch(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert float(optimizer.grad_norm) > 0
+
+
+def test_a_group_of_one_rank_issues_no_collective():
+    with fake_world(1, 0) as group:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, param_dtype=BF16)
+        install(model, 0)
+        optimizer.step()
+        assert group.log == []
+
+
+def test_layouts_are_equal_on_all_ranks_and_hashable():
+    def layout(group: Any) -> Any:
+        return sharded(GPT(), group, param_dtype=BF16, keep_fp32="norms").layout
+
+    first, *others = run_world(4, layout)[0]
+    assert all(other == first and hash(other) == hash(first) for other in others)
+    assert len({other.digest() for other in [first, *others]}) == 1
+
+
+def test_layouts_are_compared_before_any_tensor_of_the_model_is_sent():
+    def start_ops(group: Any) -> list[str]:
+        sharded(GPT(), group, pack_params=4)
+        return [call.op for call in group.log]
+
+    (ops, _), _ = run_world(2, start_ops)
+    first = ops.index("broadcast")
+    assert first == 1 and set(ops[first:]) == {"broadcast"}
+
+
+def test_more_ranks_than_elements_leave_some_ranks_without_any():
+    def count(group: Any) -> list[int]:
+        optimizer = sharded(CASES["tiny"].build(), group, alignment=8)
+        return [len(optimizer._masters[0].fragments), optimizer.memory_report()["state"]]
+
+    ranks, _ = run_world(4, count)
+    assert [fragments for fragments, _ in ranks] == [1, 1, 0, 0]
+
+
+def empty_model(group: Any) -> dict[str, Tensor]:
+    model = nn.Module()
+    model.nothing = nn.Parameter(torch.empty(0, 4))
+    optimizer = sharded(model, group)
+    model.nothing.grad = torch.empty(0, 4)
+    optimizer.step()
+    return values(model)
+
+
+def test_a_model_of_empty_parameters_alone_can_be_sharded():
+    ranks, _ = run_world(2, empty_model)
+    assert all(found["nothing"].shape == (0, 4) for found in ranks)
+
+
+def start_on_gloo(group: Any) -> tuple[dict, dict]:
+    torch.set_num_threads(1)
+    model = WithBuffers()  # spawned ranks are seeded by rank
+    before = values(model)
+    shardcast.shard(model, adamw(model), fuse="eager")
+    return before, values(model)
+
+
+def test_two_gloo_processes_start_from_the_first_ones_values(gloo: SpawnedWorld):
+    (first, after), (second, other) = gloo.run(start_on_gloo)
+    assert not torch.equal(first["mean"], second["mean"])
+    assert_same_bits(after, other)
+    assert torch.equal(after["mean"], first["mean"])
+    assert torch.equal(after["trained.weight"], first["trained.weight"].to(BF16))
