@@ -34,25 +34,25 @@ class Corpus:
         """Text of the files (and of the files under the directories) in `paths`.
 
         No paths: the standard library of the running Python. Files are read in the order of
-        their names until `max_bytes`; one file in twenty, chosen by a hash of its name, is held
+        their names until `max_bytes`. One file in twenty, chosen by a hash of the names, is held
         out, or the end of each file where there are fewer than twenty files.
         """
-        files = list(_files(paths)) if paths else list(_standard_library())
-        train, held_out, remaining = [], [], max_bytes
-        for name, path in files:
+        texts, remaining = [], max_bytes
+        for name, path in _files(paths) if paths else _standard_library():
             if remaining == 0:
                 break
             with path.open("rb") as file:
-                text = file.read(remaining)
-            remaining -= len(text)
-            if len(files) < HELD_OUT:
-                cut = len(text) - len(text) // HELD_OUT
-                train.append(text[:cut])
-                held_out.append(text[cut:])
-            elif _number(name) % HELD_OUT == 0:
-                held_out.append(text)
-            else:
-                train.append(text)
+                texts.append((name, file.read(remaining)))
+            remaining -= len(texts[-1][1])
+        if len(texts) < HELD_OUT:
+            cuts = [len(text) - len(text) // HELD_OUT for _, text in texts]
+            train = [text[:cut] for (_, text), cut in zip(texts, cuts, strict=True)]
+            held_out = [text[cut:] for (_, text), cut in zip(texts, cuts, strict=True)]
+        else:
+            by_hash = sorted((name for name, _ in texts), key=_number)
+            chosen = set(by_hash[: len(texts) // HELD_OUT])
+            train = [text for name, text in texts if name not in chosen]
+            held_out = [text for name, text in texts if name in chosen]
         return cls(_tensor(train), _tensor(held_out), context)
 
     def train_batch(self, seed: int, step: int, index: int, size: int) -> tuple[Tensor, Tensor]:

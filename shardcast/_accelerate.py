@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardcast.build import MARK
+from shardcast.watch import is_marked
 from shardcast.config import CONFIG_VARIABLE, ENV_PREFIX, ShardcastConfig
 from shardcast.optimizer import ShardedOptimizer
 
@@ -105,7 +105,7 @@ def _refuse(name: str, where: str) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``shardcast.shard`` was called on this model."""
-    return hasattr(model, MARK)
+    return is_marked(model)
 
 
 def refuse_training(model: nn.Module, _args: Any) -> None:

@@ -18,12 +18,12 @@ from shardcast.optimizer import ShardedOptimizer
 from shardcast.pack import check_params, describe, plan_packs
 from shardcast.precision import Precision
 from shardcast.update import ELEMENTWISE
+from shardcast.watch import is_marked
 
 REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "it needs the whole gradient as one vector",
     torch.optim.SparseAdam: "it works on sparse gradients",
 }
-MARK = "_shardcast_sharded"  # attribute of a model that was sharded
 
 
 def shard(
@@ -81,7 +81,6 @@ def shard(
     facts = layout.lines() + [f"{key} = {value}" for key, value in config.to_dict().items()]
     same_everywhere(comm, facts, device)
 
-    setattr(inner, MARK, True)
     with torch.no_grad():
         _convert_rest(inner, mine, precision, comm)
         masters = [
@@ -115,7 +114,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
             "build one over model.parameters() and pass the object, not the class"
         )
-    if isinstance(optimizer, ShardedOptimizer) or hasattr(_compat.unwrapped(model), MARK):
+    if isinstance(optimizer, ShardedOptimizer) or is_marked(_compat.unwrapped(model)):
         raise RuntimeError(
             "shard() was called before on this model or optimizer; call it once, with one "
             "optimizer that has all parameters in its groups"

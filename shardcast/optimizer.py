@@ -22,7 +22,7 @@ from shardcast.reduce import Reducer
 from shardcast.scaler import Scaler, Verdict
 from shardcast.sync import Sync
 from shardcast.update import make_update
-from shardcast.watch import Watch
+from shardcast.watch import Watch, mark, unmark
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -62,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update = make_update(optimizer, config)
         self._sync = Sync(comm, config)
         self._adopt(masters)
+        mark(self._model)
         self._watch = Watch(self._model, self._masters, self._reduce.arm, averaged)
         self._handles = precision.install_casts(self._model)
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -379,9 +380,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _publish(self) -> None:
+        everything = Sync(self._comm, self.config)  # packs that are still frozen too
         for master in self._masters:
             master.publish()
-        self._sync()
+            everything.add(master.pack)
+        everything()
+        self._verdict = None
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds, by kind: parameters, gradients, masters and state."""
@@ -420,12 +424,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.train(False)
 
     def close(self) -> None:
-        """Remove all hooks from the model; the optimizer must not be used afterwards. Local."""
+        """Remove all hooks from the model, which may then be sharded anew. Local.
+
+        The optimizer must not be used afterwards; the parameters stay as they are.
+        """
         self._reduce.close()
         self._watch.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        unmark(self._model)
 
     def _check_call(self) -> None:
         if getattr(self, "found_inf", None) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,15 +101,22 @@ class Precision:
         for module in self._kept:
             if module not in inner:  # inside a kept module everything is fp32 already
                 handles.append(_cast_inputs(module, MASTER_DTYPE))
-                handles.append(module.register_forward_hook(lambda _m, _a, out: _cast(out, low)))
+                handles.append(module.register_forward_hook(partial(_cast_output, low)))
         return handles
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> Any:
-    def cast(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast(args, dtype), _cast(kwargs, dtype)
+    return module.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
 
-    return module.register_forward_pre_hook(cast, with_kwargs=True)
+
+def _cast_arguments(
+    dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Any) -> Any:
+    return _cast(output, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -384,7 +384,8 @@ class InnerUpdate:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 value = value.detach().clone().to(param.device)
-                value = value.view(param.shape) if value.numel() == param.numel() else value
+                if value.dim() and value.numel() == param.numel():
+                    value = value.view(param.shape)
             loaded[name] = value
         self._inner.state.pop(param, None)
         if loaded:

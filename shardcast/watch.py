@@ -17,6 +17,39 @@ from shardcast import _compat
 from shardcast.layout import Fragment
 from shardcast.master import Master
 
+MARK = "_shardcast_model"  # attribute of a sharded model: its own id, so copies have another
+
+
+def mark(model: nn.Module) -> None:
+    """Note that ``model`` is sharded."""
+    setattr(model, MARK, id(model))
+
+
+def unmark(model: nn.Module) -> None:
+    """Take the note away."""
+    delattr(model, MARK)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Whether ``model`` itself, not the model it was copied from, is sharded."""
+    return getattr(model, MARK, None) == id(model)
+
+
+class Hook:
+    """A hook that belongs to one model: copies and pickles of the model carry an idle one.
+
+    Otherwise ``copy.deepcopy(model)``, as for an EMA, would copy masters and process groups.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
 
 class Watch:
     """Hooks of one model.
@@ -37,13 +70,13 @@ class Watch:
     ) -> None:
         self._masters = masters
         self._stale = False
-        self._handles: list[Any] = [model.register_forward_hook(partial(_on_backward, begin))]
+        self._handles: list[Any] = [model.register_forward_hook(Hook(partial(_on_backward, begin)))]
         if not averaged:
-            self._handles.append(model.register_forward_pre_hook(_refuse_ddp))
+            self._handles.append(model.register_forward_pre_hook(Hook(_refuse_ddp)))
         for module in model.modules():
             self._handles += [
-                module.register_load_state_dict_pre_hook(self._before_load),
-                module.register_load_state_dict_post_hook(self._after_load),
+                module.register_load_state_dict_pre_hook(Hook(self._before_load)),
+                module.register_load_state_dict_post_hook(Hook(self._after_load)),
             ]
 
     def resync(self) -> None:

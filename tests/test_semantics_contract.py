@@ -297,3 +297,21 @@ def test_gradients_accumulate_in_fp32_on_request(dtype: str | None):
     error = ((model.weight.grad.double() - exact).norm() / exact.norm()).item()
     assert error < 1e-6 if dtype else 2e-3 < error < 2e-2
     optimizer.step()
+
+
+def test_copies_and_pickles_of_a_sharded_model_are_plain_models():
+    """An EMA copies the model; the copy must hold no masters, and still cast its inputs."""
+    model = mlp()
+    optimizer = shardcast.shard(model, adamw(model), keep_fp32="4.*")
+    expected = model(BATCH)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(BATCH), expected)
+        twin(BATCH).sum().backward()
+        twin.load_state_dict(model.state_dict())
+        assert all(param.grad is None for param in model.parameters())
+        hooks = [hook for m in twin.modules() for hook in m._load_state_dict_post_hooks.values()]
+        assert hooks
+        assert all(getattr(hook, "_call", None) is None for hook in hooks)
+    optimizer.close()
+    again = shardcast.shard(model, adamw(model))
+    steps(1)(model, again, BATCH, True)

@@ -1,0 +1,31 @@
+"""Checkpoints that are whole or not there, load at any world size, and open in plain PyTorch.
+
+::
+
+    resumed = checkpoint.resume("runs/a", model, optimizer)      # None in a new run
+    for step in range(0 if resumed is None else resumed.step, steps):
+        ...
+        checkpoint.save("runs/a", model, optimizer, step=step + 1, extra=..., keep=3)
+
+:func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group
+must call them. :func:`latest`, :func:`inspect` and :func:`export` are local.
+"""
+
+from shardcast.checkpoint.commit import DamagedCheckpointError
+from shardcast.checkpoint.exporting import export
+from shardcast.checkpoint.loading import Resumed, load, resume
+from shardcast.checkpoint.looking import Info, Stored, inspect, latest
+from shardcast.checkpoint.saving import save
+
+__all__ = [
+    "DamagedCheckpointError",
+    "Info",
+    "Resumed",
+    "Stored",
+    "export",
+    "inspect",
+    "latest",
+    "load",
+    "resume",
+    "save",
+]

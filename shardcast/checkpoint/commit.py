@@ -1,0 +1,217 @@
+"""Which directories are checkpoints, which of them are sound, and how one becomes one.
+
+A checkpoint is written to a directory ``.writing-...`` and becomes ``step-...`` by one rename,
+after everything in it was flushed. So a directory with that name is complete; checksums tell
+whether it still is::
+
+    step-000000100/
+        __0_0.distcp  __1_0.distcp ...   data, one file per rank
+        .metadata                        DCP's: which chunk is where
+        shardcast.json                   size and SHA-256 of the files above, and facts
+        COMMITTED                        SHA-256 of shardcast.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardcast.checkpoint import files
+from shardcast.checkpoint.dcp import METADATA, Reader
+
+FORMAT = 1
+MANIFEST, MARKER = "shardcast.json", "COMMITTED"
+NAME = re.compile(r"step-(\d+)")
+WRITING, LEAVING, DAMAGED = ".writing-", ".leaving-", ".damaged-"
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A committed checkpoint whose files are not what was written."""
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """The directory of the checkpoint of ``step``."""
+    return directory / f"step-{step:09d}"
+
+
+def steps(directory: Path) -> dict[int, Path]:
+    """The committed checkpoints of a directory, newest first."""
+    if not directory.is_dir():
+        return {}
+    found = {}
+    for path in directory.iterdir():
+        match = NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is one checkpoint, not a directory of them."""
+    return NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+
+
+def new_name(step: int) -> str:
+    """Where to write the checkpoint of ``step``; never used before."""
+    return f"{WRITING}step-{step:09d}-{uuid.uuid4().hex[:12]}"
+
+
+def commit(
+    writing: Path, target: Path, sums: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]
+) -> None:
+    """Write the manifest and the marker, flush, and give the directory its name."""
+    sizes = {name: (writing / name).stat().st_size for name in sums if (writing / name).exists()}
+    for name, (size, _) in sums.items():
+        if sizes.get(name) != size:
+            raise RuntimeError(
+                f"checkpoint: expected {size} bytes in {name!r}, rank 0 sees {sizes.get(name)}; "
+                "the directory must be on a file system that all ranks share"
+            )
+    listed = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
+    manifest = {"format": FORMAT, **facts, "files": listed}
+    data = json.dumps(manifest, indent=1).encode()
+    _, digest = files.SYSTEM.write(writing / MANIFEST, data)
+    files.SYSTEM.write(writing / MARKER, digest.encode())
+    files.SYSTEM.flush_directory(writing)
+    files.SYSTEM.rename(writing, target)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest, checked against the marker and the directory's name.
+
+    Raises:
+        DamagedCheckpointError: says which file is missing or wrong.
+    """
+    for name in (MARKER, MANIFEST):
+        if not (folder / name).is_file():
+            raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: file {name!r} is missing")
+    if files.digest_of(folder / MANIFEST) != (folder / MARKER).read_text("utf-8", "replace"):
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r}: file {MANIFEST!r} does not have the "
+            f"checksum in {MARKER!r}"
+        )
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+    if manifest["format"] != FORMAT:
+        raise ValueError(
+            f"checkpoint {str(folder)!r}: expected format {FORMAT}, got {manifest['format']}; "
+            "load it with the release of shardcast that wrote it"
+        )
+    match = NAME.fullmatch(folder.name)
+    if match and int(match[1]) != manifest["step"]:
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r}: it holds step {manifest['step']}; the directory was "
+            "renamed, give it its name back"
+        )
+    return manifest
+
+
+def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
+    """Compare the files with their checksums; of ``shares`` ranks, rank ``share``'s part.
+
+    Raises:
+        DamagedCheckpointError: names the file, what is wrong, and parameters in it.
+    """
+    listed = manifest_of(folder)["files"]
+    for number, (name, expected) in enumerate(sorted(listed.items())):
+        if number % shares != share:
+            continue
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            wrong, beyond = "is missing", 0
+        elif size != expected["bytes"]:
+            wrong, beyond = f"has {size} bytes, expected {expected['bytes']}", size
+        elif files.digest_of(path) != expected["sha256"]:
+            wrong, beyond = "has a wrong checksum: its contents changed after they were written", 0
+        else:
+            continue
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r}: file {name!r} {wrong}{_holding(folder, name, beyond)}"
+        )
+
+
+def _holding(folder: Path, name: str, beyond: int) -> str:
+    if name == METADATA:
+        return "; no parameter can be found without it"
+    try:
+        keys = Reader(folder).names_in(name, beyond)
+    except Exception:  # .metadata is damaged as well
+        return ""
+    shown = ", ".join(map(repr, keys[:4])) + (" ..." if len(keys) > 4 else "")
+    return f"; it holds {len(keys)} entries, among them {shown}"
+
+
+def newest(
+    directory: Path, check: Callable[[Path], DamagedCheckpointError | None], loud: bool = True
+) -> Path | None:
+    """The newest sound checkpoint; ``None`` where there is no checkpoint at all.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and none is sound.
+    """
+    reasons: list[str] = []
+    for path in steps(directory).values():
+        error = check(path)
+        if error is None:
+            if reasons and loud:
+                warnings.warn(f"falling back to {str(path)!r}: " + "; ".join(reasons), stacklevel=4)
+            return path
+        reasons.append(str(error))
+    if reasons:
+        raise DamagedCheckpointError(
+            f"directory {str(directory)!r}: no sound checkpoint is left: " + "; ".join(reasons)
+        )
+    return None
+
+
+def clear_the_way(target: Path) -> None:
+    """Make sure that the name is free; a damaged checkpoint of the same step is set aside.
+
+    Raises:
+        ValueError: a sound checkpoint of this step exists.
+    """
+    if not target.exists():
+        return
+    try:
+        verify(target)
+    except DamagedCheckpointError as error:
+        aside = target.with_name(f"{DAMAGED}{target.name}-{uuid.uuid4().hex[:12]}")
+        warnings.warn(f"{error}; set aside as {aside.name!r}", stacklevel=2)
+        files.SYSTEM.rename(target, aside)
+        return
+    raise ValueError(
+        f"step: checkpoint {str(target)!r} exists already and is never overwritten; save under "
+        "another step or remove it first"
+    )
+
+
+def sweep(directory: Path) -> None:
+    """Delete what saves and deletions that were cut off left behind; failures only warn."""
+    for path in directory.iterdir():
+        if path.name.startswith((WRITING, LEAVING)):
+            _delete(path)
+
+
+def retain(directory: Path, step: int, keep: int) -> None:
+    """Delete all but the newest ``keep`` up to ``step``; newer ones are left alone."""
+    older = [path for other, path in steps(directory).items() if other < step]
+    for path in older[keep - 1 :]:
+        leaving = path.with_name(f"{LEAVING}{path.name}-{uuid.uuid4().hex[:12]}")
+        try:
+            files.SYSTEM.rename(path, leaving)  # first of all no checkpoint any more
+        except OSError as error:
+            warnings.warn(f"keep: {str(path)!r} could not be deleted: {error}", stacklevel=2)
+            continue
+        _delete(leaving)
+
+
+def _delete(path: Path) -> None:
+    try:
+        files.SYSTEM.remove(path)
+    except OSError as error:
+        warnings.warn(f"{str(path)!r} could not be deleted: {error}", stacklevel=2)

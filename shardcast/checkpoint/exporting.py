@@ -1,0 +1,172 @@
+"""``export``: a full fp32 model for the Hub, and a plain ``torch.optim`` state."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.checkpoint import files
+from shardcast.checkpoint.dcp import Reader
+from shardcast.checkpoint.files import HashingFile
+from shardcast.checkpoint.looking import chosen
+from shardcast.checkpoint.shards import model_path, state_path
+
+OPTIMIZER = "optimizer.pt"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def export(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    max_shard_mb: float = 5000.0,
+    optimizer: bool = True,
+) -> list[Path]:
+    """Write the newest checkpoint, or the one that is named, for programs without shardcast.
+
+    One process, no process group. The model becomes ``model.safetensors``, or numbered files with
+    an index where it is larger than ``max_shard_mb``: trained parameters in fp32, under every name
+    that ``model.state_dict()`` has. It is streamed, one parameter in memory at a time. The
+    optimizer becomes ``optimizer.pt``, which loads into the plain torch optimizer with
+    ``weights_only=True``; its state is in memory as a whole while it is written.
+
+    Args:
+        out: a directory; made if need be. Existing files are never overwritten.
+        optimizer: ``False`` writes the model alone.
+
+    Returns:
+        The files written.
+
+    Raises:
+        FileExistsError: ``out`` has such a file already.
+        FileNotFoundError, DamagedCheckpointError: there is no checkpoint, or it is damaged.
+    """
+    if not max_shard_mb > 0:
+        raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
+    reader = Reader(chosen(directory))
+    head = reader.object(("shardcast",))
+    target = Path(os.path.abspath(out))
+    target.mkdir(parents=True, exist_ok=True)
+    taken = [p.name for p in target.iterdir() if p.name == OPTIMIZER or p.name.startswith("model")]
+    if taken:
+        raise FileExistsError(
+            f"out: {str(target)!r} has {taken[0]!r} already; give a new directory"
+        )
+    written = _export_model(reader, head["ties"], target, int(max_shard_mb * 2**20))
+    if optimizer:
+        path = target / OPTIMIZER
+        with files.SYSTEM.create(path) as file:
+            file.save(plain_state(reader))
+        written.append(path)
+    files.SYSTEM.flush_directory(target)
+    return written
+
+
+def plain_state(reader: Reader) -> dict[str, Any]:
+    """The state dict of the plain optimizer, parameters numbered group by group."""
+    groups = reader.object(("optimizer", "param_groups"))
+    objects = reader.object(("shardcast",))["objects"]
+    names = [name for group in groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state: dict[int, dict[str, Any]] = {}
+    for path in reader.paths:
+        if path[:2] == ("optimizer", "state"):
+            state.setdefault(numbers[path[2]], {})[path[3]] = reader.tensor(
+                state_path(path[2], path[3])
+            )
+    for name, values in objects.items():
+        state.setdefault(numbers[name], {}).update(values)
+    plain = [{**g, "params": [numbers[name] for name in g["params"]]} for g in groups]
+    return {"state": dict(sorted(state.items())), "param_groups": plain}
+
+
+def _export_model(reader: Reader, ties: dict[str, str], out: Path, limit: int) -> list[Path]:
+    sources = {path[1]: path[1] for path in reader.paths if path[0] == "model"}
+    sources.update({name: first for name, first in ties.items() if first in sources})
+    shards = list(_split(reader, sources, limit))
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+    for file_name, shard in zip(names, shards, strict=True):
+        with files.SYSTEM.create(out / file_name) as file:
+            _write_safetensors(file, reader, shard)
+    written = [out / name for name in names]
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(_nbytes(reader, s) for s in sources.values())},
+            "weight_map": {n: f for f, shard in zip(names, shards, strict=True) for n in shard},
+        }
+        written.append(out / "model.safetensors.index.json")
+        files.SYSTEM.write(written[-1], json.dumps(index, indent=2).encode())
+    return written
+
+
+def _nbytes(reader: Reader, name: str) -> int:
+    shape = reader.shape(model_path(name))
+    assert shape is not None
+    return math.prod(shape) * reader.dtype(model_path(name)).itemsize
+
+
+def _split(reader: Reader, sources: dict[str, str], limit: int) -> Iterator[dict[str, str]]:
+    shard: dict[str, str] = {}
+    filled = 0
+    for name, source in sources.items():
+        size = _nbytes(reader, source)
+        if shard and filled + size > limit:
+            yield shard
+            shard, filled = {}, 0
+        shard[name] = source
+        filled += size
+    yield shard
+
+
+def _write_safetensors(file: HashingFile, reader: Reader, shard: dict[str, str]) -> None:
+    """The safetensors format: length of the header, header, tensors one after the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    # The format wants offsets without gaps; the biggest dtypes first keep them aligned.
+    order = sorted(shard, key=lambda n: -reader.dtype(model_path(shard[n])).itemsize)
+    for name in order:
+        path = model_path(shard[name])
+        end = position + _nbytes(reader, shard[name])
+        header[name] = {
+            "dtype": DTYPES[reader.dtype(path)],
+            "shape": list(reader.shape(path) or ()),
+            "data_offsets": [position, end],
+        }
+        position = end
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)
+    file.write(struct.pack("<Q", len(data)))
+    file.write(data)
+    for name in order:
+        _write_bytes(file, reader.tensor(model_path(shard[name])))
+
+
+def _write_bytes(file: HashingFile, tensor: Tensor) -> None:
+    size = tensor.numel() * tensor.element_size()
+    if size:
+        file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))

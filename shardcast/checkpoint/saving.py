@@ -1,0 +1,196 @@
+"""``save``: check together, write apart, acknowledge together, commit on rank 0."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcast.checkpoint import commit, files
+from shardcast.checkpoint.access import Held
+from shardcast.checkpoint.dcp import (
+    METADATA,
+    Record,
+    data_file,
+    metadata_of,
+    write_object,
+    write_part,
+)
+
+RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    extra: Any = None,
+    per_rank: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a checkpoint that is either committed whole or not there at all.
+
+    Every rank of the optimizer's group must call it with the same arguments, between steps; it
+    returns on all of them, or raises on all of them. Each rank writes what it owns, once; extra
+    memory is one chunk of one parameter, on the host.
+
+    Args:
+        directory: holds the checkpoints of one run, on a file system that all ranks share; made
+            if need be. One job at a time may save into it.
+        step: names the checkpoint; a sound one of the same step is never overwritten.
+        extra: what else the run needs, rank 0's counts: tensors, containers and plain values, as
+            ``torch.load(weights_only=True)`` reads them (schedulers, position in the data).
+        per_rank: the same for values that differ, such as the state of random generators.
+        keep: delete older checkpoints but the newest ``keep``, this one included.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        ValueError: ``step`` exists, or an argument cannot be used.
+        RuntimeError, OSError: a rank could not write; nothing was committed.
+    """
+    held = Held(model, optimizer)
+    base = Path(os.path.abspath(directory))
+    target = commit.folder_of(base, step) if isinstance(step, int) else base
+    head = held.head()
+    everyone = _agree(held, (str(base), step, keep), head, extra, per_rank)
+    total = sum(theirs[1] for theirs in everyone)
+    found = held.together(
+        lambda: _prepare(base, target, total, step) if held.rank == 0 else "", _point("prepare")
+    )
+    values = {
+        ("optimizer", "param_groups"): head.pop("groups"),
+        ("extra",): extra,
+        ("per_rank",): [theirs[2] for theirs in everyone],
+        ("shardcast",): {**head, "objects": _merged([theirs[3] for theirs in everyone])},
+    }
+    facts = {
+        "step": step,
+        "world_size": held.size,
+        "partition": held.partition,
+        "optimizer": head["optimizer"],
+        "torch": torch.__version__,
+    }
+    _transact(held, base / found[0], target, values, facts)
+    if keep is not None and held.rank == 0:
+        commit.retain(base, step, keep)
+    return target
+
+
+def _agree(
+    held: Held, arguments: tuple[str, int, int | None], head: Any, extra: Any, per_rank: Any
+) -> list[Any]:
+    """Each rank's arguments, bytes, ``per_rank`` and objects, once all have been checked."""
+    everyone = held.together(
+        lambda: (*_check(held, arguments, head, extra, per_rank), held.objects()),
+        _point("check"),
+    )
+    if any(theirs[0] != everyone[0][0] for theirs in everyone):
+        raise ValueError(
+            "save: the ranks give other arguments (directory, step, keep): "
+            + "; ".join(f"rank {rank}: {theirs[0]}" for rank, theirs in enumerate(everyone))
+        )
+    return everyone
+
+
+def _transact(
+    held: Held, writing: Path, target: Path, values: dict[Any, Any], facts: dict[str, Any]
+) -> None:
+    """Write on every rank, then commit on rank 0; all or nothing."""
+    try:
+        written = held.together(lambda: _write(held, writing, values), _point("written"))
+        held.together(
+            lambda: _commit(writing, target, written, facts) if held.rank == 0 else None,
+            _point("committed"),
+        )
+    except Exception:
+        if held.rank == 0:  # all ranks have stopped writing
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
+
+
+def _point(name: str) -> Any:
+    return lambda: files.SYSTEM.reached("acknowledge", name)
+
+
+def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for theirs in objects for name, value in theirs.items()}
+
+
+def _check(
+    held: Held, arguments: tuple[str, int, int | None], head: Any, extra: Any, per_rank: Any
+) -> tuple[Any, int, Any]:
+    directory, step, keep = arguments
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step: expected a whole number >= 0, got {step!r}")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep: expected None or a whole number >= 1, got {keep!r}")
+    checked = {"extra": extra, "per_rank": per_rank, "the optimizer's param_groups": head["groups"]}
+    for what, value in checked.items():
+        _check_plain(what, value)
+    path = Path(directory)
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise ValueError(f"directory: {str(path)!r} is a file; give a directory")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(f"directory: {str(path)!r} cannot be written to; change its mode")
+    return arguments, sum(part.nbytes for part in held.parts()), per_rank
+
+
+def _check_plain(what: str, value: Any) -> None:
+    """Refuse now what could not be read back."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{what}: expected tensors, containers and plain values, got something that "
+            f"torch.load(weights_only=True) refuses ({str(error).splitlines()[0]}); "
+            "save its state_dict() instead"
+        ) from error
+
+
+def _prepare(base: Path, target: Path, total: int, step: int) -> str:
+    """Room, permission and a fresh directory, on rank 0."""
+    if not base.exists():
+        files.SYSTEM.make_directory(base)
+    commit.sweep(base)
+    commit.clear_the_way(target)
+    free = shutil.disk_usage(base).free
+    if free < total + RESERVE:
+        raise RuntimeError(
+            f"directory: expected {total + RESERVE} bytes free in {str(base)!r}, got {free}; "
+            "free space or lower keep="
+        )
+    name = commit.new_name(step)
+    files.SYSTEM.make_directory(base / name)
+    return name
+
+
+def _write(held: Held, writing: Path, values: dict[Any, Any]) -> Any:
+    """This rank's file; its chunks, size and checksum."""
+    name, records = data_file(held.rank), list[Record]()
+    with files.SYSTEM.create(writing / name) as file:
+        for part in held.parts():
+            records += write_part(file, name, part)
+        if held.rank == 0:
+            records += [write_object(file, name, path, value) for path, value in values.items()]
+    return records, name, (file.size, file.digest)
+
+
+def _commit(writing: Path, target: Path, written: list[Any], facts: dict[str, Any]) -> None:
+    sums = {name: found for _, name, found in written}
+    data = metadata_of(record for records, _, _ in written for record in records)
+    sums[METADATA] = files.SYSTEM.write(writing / METADATA, data)
+    commit.commit(writing, target, sums, facts)

@@ -1,0 +1,523 @@
+"""shardcast.accelerate in one process: doors, configuration, guards and what one rank can show."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from models import CASES, MLP, parts
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardcast
+from shardcast import ShardedOptimizer, _accelerate
+from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable
+from shardcast.config import ShardcastConfig
+
+pytestmark = pytest.mark.timeout(60)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its state in class attributes and reads ACCELERATE_* variables."""
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    reset()
+    yield
+    reset()
+
+
+def accelerator_of(precision: str = "no", config: Any = None, **options: Any) -> Any:
+    return ShardcastAccelerator(
+        cpu=True, mixed_precision=precision, shardcast_config=config, **options
+    )
+
+
+def prepared(accelerator: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
+    model = MLP() if model is None else model
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def one_step(accelerator: Any, model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
+    accelerator.backward(model(torch.randn(4, 7)).square().mean() * factor)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- the doors --------------------------------------------------------------------------------
+
+
+def test_importing_shardcast_imports_no_adapter_and_no_accelerate() -> None:
+    code = (
+        "import sys, shardcast; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('accelerate', 'transformers', "
+        "'lightning') or m in ('shardcast.accelerate', 'shardcast._accelerate')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_missing_accelerate_is_named() -> None:
+    code = "import sys; sys.modules['accelerate'] = None; import shardcast.accelerate"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert "pip install accelerate" in done.stderr
+
+
+def test_prepare_shards_without_ddp_and_autocast() -> None:
+    accelerator = accelerator_of("bf16")
+    network = MLP()
+    optimizer = torch.optim.AdamW(network.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    # In any order: the model is placed before its optimizer is sharded.
+    wrapped, ready, model = accelerator.prepare(scheduler, optimizer, network)
+    assert model is network
+    assert isinstance(ready, ShardcastOptimizer) and isinstance(ready, AcceleratedOptimizer)
+    assert isinstance(ready.optimizer, ShardedOptimizer)
+    assert accelerator.sharded_optimizer is ready.optimizer
+    assert {p.dtype for p in model.parameters()} == {BF16}
+    assert not accelerator.native_amp and accelerator.scaler is None
+    assert model(torch.randn(2, 7)).dtype == FP32, "as autocast under Accelerate leaves it"
+    one_step(accelerator, model, ready)
+    wrapped.step()
+    assert ready.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_enable_takes_over_an_existing_accelerator_and_subclasses() -> None:
+    class Mine(Accelerator):
+        """A user's own class."""
+
+    accelerator = Mine(cpu=True, mixed_precision="bf16")
+    assert enable(accelerator, max_grad_norm=0.25) is accelerator
+    assert isinstance(accelerator, Mine) and isinstance(accelerator, ShardcastAccelerator)
+    assert accelerator.shardcast_config.max_grad_norm == 0.25
+    model, optimizer = prepared(accelerator)
+    one_step(accelerator, model, optimizer)
+    assert next(model.parameters()).dtype == BF16
+
+
+def test_enable_refuses_what_it_cannot_take_over() -> None:
+    with pytest.raises(TypeError, match=r"expected an accelerate\.Accelerator, got str"):
+        enable("accelerator")
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="did you mean 'max_grad_norm'"):
+        enable(accelerator, max_grad_nrm=1.0)
+    assert type(accelerator) is Accelerator, "unchanged after an error"
+    accelerator.prepare(MLP())
+    with pytest.raises(RuntimeError, match=r"right after Accelerator\(\.\.\.\)"):
+        enable(accelerator)
+    with pytest.raises(RuntimeError, match="call enable\\(\\) once"):
+        enable(accelerator_of())
+
+
+def test_run_makes_an_unedited_script_shard(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("word = 'beside the script'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, helper\n"
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator(cpu=True, mixed_precision='bf16')\n"
+        "model = torch.nn.Linear(3, 3)\n"
+        "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "accelerator.backward(model(torch.randn(2, 3)).sum())\n"
+        "optimizer.step()\n"
+        "print(type(accelerator).__name__, model.weight.dtype, sys.argv[1:], helper.word)\n"
+        "print(__name__)\n"
+    )
+    command = [sys.executable, "-m", "shardcast.run", str(script), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    expected = "ShardcastAccelerator torch.bfloat16 ['--steps', '3'] beside the script\n__main__"
+    assert done.stdout.strip() == expected, done.stderr
+    done = subprocess.run(command[:3], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2 and "usage: python -m shardcast.run" in done.stderr
+    done = subprocess.run([*command[:3], "no.py"], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2 and "no.py" in done.stderr
+
+
+# -- configuration ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_mixed_precision_decides_param_dtype(precision: str) -> None:
+    model, _ = prepared(accelerator_of(precision, {"max_grad_norm": 1.0}))
+    assert next(model.parameters()).dtype == {"no": FP32, "bf16": BF16, "fp16": FP16}[precision]
+
+
+def test_param_dtype_may_be_said_in_every_place_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolved(source: Any = None, precision: str = "no", **fields: Any) -> torch.dtype:
+        return _accelerate.resolve_config(precision, source, fields).param_dtype
+
+    path = tmp_path / "bf16.yaml"
+    path.write_text("param_dtype: bf16\n")
+    assert resolved({"param_dtype": "fp16"}) == FP16
+    assert resolved(path) == resolved(str(path)) == BF16
+    assert resolved(ShardcastConfig(), param_dtype="fp16") == FP16
+    assert resolved(path, param_dtype="fp16") == FP16
+    monkeypatch.setenv("SHARDCAST_CONFIG", str(path))
+    assert resolved() == resolved(precision="bf16") == BF16
+    monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "fp16")
+    assert resolved() == FP16
+    with pytest.raises(ValueError, match=r"mixed_precision is 'bf16' but .* param_dtype 'fp16'"):
+        resolved(precision="bf16")
+
+
+# -- guards -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_FSDP", "FSDP"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
+    ],
+)
+def test_plugins_that_the_launcher_turns_on_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, name: str
+) -> None:
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(RuntimeError, match=rf"cannot be combined with {name} \({variable}=true\)"):
+        ShardcastAccelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    "keyword", ["deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"]
+)
+def test_plugins_given_in_code_are_refused(keyword: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"cannot be combined with .* \({keyword}=\)"):
+        ShardcastAccelerator(cpu=True, **{keyword: object()})
+
+
+def test_fp8_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot be combined with fp8 \(mixed_precision='fp8'"):
+        ShardcastAccelerator(cpu=True, mixed_precision="fp8")
+
+
+def plain(**changes: Any) -> Any:
+    """What the guards look at in an accelerator."""
+    usual = {
+        "distributed_type": SimpleNamespace(value="MULTI_GPU"),
+        "mixed_precision": "no",
+        "has_fp8_handler": False,
+        "parallelism_config": None,
+        "num_processes": 2,
+        "ddp_handler": None,
+        "scaler_handler": None,
+    }
+    return SimpleNamespace(**{**usual, **changes})
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
+def test_other_ways_to_distribute_are_refused(kind: str) -> None:
+    with pytest.raises(RuntimeError, match=f"distributed_type {kind}.*Turn the plug-in off"):
+        _accelerate.refuse_unsupported(plain(distributed_type=SimpleNamespace(value=kind)))
+    with pytest.raises(RuntimeError, match="cannot be combined with fp8"):
+        _accelerate.refuse_unsupported(plain(has_fp8_handler=True))
+    with pytest.raises(RuntimeError, match="a parallelism config"):
+        _accelerate.refuse_unsupported(plain(parallelism_config=object()))
+    _accelerate.refuse_unsupported(plain())
+
+
+def test_two_silent_worlds_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What `accelerate launch --multi_gpu` sets up on a machine without GPUs.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2 but this process is alone.*USE_CPU"):
+        _accelerate.refuse_unsupported(plain(num_processes=1))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # a tracker asked which process this is
+    with pytest.raises(RuntimeError, match=r"made before the Accelerator.*Make the Accelerator fi"):
+        _accelerate.refuse_unsupported(plain(num_processes=1))
+    _accelerate.refuse_unsupported(plain())
+
+
+def test_handlers_without_effect_are_refused() -> None:
+    compress = DistributedDataParallelKwargs(comm_hook="fp16")
+    with pytest.raises(RuntimeError, match=r"comm_hook=fp16.*reduce_dtype"):
+        accelerator_of(kwargs_handlers=[compress])
+    accelerator_of(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(RuntimeError, match=r"GradScalerKwargs\(init_scale\).*loss_scale_init"):
+        accelerator_of("fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+
+
+def test_model_and_optimizer_may_come_one_after_the_other_but_not_alone() -> None:
+    accelerator = accelerator_of()
+    network = MLP()
+    optimizer = torch.optim.AdamW(network.parameters())
+    with pytest.raises(ValueError, match=r"found them in 0 of 0; prepare model and optimizer in"):
+        accelerator.prepare(optimizer)
+    model = accelerator.prepare(network)
+    with pytest.raises(RuntimeError, match="the model was prepared without its optimizer"):
+        model(torch.randn(2, 7))
+    with torch.no_grad():
+        model(torch.randn(2, 7))
+    model.eval()(torch.randn(2, 7))
+    model.train()
+    ready = accelerator.prepare(optimizer)
+    one_step(accelerator, model, ready)
+
+
+def test_models_that_are_not_trained_are_let_through() -> None:
+    accelerator = accelerator_of("bf16")
+    network, teacher, judge = MLP(), MLP().requires_grad_(False), MLP()
+    ready = accelerator.prepare(teacher, network, torch.optim.AdamW(network.parameters()))
+    model, optimizer = ready[1:]
+    judge = accelerator.prepare_model(judge, evaluation_mode=True)
+    x = torch.randn(4, 7)
+    accelerator.backward((model(x) - teacher(x)).square().mean() + 0 * judge(x).mean())
+    optimizer.step()
+
+
+def test_a_second_pair_is_refused() -> None:
+    accelerator = accelerator_of()
+    prepared(accelerator)
+    with pytest.raises(RuntimeError, match="expected one model with one optimizer, got a second"):
+        prepared(accelerator)
+    accelerator.free_memory()
+    model, optimizer = prepared(accelerator)
+    one_step(accelerator, model, optimizer)
+
+
+def test_one_optimizer_of_two_models_is_refused() -> None:
+    accelerator = accelerator_of()
+    one, two = MLP(), MLP()
+    both = torch.optim.AdamW([*one.parameters(), *two.parameters()])
+    with pytest.raises(ValueError, match=r"found them in 2 of 2; .*several trained models as one"):
+        accelerator.prepare(one, two, both)
+
+
+def test_a_ddp_model_is_refused() -> None:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = MLP()
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
+        accelerator_of().prepare_model(wrapped)
+
+
+def test_a_pair_that_was_sharded_by_hand_is_taken_as_it_is() -> None:
+    accelerator = accelerator_of()
+    model = MLP()
+    sharded = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype=BF16)
+    model, optimizer = accelerator.prepare(model, sharded)
+    assert accelerator.sharded_optimizer is sharded is optimizer.optimizer
+    one_step(accelerator, model, optimizer)
+    with pytest.raises(RuntimeError, match=r"call accelerator\.prepare"):
+        _ = accelerator_of().sharded_optimizer
+
+
+# -- the step ---------------------------------------------------------------------------------
+
+
+def test_clipping_checks_what_it_is_given() -> None:
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = prepared(accelerator)
+    x = torch.randn(4, 7)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum())
+        with pytest.raises(RuntimeError, match=r"write `if accelerator\.sync_gradients"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum())
+        with pytest.raises(ValueError, match=r"all but 4 of 6; pass model\.parameters\(\)"):
+            accelerator.clip_grad_norm_(model.a.parameters(), 1.0)
+        with pytest.raises(ValueError, match=r"expected norm_type 2\.0, got inf; set norm"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+        expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == pytest.approx(expected)
+        other = nn.Linear(2, 2)
+        other(torch.ones(1, 2)).sum().backward()
+        norm = accelerator.clip_grad_norm_(other.parameters(), 1e-3)
+        assert norm == pytest.approx(6**0.5), "parameters of others: as always"
+        optimizer.step()
+
+
+def test_clip_by_value_equals_torch() -> None:
+    torch.manual_seed(0)
+    plain, x = MLP(), torch.randn(4, 7)
+    ours = MLP()
+    ours.load_state_dict(plain.state_dict())
+    accelerator = accelerator_of("fp16", {"param_dtype": "fp16", "loss_scale_init": 8.0})
+    ours, optimizer = accelerator.prepare(ours, torch.optim.SGD(ours.parameters(), lr=1.0))
+    accelerator.backward(ours(x).sum())
+    accelerator.clip_grad_value_(ours.parameters(), 0.1)
+    optimizer.step()
+    plain(x).sum().backward()
+    nn.utils.clip_grad_value_(plain.parameters(), 0.1)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.float(), b, atol=2e-3, rtol=2e-3)
+
+
+def test_unscale_gradients_says_that_the_step_does_it() -> None:
+    accelerator = accelerator_of("bf16")
+    prepared(accelerator)
+    accelerator.unscale_gradients()  # without a loss scale there is nothing to do
+    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerator_of("fp16")
+    _, optimizer = prepared(accelerator)
+    with pytest.raises(RuntimeError, match=r"inside optimizer\.step\(\).*remove the call"):
+        accelerator.unscale_gradients(optimizer)
+
+
+def test_a_skipped_step_is_seen_and_holds_the_scheduler_back() -> None:
+    accelerator = accelerator_of("fp16", {"loss_scale_init": 4.0})
+    model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    assert not optimizer.step_was_skipped
+    for factor in (1.0, float("nan"), 1.0):
+        one_step(accelerator, model, optimizer, factor)
+        scheduler.step()
+        seen.append((accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()[0]))
+    assert seen == [(False, 0.5), (True, 0.5), (False, 0.25)]
+    assert accelerator.sharded_optimizer.skipped_steps == 1
+
+
+def test_the_state_round_trip_of_stock_accelerate_keeps_masters_and_moments_exact() -> None:
+    model = MLP()
+    sharded = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype=BF16)
+    model(torch.randn(4, 7)).float().square().mean().backward()
+    sharded.step()
+    before = parts(sharded)
+    accelerator_of()  # AcceleratedOptimizer wants the state of one
+    AcceleratedOptimizer(sharded, device_placement=True)
+    after = parts(sharded)
+    assert {t.dtype for key, t in after.items() if key[-1] == "master"} == {FP32}
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+    masters = torch.cat([t for key, t in before.items() if key[-1] == "master"])
+    assert not torch.equal(masters, masters.bfloat16().float()), "the control: a cast would show"
+
+
+class Casts(TorchDispatchMode):
+    """Counts changes of floating-point dtype, and those of whole parameters apart."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
+        self.all = self.parameters = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and isinstance(out, Tensor):
+            cast = args[0].is_floating_point() and args[0].dtype != out.dtype
+            self.all += cast
+            self.parameters += cast and tuple(out.shape) in self.shapes
+        return out
+
+
+def casts_of(accelerator: Any, name: str) -> Casts:
+    torch.manual_seed(0)
+    case = CASES[name]
+    model, optimizer = prepared(accelerator, case.build())
+    batch = case.batch(0)
+    with Casts(model) as casts:
+        accelerator.backward(case.loss(model, batch))
+    optimizer.step()
+    return casts
+
+
+@pytest.mark.parametrize(("name", "layers"), [("mlp", 3), ("gpt", 9)])
+def test_forward_and_backward_cast_no_parameter(name: str, layers: int) -> None:
+    ours = casts_of(accelerator_of("bf16"), name)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    stock = casts_of(Accelerator(cpu=True, mixed_precision="bf16"), name)
+    assert ours.parameters == 0
+    assert stock.parameters >= 2 * layers, "the control: autocast, and its gradients back"
+    if name == "mlp":  # in the other, torch's attention itself computes in fp32
+        assert ours.all == 3, "the input, the output, and the output's gradient"
+        assert stock.all >= 4 * layers
+
+
+# -- the rest ---------------------------------------------------------------------------------
+
+
+def hooks(model: nn.Module) -> int:
+    on_params = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    on_modules = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    return on_params + on_modules
+
+
+def test_free_memory_removes_the_hooks_with_the_optimizer() -> None:
+    accelerator = accelerator_of("bf16")
+    model, optimizer = prepared(accelerator)
+    one_step(accelerator, model, optimizer)
+    assert hooks(model) > 0
+    kept = model
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    assert model is None and optimizer is None
+    assert hooks(kept) == 0
+    model, optimizer = prepared(accelerator)
+    accelerator.free_memory()  # nothing is named: they go when the optimizer is dropped
+    assert hooks(model) > 0
+    del optimizer
+    gc.collect()
+    assert hooks(model) == 0
+
+
+def test_a_pair_that_is_kept_over_free_memory_can_be_prepared_again() -> None:
+    accelerator = accelerator_of("bf16")
+    model, optimizer = prepared(accelerator)
+    one_step(accelerator, model, optimizer)
+    accelerator.free_memory()  # as the Trainer does in the beginning of every train()
+    again, ready = accelerator.prepare(model, optimizer)
+    assert again is model and ready is optimizer
+    before = [p.detach().clone() for p in model.parameters()]
+    one_step(accelerator, model, optimizer)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_join_of_even_inputs_does_nothing() -> None:
+    accelerator = accelerator_of()
+    model, _ = prepared(accelerator)
+    with accelerator.join_uneven_inputs([model]):
+        pass
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        pass  # one process has nothing to wait for
+
+
+def test_every_way_of_saving_the_model_keeps_every_parameter(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_model
+
+    accelerator = accelerator_of("bf16")
+    model, optimizer = prepared(accelerator)
+    one_step(accelerator, model, optimizer)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    accelerator.save_model(model, tmp_path / "safe")
+    accelerator.save_model(model, tmp_path / "torch", safe_serialization=False)
+    accelerator.save(accelerator.get_state_dict(model), tmp_path / "state.pt")
+    torch.save(accelerator.unwrap_model(model).state_dict(), tmp_path / "plain.pt")
+    save_model(model, str(tmp_path / "safetensors"))
+    found = [
+        load_file(tmp_path / "safe" / "model.safetensors"),
+        torch.load(tmp_path / "torch" / "pytorch_model.bin"),
+        torch.load(tmp_path / "state.pt"),
+        torch.load(tmp_path / "plain.pt"),
+        load_file(tmp_path / "safetensors"),
+    ]
+    for state in found:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        starts = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+        assert len(starts) == len(state), "no shared storage"
+    size = (tmp_path / "plain.pt").stat().st_size
+    assert size < 2 * sum(p.numel() for p in model.parameters()) + 6000, "no hidden packs"

@@ -1,0 +1,413 @@
+"""shardcast.accelerate in two real processes, against Accelerate's own DDP run."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import metrics
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState
+from models import CASES, Tensors, assert_same_bits, values
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardcast.accelerate import ShardcastAccelerator
+from shardcast.testing import SpawnedWorld
+
+pytestmark = pytest.mark.timeout(60)
+
+BATCHES, EPOCHS, ACCUMULATION, CLIP = 8, 2, 3, 0.5  # per rank: steps after 3, 6 and 8 batches
+STEPS = EPOCHS * math.ceil(BATCHES / ACCUMULATION)
+
+
+def fresh() -> None:
+    """Accelerate keeps its state in class attributes; runs of one process must not share it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def accelerator_of(kind: str, **options: Any) -> Accelerator:
+    fresh()
+    cls = Accelerator if kind == "ddp" else ShardcastAccelerator
+    if kind == "ddp":
+        options.pop("shardcast_config", None)
+    # The order of the data is then a matter of seed and epoch, also after a restart.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)
+    return cls(
+        cpu=True,
+        gradient_accumulation_steps=ACCUMULATION,
+        dataloader_config=loading,
+        **options,
+    )
+
+
+class Training:
+    """The parts of a script in the shape of Accelerate's examples."""
+
+    def __init__(self, accelerator: Accelerator, case: str = "gpt") -> None:
+        self.case = CASES[case]
+        model = self.case.build(seed=accelerator.process_index)  # rank 0's weights must win
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        # The bias of an attention key has no effect: its gradient is rounding noise, which Adam
+        # with its usual eps makes as big as any other, in a direction that nobody can reproduce.
+        optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-2,
+            eps=1e-5,
+        )
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, [2e-2, 1e-2], total_steps=STEPS * accelerator.num_processes
+        )
+        torch.manual_seed(5)
+        data = TensorDataset(*self.case.batch(0, size=2 * 2 * BATCHES))
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        self.accelerator = accelerator
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.log: dict[str, list[float]] = {"loss": [], "norm": [], "lr": []}
+
+    def epoch(self, number: int, skip: int = 0, stop: int | None = None) -> None:
+        """Batches ``skip`` to ``stop`` of an epoch."""
+        accelerator, loader = self.accelerator, self.loader
+        loader.set_epoch(number)
+        if skip:
+            loader = accelerator.skip_first_batches(loader, skip)
+        for index, batch in enumerate(loader, start=skip):
+            if index == stop:
+                break
+            with accelerator.accumulate(self.model):
+                loss = self.case.loss(self.model, batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                    self.log["norm"].append(float(norm))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.log["loss"].append(float(accelerator.gather(loss.detach()).mean()))
+            self.log["lr"].append(self.scheduler.get_last_lr()[0])
+
+    def weights(self) -> Tensors:
+        return values(self.accelerator.unwrap_model(self.model))
+
+
+def train(group: Any, kind: str, precision: str = "no", config: Any = None) -> dict[str, Any]:
+    training = Training(accelerator_of(kind, mixed_precision=precision, shardcast_config=config))
+    for number in range(EPOCHS):
+        training.epoch(number)
+    return {**training.log, "weights": training.weights()}
+
+
+def close(left: dict[str, Any], right: dict[str, Any], tolerance: float) -> None:
+    for key in ("loss", "norm", "lr"):
+        assert left[key] == pytest.approx(right[key], abs=tolerance, rel=0), key
+    for name, tensor in left["weights"].items():
+        torch.testing.assert_close(tensor, right["weights"][name], atol=tolerance, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def native(gloo: SpawnedWorld) -> Iterator[list[dict[str, Any]]]:
+    yield gloo.run(train, "ddp")
+
+
+def test_fp32_equals_native_ddp(gloo: SpawnedWorld, native: list[dict[str, Any]]) -> None:
+    ours = gloo.run(train, "shardcast")
+    assert len(native[0]["norm"]) == STEPS
+    assert min(native[0]["norm"]) > CLIP, "every step is clipped"
+    for rank in range(2):
+        close(ours[rank], native[rank], 1e-6)
+    assert_same_bits(ours[0]["weights"], ours[1]["weights"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_ranks_are_bit_equal(
+    gloo: SpawnedWorld, native: list[dict[str, Any]], precision: str
+) -> None:
+    config = {"loss_scale_init": 64.0} if precision == "fp16" else None
+    ranks = gloo.run(train, "shardcast", precision, config)
+    assert_same_bits(ranks[0]["weights"], ranks[1]["weights"])
+    assert ranks[0]["norm"] == ranks[1]["norm"]
+    assert ranks[0]["weights"]["head.weight"].dtype == getattr(
+        torch, {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    )
+    assert ranks[0]["loss"] == pytest.approx(native[0]["loss"], rel=0.02)
+
+
+def clip_two_ways(group: Any) -> tuple[float, float, float]:
+    """Norms of gradients that differ between ranks: ours, the local one, DDP's."""
+    norms = []
+    for kind in ("shardcast", "ddp"):
+        accelerator = accelerator_of(kind)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        x = torch.eye(4)[group.rank()] * (1 + 9 * group.rank())
+        accelerator.backward(model(x).sum() * ACCUMULATION)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        if kind == "shardcast":
+            grads = [p.grad for p in model.parameters()]
+            norms.append(float(torch.nn.utils.get_total_norm(grads)))
+    return norms[0], norms[1], norms[2]
+
+
+def test_the_norm_is_the_global_one(gloo: SpawnedWorld) -> None:
+    ranks = gloo.run(clip_two_ways)
+    for ours, _, ddp in ranks:
+        assert ours == pytest.approx(ddp, rel=1e-6)
+    local = {round(norm, 4) for _, norm, _ in ranks}
+    assert any(abs(norm - ranks[0][2]) > 0.1 for norm in local), "the control: local norms differ"
+
+
+def skip_on_one_rank(group: Any, precision: str) -> list[tuple[bool, float, bool]]:
+    accelerator = accelerator_of("shardcast", mixed_precision=precision)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for step in range(3):
+        before = model.weight.detach().clone()
+        bad = step == 1 and group.rank() == 1
+        loss = model(torch.ones(2, 3)).sum() * (math.nan if bad else 1e-3)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        moved = not torch.equal(before, model.weight)
+        seen.append((optimizer.step_was_skipped, scheduler.get_last_lr()[0], moved))
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_one_ranks_nan_skips_the_step_and_the_scheduler_everywhere(
+    gloo: SpawnedWorld, precision: str
+) -> None:
+    expected = [(False, 0.5, True), (True, 0.5, False), (False, 0.25, True)]
+    assert gloo.run(skip_on_one_rank, precision) == [expected, expected]
+
+
+def metrics_and_uneven_inputs(group: Any) -> tuple[list[int], str, list[int]]:
+    accelerator = accelerator_of("shardcast")
+    model = torch.nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.arange(7.0)[:, None]), batch_size=2)
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    seen: list[int] = []
+    batches = []
+    with accelerator.join_uneven_inputs([model]):
+        for (x,) in loader:
+            seen += accelerator.gather_for_metrics(x).flatten().int().tolist()
+            batches.append(len(x))
+    try:
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            return seen, "entered", batches
+    except RuntimeError as error:
+        return seen, str(error), batches
+
+
+def test_metrics_are_gathered_once_and_uneven_inputs_are_refused(gloo: SpawnedWorld) -> None:
+    for seen, message, batches in gloo.run(metrics_and_uneven_inputs):
+        assert seen == list(range(7))
+        assert len(batches) == 2
+        assert "expected even_batches=True, got False" in message
+
+
+# -- save_state and load_state ------------------------------------------------------------------
+
+PLACE = 3  # batches of the second epoch before the save: one step
+
+
+def resumed(group: Any, directory: str, precision: str) -> list[dict[str, Any]]:
+    """The end of a run that goes through, and of one that is saved and resumed in an epoch."""
+    config = {"loss_scale_init": 64.0} if precision == "fp16" else None
+    whole = Training(
+        accelerator_of("shardcast", mixed_precision=precision, shardcast_config=config)
+    )
+    whole.epoch(0)
+    whole.epoch(1, stop=PLACE)
+    whole.accelerator.save_state(directory)
+    whole.log = {key: [] for key in whole.log}
+    whole.epoch(1, skip=PLACE)
+    torch.manual_seed(99)
+    again = Training(
+        accelerator_of("shardcast", mixed_precision=precision, shardcast_config=config)
+    )
+    again.accelerator.load_state(directory)
+    again.epoch(1, skip=PLACE)
+    return [{**training.log, "weights": training.weights()} for training in (whole, again)]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_resuming_is_exact(gloo: SpawnedWorld, tmp_path: Path, precision: str) -> None:
+    for whole, again in gloo.run(resumed, str(tmp_path / "state"), precision):
+        assert len(whole["norm"]) == 2
+        assert {key: whole[key] for key in ("loss", "norm", "lr")} == {
+            key: again[key] for key in ("loss", "norm", "lr")
+        }
+        assert_same_bits(whole["weights"], again["weights"])
+
+
+def saved(group: Any, kind: str, directory: str, precision: str) -> tuple[Tensors, Tensors]:
+    """Weights when saved, and after another epoch."""
+    training = Training(accelerator_of(kind, mixed_precision=precision))
+    training.epoch(0)
+    training.accelerator.save_state(directory)
+    before = training.weights()
+    training.epoch(1)
+    return before, training.weights()
+
+
+def loaded(group: Any, directory: str, precision: str) -> tuple[Tensors, Tensors]:
+    training = Training(accelerator_of("shardcast", mixed_precision=precision))
+    training.accelerator.load_state(directory)
+    before = training.weights()
+    training.epoch(1)
+    return before, training.weights()
+
+
+def test_a_state_loads_at_another_world_size(gloo: SpawnedWorld, tmp_path: Path) -> None:
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    from_two = gloo.run(saved, "shardcast", two, "bf16")[0][0]
+    assert_same_bits(loaded(None, two, "bf16")[0], from_two)
+    from_one = saved(None, "shardcast", one, "bf16")[0]
+    for before, _ in gloo.run(loaded, one, "bf16"):
+        assert_same_bits(before, from_one)
+
+
+def test_a_state_that_stock_accelerate_saved_under_ddp_is_continued(
+    gloo: SpawnedWorld, tmp_path: Path
+) -> None:
+    directory = str(tmp_path / "ddp")
+    native = gloo.run(saved, "ddp", directory, "no")[0]
+    ours = gloo.run(loaded, directory, "no")[0]
+    for before, after in zip(native, ours, strict=True):
+        for name, tensor in before.items():
+            torch.testing.assert_close(tensor, after[name], atol=1e-6, rtol=0)
+
+
+class CrashError(Exception):
+    """Stands for the end of the process."""
+
+
+def interrupted(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str]]:
+    """Saves twice into one folder; the second one ends before it is committed."""
+    import shardcast.checkpoint
+
+    training = Training(accelerator_of("shardcast", mixed_precision="bf16"))
+    accelerator = training.accelerator
+    accelerator.save_state(directory)
+    before = training.weights()
+    training.epoch(0)
+    complete = shardcast.checkpoint.save
+
+    def crash(*_args: Any, **_options: Any) -> None:
+        raise CrashError
+
+    shardcast.checkpoint.save = crash
+    try:
+        with pytest.raises(CrashError):
+            accelerator.save_state(directory)
+    finally:
+        shardcast.checkpoint.save = complete
+    accelerator.load_state(directory)
+    after = training.weights()
+    accelerator.save_state(directory)
+    accelerator.wait_for_everyone()
+    return before, after, sorted(path.name for path in Path(directory).iterdir())
+
+
+def test_an_interrupted_save_leaves_the_one_before(gloo: SpawnedWorld, tmp_path: Path) -> None:
+    (tmp_path / "of_the_user.txt").write_text("stays")
+    for before, after, names in gloo.run(interrupted, str(tmp_path)):
+        assert_same_bits(before, after)
+        assert names == ["of_the_user.txt", "state-2"], "older ones go after the commit"
+
+
+def automatic(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str], str]:
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(
+        project_dir=directory, automatic_checkpoint_naming=True, total_limit=2
+    )
+    accelerator = accelerator_of("shardcast", mixed_precision="bf16", project_config=project)
+    training = Training(accelerator)
+    for _ in range(3):
+        training.epoch(0)
+        accelerator.save_state()
+        accelerator.wait_for_everyone()
+    last = training.weights()
+    training.epoch(1)
+    accelerator.load_state()
+    names = sorted(path.name for path in Path(directory, "checkpoints").iterdir())
+    try:
+        accelerator.load_state(str(Path(directory, "checkpoints")))
+    except FileNotFoundError as error:
+        return last, training.weights(), names, str(error)
+    return last, training.weights(), names, ""
+
+
+def test_automatic_names_and_limits_work_as_they_do_with_ddp(
+    gloo: SpawnedWorld, tmp_path: Path
+) -> None:
+    for last, after, names, message in gloo.run(automatic, str(tmp_path)):
+        assert_same_bits(last, after)
+        assert names == ["checkpoint_1", "checkpoint_2"]
+        assert "expected a committed checkpoint in" in message
+
+
+# -- the launcher -------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    "--sequences 96 --validation_sequences 10 --context 32 --width 32 --depth 1 --batch_size 4 "
+    "--accumulation 3 --log_interval 1 --corpus_mb 4 --with_tracking --epochs 1"
+).split()
+
+
+def launch(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def logged(directory: Path) -> dict[int, float]:
+    return metrics.curve(metrics.read(directory), "train")
+
+
+@pytest.mark.timeout(150)
+def test_the_example_script_trains_saves_and_resumes_in_two_processes(tmp_path: Path) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    script = (
+        *("shardcast", "launch", "--config_file", "configs/accelerate/shardcast_cpu.yaml"),
+        *("launch/train_accelerate.py", *TINY),
+    )
+    launch(*script, "--output", str(whole), "--checkpointing_steps", "2")
+    out = launch(*script, "--output", str(again), "--resume_from_checkpoint", str(whole / "step_2"))
+    assert "resumed at epoch 0, step 2" in out
+    losses = logged(whole)
+    assert list(losses) == [1, 2, 3, 4]
+    assert logged(again) == {step: losses[step] for step in (3, 4)}
+    assert metrics.curve(metrics.read(again), "validation") == metrics.curve(
+        metrics.read(whole), "validation"
+    )
+    weights = load_file(whole / "model" / "model.safetensors")
+    assert torch.isfinite(weights["head.weight"]).all()

@@ -1,0 +1,304 @@
+"""Checkpoints: exact at any world size and partition, and readable without shardcast."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from shardcast import checkpoint
+from shardcast.checkpoint.shards import boxes
+from shardcast.testing import SpawnedWorld
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    if kind == "sgd":
+        return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+    if kind == "rmsprop":
+        return torch.optim.RMSprop(params, lr=1e-2, momentum=0.5)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(params, lr=1e-2)
+    half = len(params) // 2
+    groups = [{"params": params[half:], "weight_decay": 0.0}, {"params": params[:half]}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, amsgrad=kind == "amsgrad")
+
+
+def advance(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start(group: Any, case: str, kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
+    rank = 0 if group is None else group.rank()
+    model = CASES[case].build(seed=seed + rank)
+    return model, sharded(model, group, lambda m: make(kind, m), **fields)
+
+
+def saving(group: Any, folder: str, case: str, kind: str, fields: dict[str, Any]) -> Any:
+    """Three steps, a save, and what the uninterrupted run has three steps later."""
+    model, optimizer = start(group, case, kind, fields)
+    advance(model, optimizer, 0, 3)
+    optimizer.param_groups[0]["lr"] = 3e-3
+    rank = 0 if group is None else group.rank()
+    checkpoint.save(folder, model, optimizer, step=3, extra={"rows": 12}, per_rank=rank)
+    saved = parts(optimizer), values(model)
+    advance(model, optimizer, 3, 6)
+    return saved, (parts(optimizer), values(model))
+
+
+def loading(group: Any, folder: str, case: str, kind: str, fields: dict[str, Any]) -> Any:
+    model, optimizer = start(group, case, kind, fields, seed=50)
+    advance(model, optimizer, 90, 91)  # state that must go
+    resumed = checkpoint.load(folder, model, optimizer)
+    assert resumed.step == 3 and resumed.extra == {"rows": 12}
+    assert resumed.per_rank == list(range(len(resumed.per_rank)))
+    loaded = parts(optimizer), values(model)
+    advance(model, optimizer, 3, 6)
+    return loaded, (parts(optimizer), values(model))
+
+
+def compare(saved: list[Any], loaded: list[Any], same_dtype: bool = True) -> None:
+    for when in (0, 1):
+        assert_same_bits(
+            whole(rank[when][0] for rank in loaded), whole(rank[when][0] for rank in saved)
+        )
+        for rank in loaded:
+            assert_same_bits(rank[when][1], loaded[0][when][1])
+            if same_dtype:
+                assert_same_bits(rank[when][1], saved[0][when][1])
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize(("n", "m"), list(itertools.product(range(1, 5), range(1, 5))))
+def test_n_ranks_to_m_ranks_is_exact_and_goes_on_as_if_nothing_was(
+    tmp_path: Path, n: int, m: int, partition: str
+):
+    fields = {"param_dtype": BF16, "partition": partition}
+    saved, _ = run_world(n, saving, str(tmp_path), "gpt", "adamw", fields)
+    loaded, _ = run_world(m, loading, str(tmp_path), "gpt", "adamw", fields)
+    compare(saved, loaded)
+
+
+VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "even to whole": ("gpt", "adamw", {"partition": "even"}, {"partition": "whole"}),
+    "whole to even": ("gpt", "adamw", {"partition": "whole"}, {"partition": "even"}),
+    "other packs": ("gpt", "amsgrad", {}, {"pack_params": 2, "alignment": 8}),
+    "scalars and empty ones": ("scalars", "adamw", {}, {"pack_params": 1}),
+    "fewer elements than ranks": ("tiny", "adamw", {}, {"partition": "whole"}),
+    "no step in the state": ("mlp", "sgd", {}, {"partition": "whole"}),
+    "inner optimizer": (
+        "mlp",
+        "rmsprop",
+        {"partition": "whole"},
+        {"pack_params": 3},
+    ),
+    "state of other shapes": ("mlp", "adafactor", {}, {"pack_params": 2}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_layouts_are_exact(tmp_path: Path, variant: str):
+    case, kind, before, after = VARIANTS[variant]
+    fields = {"param_dtype": BF16}
+    saved, _ = run_world(3, saving, str(tmp_path), case, kind, {**fields, **before})
+    loaded, _ = run_world(2, loading, str(tmp_path), case, kind, {**fields, **after})
+    compare(saved, loaded)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16), (FP32, FP16)], ids=str)
+def test_other_param_dtypes_have_the_same_masters(tmp_path: Path, dtypes: Any):
+    # Gradients are installed in the storage dtype, so later steps differ rightly.
+    first, second = ({"param_dtype": dtype} for dtype in dtypes)
+    saved, _ = run_world(2, saving, str(tmp_path), "gpt", "adamw", first)
+    loaded, _ = run_world(3, loading, str(tmp_path), "gpt", "adamw", second)
+    before = whole(rank[0][0] for rank in saved)
+    assert_same_bits(whole(rank[0][0] for rank in loaded), before)
+    for rank in loaded:
+        for name, tensor in rank[0][1].items():
+            first_name = "wte.weight" if name == "head.weight" else name
+            exact = before[f"{first_name}/master"].view(tensor.shape)
+            assert torch.equal(tensor, exact.to(tensor.dtype))
+
+
+def test_the_comparison_sees_one_ulp(tmp_path: Path):
+    """Negative control."""
+    fields = {"param_dtype": BF16}
+    saved, _ = run_world(2, saving, str(tmp_path), "mlp", "adamw", fields)
+    loaded, _ = run_world(3, loading, str(tmp_path), "mlp", "adamw", fields)
+    found = loaded[0][0][0]
+    flat = next(value for key, value in found.items() if key[-1] == "exp_avg_sq").view(-1)
+    flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
+    with pytest.raises(AssertionError):
+        compare(saved, loaded)
+
+
+class Mixed(nn.Module):
+    """Buffers, a frozen layer in the optimizer, one outside of it, and state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.frozen, self.outside = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def mixed(group: Any, folder: str, load: bool) -> Any:
+    torch.manual_seed(group.rank() + 10 * load)
+    model = Mixed()
+    params = [*model.body.parameters(), *model.frozen.parameters(), *model.norm.parameters()]
+    optimizer = sharded(model, group, lambda _: torch.optim.AdamW(params), param_dtype=BF16)
+    if load:
+        checkpoint.load(folder, model, optimizer)
+    else:
+        model.count = 7
+        model.norm.running_mean += 1.5
+        for param in [*model.body.parameters(), *model.norm.parameters()]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        checkpoint.save(folder, model, optimizer, step=1)
+    return parts(optimizer), values_of(model), model.count
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def test_frozen_and_outer_parameters_and_buffers_come_back_on_every_rank(tmp_path: Path):
+    saved, _ = run_world(2, mixed, str(tmp_path), False)
+    loaded, _ = run_world(3, mixed, str(tmp_path), True)
+    assert_same_bits(whole(r[0] for r in loaded), whole(r[0] for r in saved))
+    for _, tensors, count in loaded:
+        assert count == 7
+        assert_same_bits(tensors, saved[0][1])
+
+
+def over_gloo(group: Any, fn: Any, *args: Any) -> Any:
+    torch.set_num_threads(1)
+    return fn(group, *args)
+
+
+def test_two_processes_save_and_load(tmp_path: Path, gloo: SpawnedWorld):
+    fields = {"param_dtype": BF16, "partition": "even"}
+    saved = gloo.run(over_gloo, saving, str(tmp_path), "gpt", "adamw", fields)
+    loaded = gloo.run(over_gloo, loading, str(tmp_path), "gpt", "adamw", fields)
+    compare(saved, loaded)
+    compare(saved, [loading(None, str(tmp_path), "gpt", "adamw", fields)])
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+@settings(max_examples=300, deadline=None)
+def test_an_interval_is_at_most_2d_minus_1_boxes(shape: list[int], data: Any):
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    begin = data.draw(st.integers(0, tensor.numel()))
+    end = data.draw(st.integers(begin, tensor.numel()))
+    found = list(boxes(tuple(shape), begin, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    elements = []
+    for box in found:
+        piece = tensor
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            piece = piece.narrow(dim, offset, size)
+        assert piece.flatten().tolist() == list(range(box.start, box.stop))
+        elements += piece.flatten().tolist()
+    assert elements == list(range(begin, end))
+
+
+PLAIN = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+folder, out = sys.argv[1:]
+state = {"model": {"wte.weight": torch.empty(37, 18)}}
+dcp.load(state, checkpoint_id=folder)
+torch.save(state, out)
+assert not [name for name in sys.modules if name.startswith("shardcast")]
+"""
+
+
+def test_plain_python_with_torch_alone_reads_the_files(tmp_path: Path):
+    fields = {"param_dtype": BF16}
+    saved, _ = run_world(4, saving, str(tmp_path), "gpt", "adamw", fields)
+    folder = checkpoint.latest(tmp_path)
+    out = tmp_path / "plain.pt"
+    command = [sys.executable, "-W", "ignore", "-c", PLAIN, str(folder), str(out)]
+    subprocess.run(command, check=True, timeout=50, cwd=tmp_path)
+    exact = whole(rank[0][0] for rank in saved)
+    assert torch.equal(torch.load(out)["model"]["wte.weight"].view(-1), exact["wte.weight/master"])
+
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    full = torch.load(tmp_path / "all.pt", weights_only=True)
+    for key, tensor in exact.items():
+        name, kind = key.split("/")
+        held = full["model"][name] if kind == "master" else full["optimizer"]["state"][name][kind]
+        assert torch.equal(held.reshape(-1), tensor.reshape(-1)), key
+    assert full["optimizer"]["param_groups"][0]["lr"] == 3e-3
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_an_export_goes_on_in_the_plain_optimizer(tmp_path: Path, kind: str):
+    safetensors = pytest.importorskip("safetensors.torch")
+    fields = {"param_dtype": FP32}
+    saved, _ = run_world(3, saving, str(tmp_path / "run"), "gpt", kind, fields)
+    checkpoint.export(tmp_path / "run", tmp_path / "out")
+    model = CASES["gpt"].build(seed=9)
+    model.load_state_dict(safetensors.load_file(tmp_path / "out" / "model.safetensors"))
+    optimizer = make(kind, model)
+    optimizer.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True))
+    advance(model, optimizer, 3, 6)
+    assert_same_bits(values(model), saved[0][1][1])
+
+
+def test_an_export_is_cut_by_size_as_the_hub_expects(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    import json
+
+    saving(None, str(tmp_path / "run"), "gpt", "adamw", {"param_dtype": BF16})
+    written = checkpoint.export(
+        tmp_path / "run", tmp_path / "out", max_shard_mb=0.01, optimizer=False
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(written) - 1 > 2
+    merged, total = {}, 0
+    for path in written[:-1]:
+        held = safetensors.load_file(path)
+        assert all(index["weight_map"][name] == path.name for name in held)
+        merged.update(held)
+        total += sum(tensor.nbytes for tensor in held.values())
+    assert total == index["metadata"]["total_size"]
+    CASES["gpt"].build().load_state_dict(merged)  # strict: every name is there
+    with pytest.raises(FileExistsError, match="new directory"):
+        checkpoint.export(tmp_path / "run", tmp_path / "out")
+
+
+def test_metadata_and_frames_are_a_small_part_of_a_larger_state(tmp_path: Path):
+    model = nn.Linear(1024, 512)
+    optimizer = sharded(model, param_dtype=BF16)
+    advance(model, optimizer, 0, 1)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    state = 3 * 4 * sum(p.numel() for p in model.parameters())
+    assert state < checkpoint.inspect(tmp_path).nbytes < 1.01 * state

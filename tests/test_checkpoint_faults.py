@@ -1,0 +1,395 @@
+"""Saves that are cut off anywhere, and files that are not what was written."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, install, parts, run_world, sharded, values
+from torch import nn
+
+from shardcast import checkpoint
+from shardcast.checkpoint import commit, files
+from shardcast.testing import SpawnedWorld
+
+pytestmark = pytest.mark.timeout(60)
+BF16 = torch.bfloat16
+
+
+class Counting(files.Files):
+    """Counts the points that are reached, and does something at one of them."""
+
+    def __init__(self, at: int = -1, act: Callable[[], None] = lambda: None) -> None:
+        self.at, self.act = at, act
+        self.seen: list[str] = []
+
+    def reached(self, point: str, path: str) -> None:
+        self.seen.append(f"{point} {Path(path).name}")
+        if len(self.seen) == self.at + 1:
+            self.act()
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def job(group: Any = None, steps: int = 1, case: str = "tiny", **fields: Any) -> Any:
+    model = CASES[case].build()
+    optimizer = sharded(model, group, **{"param_dtype": BF16, **fields})
+    for step in range(steps):
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def snapshot(model: nn.Module, optimizer: Any) -> dict[Any, torch.Tensor]:
+    return {**parts(optimizer), **values(model)}
+
+
+def two_saves(folder: Path, layer: files.Files) -> tuple[Any, Any]:
+    """Step 1 saved, step 2 saved through ``layer``; the states of both."""
+    model, optimizer = job()
+    first = snapshot(model, optimizer)
+    checkpoint.save(folder, model, optimizer, step=1)
+    install(model, 1)
+    optimizer.step()
+    second = snapshot(model, optimizer)
+    before, files.SYSTEM = files.SYSTEM, layer
+    try:
+        checkpoint.save(folder, model, optimizer, step=2, keep=1)
+    finally:
+        files.SYSTEM = before
+    return first, second
+
+
+def loaded(folder: Path) -> tuple[int, Any]:
+    model, optimizer = job(steps=0)
+    step = checkpoint.load(folder, model, optimizer).step
+    return step, snapshot(model, optimizer)
+
+
+def killed_child(work: Callable[[], None]) -> int:
+    """Run ``work`` in a forked child; its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: Path, how: str):
+    counting = Counting()
+    states = two_saves(tmp_path / "whole", counting)
+    assert {"create", "write", "flush", "rename", "acknowledge", "mkdir", "remove"} == {
+        point.split()[0] for point in counting.seen
+    }
+    found = set()
+    # Chunks are many small writes, which differ in nothing: every sixth or twentieth will do.
+    every = 6 if how == "raise" else 20
+    chosen = [
+        n for n, p in enumerate(counting.seen) if not p.startswith("write __0") or n % every == 0
+    ]
+    for number in chosen:
+        folder = tmp_path / str(number)
+        if how == "exit":
+            kill = Counting(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            status = killed_child(lambda f=folder, k=kill: two_saves(f, k) and None)
+            assert os.WIFSIGNALED(status), counting.seen[number]
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a deletion that fails only warns
+                try:
+                    two_saves(folder, Counting(number, fail))
+                except OSError:
+                    pass
+                else:
+                    assert number > counting.seen.index("acknowledge committed")
+        step, state = loaded(folder)
+        assert_same_bits(state, states[step - 1])
+        found.add(step)
+        model, optimizer = job(steps=2)
+        checkpoint.save(folder, model, optimizer, step=3)  # and it goes on
+        assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
+        shutil.rmtree(folder)
+    assert found == {1, 2}
+
+
+def test_overwriting_in_place_would_not_survive_this(tmp_path: Path):
+    """Negative control: without the fresh directory a cut-off save is noticed as damage."""
+    states = two_saves(tmp_path, Counting())
+    folder = checkpoint.latest(tmp_path)
+    with open(folder / "__0_0.distcp", "r+b") as file:
+        file.write(b"half of a new one")
+    with pytest.raises(checkpoint.DamagedCheckpointError):
+        loaded(tmp_path)
+    assert states
+
+
+def saving_for_ever(folder: Path) -> None:
+    model, optimizer = job(case="mlp")
+    for step in range(2, 10_000):
+        with torch.no_grad():  # every value says which step it is of
+            for master in optimizer._masters:
+                master.data.fill_(float(step))
+        checkpoint.save(folder, model, optimizer, step=step, keep=2)
+
+
+def test_kills_at_random_times_leave_one_step_whole(tmp_path: Path):
+    wheel, latest = random.Random(0), 0
+    for number in range(25):
+        folder = tmp_path / str(number)
+        child = os.fork()
+        if child == 0:
+            try:
+                saving_for_ever(folder)
+            finally:
+                os._exit(1)
+        while not commit.steps(folder):
+            time.sleep(0.005)
+        time.sleep(wheel.uniform(0.0, 0.15))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        model, optimizer = job(case="mlp", steps=0)
+        resumed = checkpoint.load(folder, model, optimizer)
+        for key, tensor in parts(optimizer).items():
+            if key[-1] == "master":
+                assert torch.all(tensor == resumed.step), key
+        latest = max(latest, resumed.step)
+    assert latest > 3, "the kills came before anything was saved"
+
+
+def save_in_world(group: Any, folder: str, step: int, steps: int, case: str = "tiny") -> Any:
+    model, optimizer = job(group, steps, case)
+    checkpoint.save(folder, model, optimizer, step=step)
+    return snapshot(model, optimizer)
+
+
+def load_in_world(group: Any, folder: str, case: str = "tiny") -> Any:
+    model, optimizer = job(group, 0, case)
+    step = checkpoint.load(folder, model, optimizer).step
+    return step, snapshot(model, optimizer)
+
+
+def test_one_rank_that_fails_makes_all_raise_and_none_hang(tmp_path: Path, monkeypatch: Any):
+    run_world(2, save_in_world, str(tmp_path), 1, 1)
+    layer = Counting()
+    monkeypatch.setattr(files, "SYSTEM", layer)
+    run_world(2, save_in_world, str(tmp_path), 2, 2)
+    chosen = [n for n, p in enumerate(layer.seen) if not p.startswith("write __") or n % 15 == 0]
+    raised: list[str] = []
+
+    def catching(group: Any, step: int) -> None:
+        try:
+            save_in_world(group, str(tmp_path), step, 2)
+        except Exception as error:
+            raised.append(str(error))
+
+    for step, number in enumerate(chosen, start=3):
+        monkeypatch.setattr(files, "SYSTEM", Counting(number, fail))
+        raised.clear()
+        run_world(2, catching, step)
+        assert len(raised) == 2 and all("No space" in text for text in raised), raised
+        monkeypatch.setattr(files, "SYSTEM", files.Files())
+        (found, _), _ = run_world(2, load_in_world, str(tmp_path))[0]
+        # A failed flush of the parent, or acknowledgement, comes after the commit.
+        assert found in (max(s for s in commit.steps(tmp_path)),)
+
+
+def dying(group: Any, folder: str) -> None:
+    if group.rank() == 1:
+        files.SYSTEM = Counting(30, lambda: os._exit(9))
+    save_in_world(group, folder, 2, 2, "mlp")
+
+
+def test_a_rank_process_that_dies_leaves_the_old_checkpoint(tmp_path: Path, gloo: SpawnedWorld):
+    before = gloo.run(save_in_world, str(tmp_path), 1, 1, "mlp")
+    with pytest.raises(Exception, match=r"(?i)rank 1|died|exit"):
+        gloo.run(dying, str(tmp_path), timeout=20.0)
+    after = gloo.run(load_in_world, str(tmp_path), "mlp")
+    for (step, state), expected in zip(after, before, strict=True):
+        assert step == 1
+        assert_same_bits(state, expected)
+
+
+def truncate(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+NAMES = ["__0_0.distcp", "__1_0.distcp", ".metadata", "shardcast.json", "COMMITTED"]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_is_named_and_changes_nothing_and_the_one_before_is_taken(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+):
+    run_world(2, save_in_world, str(tmp_path), 1, 1, "mlp")
+    run_world(2, save_in_world, str(tmp_path), 2, 2, "mlp")
+    newest = tmp_path / "step-000000002"
+    damage(newest / name)
+    model, optimizer = job(case="mlp", steps=5)
+    before = snapshot(model, optimizer)
+    with pytest.raises(checkpoint.DamagedCheckpointError) as caught:
+        checkpoint.load(newest, model, optimizer)
+    told = str(caught.value)
+    assert name in told or (name == "COMMITTED" and "shardcast.json" in told)
+    if name.endswith("distcp"):
+        assert ".weight'" in told or ".bias'" in told, "a parameter in the file is named"
+    assert_same_bits(snapshot(model, optimizer), before)
+    with pytest.warns(UserWarning, match="falling back"):
+        assert checkpoint.latest(tmp_path).name == "step-000000001"
+    with pytest.warns(UserWarning, match="falling back"):
+        assert checkpoint.load(tmp_path, model, optimizer).step == 1
+    with pytest.warns(UserWarning, match="set aside"):
+        checkpoint.save(tmp_path, model, optimizer, step=2)
+    assert checkpoint.latest(tmp_path).name == "step-000000002"
+
+
+def test_swapped_files_and_renamed_directories_are_noticed(tmp_path: Path):
+    run_world(2, save_in_world, str(tmp_path), 1, 1, "mlp")
+    folder = tmp_path / "step-000000001"
+    first, second = folder / NAMES[0], folder / NAMES[1]
+    first.rename(folder / "x")
+    second.rename(first)
+    (folder / "x").rename(second)
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="distcp"):
+        checkpoint.inspect(tmp_path)
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="no sound checkpoint"):
+        checkpoint.latest(tmp_path)
+    run_world(2, save_in_world, str(tmp_path), 7, 1, "mlp")
+    (tmp_path / "step-000000007").rename(tmp_path / "step-000000008")
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="it holds step 7"):
+        checkpoint.inspect(tmp_path / "step-000000008")
+
+
+class Wider(nn.Module):
+    def __init__(self, extra: bool = False, width: int = 13) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(7, width), nn.Linear(width, 5), nn.Linear(5, 3)
+        if extra:
+            self.d = nn.Linear(2, 2)
+
+
+class Fewer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 13), nn.Linear(13, 5)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    return torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "shape": (lambda: Wider(width=12), None, r"'a\.weight' has shape \(13, 7\), expected \(12, 7"),
+    "missing": (lambda: Wider(extra=True), None, r"lacks 2 .*'d\.bias'"),
+    "extra": (Fewer, None, r"has not, 2 .*'c\.bias'"),
+    "optimizer": (Wider, adam, "state of AdamW, expected Adam"),
+    "groups": (Wider, two_groups, "expected 2 param_groups, got 1"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_belong_is_refused_before_anything_changes(tmp_path: Path, wrong: str):
+    make, optimizer_of, told = WRONG[wrong]
+    run_world(2, save_in_world, str(tmp_path), 1, 1, "mlp")
+
+    def attempt(group: Any) -> None:
+        model = make()
+        options = {} if optimizer_of is None else {"optimizer": optimizer_of}
+        optimizer = sharded(model, group, param_dtype=BF16, **options)
+        install(model, 3)
+        optimizer.step()
+        before = snapshot(model, optimizer)
+        with pytest.raises(ValueError, match=told):
+            checkpoint.load(tmp_path, model, optimizer)
+        assert_same_bits(snapshot(model, optimizer), before)
+
+    run_world(2, attempt)
+
+
+def test_state_that_cannot_be_cut_is_refused_by_an_even_partition(tmp_path: Path):
+    factored = lambda m: torch.optim.Adafactor(m.parameters())  # noqa: E731
+    model, optimizer = job(case="mlp", optimizer=factored)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    other = sharded(
+        CASES["mlp"].build(), None, factored, param_dtype=BF16, partition="even", elementwise=True
+    )
+    with pytest.raises(ValueError, match=r"parameter 'a\.weight' .* use partition 'whole'"):
+        checkpoint.load(tmp_path, other._model, other)
+
+
+def test_arguments_are_checked(tmp_path: Path, monkeypatch: Any):
+    model, optimizer = job()
+    save = lambda **more: checkpoint.save(tmp_path, model, optimizer, **{"step": 1, **more})  # noqa: E731
+    with pytest.raises(ValueError, match="step: expected a whole number"):
+        save(step=-1)
+    with pytest.raises(ValueError, match="keep: expected None"):
+        save(keep=0)
+    with pytest.raises(ValueError, match="extra: expected tensors"):
+        save(extra={"model": model})
+    with pytest.raises(TypeError, match="optimizer: expected what"):
+        checkpoint.save(tmp_path, model, optimizer._original, step=1)
+    assert checkpoint.resume(tmp_path, model, optimizer) is None
+    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
+        checkpoint.load(tmp_path, model, optimizer)
+    save()
+    with pytest.raises(ValueError, match="exists already"):
+        save()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(PermissionError, match="cannot be written to"):
+            save(step=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: type("U", (), {"free": 10}))
+        with pytest.raises(RuntimeError, match="bytes free"):
+            save(step=2)
+    for step in (2, 3, 4):
+        save(step=step, keep=2)
+    assert list(commit.steps(tmp_path)) == [4, 3]
+
+
+def test_ranks_with_other_arguments_all_raise(tmp_path: Path):
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group)
+        with pytest.raises(ValueError, match=r"rank 1: .*2"):
+            checkpoint.save(tmp_path, model, optimizer, step=1 + group.rank())
+
+    run_world(2, attempt)
+    assert not commit.steps(tmp_path)
+
+
+def test_metadata_of_a_stranger_runs_nothing(tmp_path: Path):
+    import pickle
+
+    from shardcast.checkpoint.dcp import Reader
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(os.getcwd))
+    with pytest.raises(pickle.UnpicklingError, match="unexpected posix"):
+        Reader(tmp_path)

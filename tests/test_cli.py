@@ -1,0 +1,252 @@
+"""The ``shardcast`` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from shardcast import cli, selftest
+from shardcast.cli import main
+from shardcast.config import ShardcastConfig
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[1]
+BOTH = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MULTI_GPU",
+    "use_cpu": True,
+    "num_machines": 1,
+    "num_processes": 2,
+    "machine_rank": 0,
+    "main_process_port": 0,
+    "mixed_precision": "no",
+}
+NO_PROCESS = "raise SystemExit('a process was started')"
+
+
+def shell(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDCAST_", "ACCELERATE_"))}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        text=True,
+        capture_output=True,
+        timeout=50,
+    )
+
+
+def launch_file(folder: Path, **changes: object) -> str:
+    path = folder / "both.yaml"
+    path.write_text(yaml.safe_dump({**BOTH, **changes}))
+    return str(path)
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def test_usage_lists_every_command_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name, call in cli.COMMANDS.items():
+        assert name in out and (call.__doc__ or "").splitlines()[0] in out
+    assert main(["lunch"]) == 2
+    assert "unknown command 'lunch'" in capsys.readouterr().err
+
+
+def test_it_is_also_a_module() -> None:
+    done = shell("shardcast", "--help")
+    assert done.returncode == 0 and "launch" in done.stdout
+
+
+# -- config -----------------------------------------------------------------------------------
+
+
+def test_the_written_file_is_the_default_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "shardcast.yaml"
+    assert main(["config", "--output", str(path)]) == 0
+    assert ShardcastConfig.load(path) == ShardcastConfig()
+    lines = path.read_text().splitlines()
+    enabled = "\n".join(line.removeprefix("# ") for line in lines[3:] if not line.startswith("##"))
+    path.write_text(enabled)
+    assert ShardcastConfig.load(path) == ShardcastConfig(), "also with every option written out"
+    named = yaml.safe_load(enabled).keys()
+    assert named == {option.name for option in dataclasses.fields(ShardcastConfig)} - {"group_fn"}
+
+
+def test_the_written_file_holds_every_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    words = " ".join(capsys.readouterr().out.replace("##", "").split())
+    for option in dataclasses.fields(ShardcastConfig):
+        assert " ".join(option.metadata["help"].split()) in words, option.name
+
+
+def test_a_file_is_not_overwritten_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("param_dtype: fp16\n")
+    assert main(["config", "--output", str(path)]) == 2
+    assert "pass --overwrite" in capsys.readouterr().err
+    assert path.read_text() == "param_dtype: fp16\n"
+    assert main(["config", "--output", str(path), "--overwrite"]) == 0
+    assert ShardcastConfig.load(path) == ShardcastConfig()
+
+
+# -- env --------------------------------------------------------------------------------------
+
+
+def test_env_prints_versions_variables_and_the_configuration(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDCAST_MAX_GRAD_NORM", "0.125")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["env"]) == 0
+    found = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert found["torch"].startswith(torch.__version__)
+    assert found["accelerate"][0].isdigit() and "gloo" in found["backends"]
+    assert found["WORLD_SIZE"] == "4"
+    assert "'max_grad_norm': 0.125" in found["configuration"]
+    monkeypatch.setenv("SHARDCAST_MAX_GRAD_NRM", "1")
+    assert main(["env"]) == 0, "a wrong configuration is what is looked for: it is shown"
+    assert "SHARDCAST_MAX_GRAD_NRM; did you mean" in capsys.readouterr().out
+
+
+# -- test -------------------------------------------------------------------------------------
+
+
+def test_the_self_test_passes_here() -> None:
+    done = shell("shardcast", "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok     one process" in done.stdout
+    assert "ok     two processes over gloo" in done.stdout
+    assert "NCCL" in done.stdout
+
+
+def test_the_self_test_shows_what_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_args: object, **_options: object) -> None:
+        raise RuntimeError("fp32 weights: expected those of plain torch.optim.AdamW")
+
+    monkeypatch.setattr(selftest, "spawn", broken)
+    assert main(["test"]) == 1
+    assert "FAILED one process: RuntimeError: fp32 weights" in capsys.readouterr().out
+
+
+# -- launch -----------------------------------------------------------------------------------
+
+
+def test_one_file_configures_both(tmp_path: Path) -> None:
+    path = launch_file(tmp_path, shardcast_config={"max_grad_norm": 0.5, "pack_mb": 2.0})
+    text = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from shardcast.accelerate import ShardcastAccelerator\n"
+        "a = ShardcastAccelerator()\n"
+        "c = a.shardcast_config\n"
+        "found = [a.num_processes, a.mixed_precision, c.max_grad_norm, c.pack_mb]\n"
+        "Path(sys.argv[1], str(a.process_index)).write_text(json.dumps(found))\n"
+    )
+    # An environment variable and a flag win over the file, as they do without a launcher.
+    arguments = ["--config_file", path, "--mixed_precision", "bf16", script(tmp_path, text)]
+    out = tmp_path / "out"
+    out.mkdir()
+    done = shell("shardcast", "launch", *arguments, str(out), SHARDCAST_PACK_MB="4.0")
+    assert done.returncode == 0, done.stderr
+    found = {path.name: json.loads(path.read_text()) for path in out.iterdir()}
+    assert found == {"0": [2, "bf16", 0.5, 4.0], "1": [2, "bf16", 0.5, 4.0]}
+
+
+def test_stock_accelerate_refuses_the_file_that_shardcast_launch_takes(tmp_path: Path) -> None:
+    """What the troubleshooting page explains."""
+    path = launch_file(tmp_path, shardcast_config={})
+    arguments = ["--config_file", path, script(tmp_path, NO_PROCESS)]
+    done = shell("accelerate.commands.launch", *arguments)
+    assert done.returncode != 0
+    assert "had unknown keys (['shardcast_config'])" in done.stderr
+    assert "unknown keys (['shardcast_config'])" in (ROOT / "docs/troubleshooting.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"shardcast_config": {"max_grad_nrm": 1.0}}, [], "did you mean 'max_grad_norm'"),
+        ({"shardcast_config": {"pack_mb": -1}}, [], "pack_mb: expected a number of MiB above 0"),
+        ({"shardcast_config": ["a"]}, [], "expected a mapping of options, got list"),
+        (
+            {"shardcast_config": {"param_dtype": "fp16"}, "mixed_precision": "bf16"},
+            [],
+            "mixed_precision is 'bf16' but the shardcast configuration has param_dtype 'fp16'",
+        ),
+        ({"mixed_precision": "fp8"}, [], "expected no, bf16 or fp16, got fp8"),
+        ({"distributed_type": "FSDP"}, [], "expected MULTI_GPU or NO, got FSDP"),
+        ({"distributed_type": "DEEPSPEED"}, [], "expected MULTI_GPU or NO, got DEEPSPEED"),
+        ({}, ["--use_fsdp"], "expected MULTI_GPU or NO, got FSDP"),
+        ({"distributed_type": "MULTI_CPU"}, [], "Accelerate starts one process with --cpu or"),
+    ],
+)
+def test_mistakes_are_found_before_a_process_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object],
+    flags: list[str],
+    message: str,
+) -> None:
+    path = launch_file(tmp_path, **{"shardcast_config": {}, **changes})
+    status = main(["launch", "--config_file", path, *flags, script(tmp_path, NO_PROCESS)])
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_configurations_at_once_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDCAST_CONFIG", str(ROOT / "configs/bf16.yaml"))
+    path = launch_file(tmp_path, shardcast_config={})
+    assert main(["launch", "--config_file", path, script(tmp_path, NO_PROCESS)]) == 2
+    assert "two configurations" in capsys.readouterr().err
+    assert main(["launch", "--config_file", str(tmp_path / "no.yaml"), "script.py"]) == 2
+    assert "no.yaml" in capsys.readouterr().err
+
+
+def test_the_launch_files_in_configs_are_valid() -> None:
+    for path in (ROOT / "configs/accelerate").glob("shardcast_*.yaml"):
+        ours, rest = cli.split_config(str(path))
+        assert ours is not None and "mixed_precision" in rest
+        ShardcastConfig.load(ours)
+
+
+def test_an_unedited_script_runs_under_both_launchers(tmp_path: Path) -> None:
+    text = (
+        "import torch\n"
+        "from pathlib import Path\n"
+        "from accelerate import Accelerator\n"
+        "a = Accelerator()\n"
+        "m = torch.nn.Linear(3, 3)\n"
+        "m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))\n"
+        "a.backward(m(torch.ones(1, 3) * a.process_index).sum())\n"
+        "o.step()\n"
+        "both = a.gather(m.weight.detach().float()[None])\n"
+        "assert torch.equal(both[0], both[1]), both\n"
+        f"Path({str(tmp_path)!r}, 'done').write_text(f'{{type(a).__name__}} {{a.num_processes}}')\n"
+    )
+    path = launch_file(tmp_path, shardcast_config={"param_dtype": "bf16"})
+    arguments = ["--config_file", path, "-m", "shardcast.run", script(tmp_path, text)]
+    done = shell("shardcast", "launch", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").read_text() == "ShardcastAccelerator 2"
