@@ -15,9 +15,9 @@ from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardcast.watch import is_marked
 from shardcast.config import CONFIG_VARIABLE, ENV_PREFIX, ShardcastConfig
 from shardcast.optimizer import ShardedOptimizer
+from shardcast.watch import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PLUGINS = {  # keyword of Accelerator -> (variable that the launcher sets, name)
