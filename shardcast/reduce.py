@@ -121,7 +121,7 @@ class Reducer:
     def _scatters(self, pack: Pack, wire: torch.dtype) -> bool:
         """``auto``: reduce-scatter only where it sums in fp32 anyway, on a backend good at it.
 
-        On gloo an all-to-all and a local sum are faster (``launch/benchmark.py``). NCCL's
+        On gloo an all-to-all and a local sum beat it (``launch/benchmark.py``). NCCL's
         reduce-scatter rounds to the wire dtype at every hop, so low-precision gradients use the
         all-to-all there too.
         """
