@@ -89,9 +89,6 @@ def shard(
         ]
     for param in mine.values():
         param.grad = None
-        wanted = precision.grad_dtype(param.dtype)
-        if wanted != param.dtype:
-            param.grad_dtype = wanted
     return ShardedOptimizer(optimizer, model, layout, masters, comm, precision, config)
 
 

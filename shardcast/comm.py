@@ -72,9 +72,15 @@ class Comm:
         return cls(None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite ``tensor`` (contiguous, any shape) on every rank by that of ``source``."""
-        if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=source)
+        """Overwrite ``tensor`` (any shape and strides) on every rank by that of ``source``."""
+        if self.size == 1:
+            return
+        received = tensor.contiguous()
+        dist.broadcast(received, group=self.group, group_src=source)
+        if received is not tensor:
+            # Of an expanded dimension, whose elements share memory, one element is written.
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+            tensor[once].copy_(received[once])
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by the sum over ranks."""

@@ -127,7 +127,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._watch.resync()
         self._wake()
         self._reduce.finish()
-        return self._scaler.combine(max_norm, self.param_groups)
+        own = "max_grad_norm" in self.defaults  # then it is an option of the optimizer's class
+        limits = [None if own else group.get("max_grad_norm") for group in self.param_groups]
+        return self._scaler.combine(max_norm, limits)
 
     def _wake(self) -> None:
         """Activate packs that were frozen from the start and have a gradient on some rank now.
@@ -200,8 +202,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._check_call()
         self._wake()
+        pending = None if self._reduce.touched else self._verdict
+        self._verdict = pending
         self._reduce.finish()
-        self._scaler.clip_value(float(clip_value))
+        self._scaler.clip_value(float(clip_value), pending)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -436,7 +440,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         unmark(self._model)
 
     def _check_call(self) -> None:
-        if getattr(self, "found_inf", None) is not None:
+        by_scaler = self.__dict__.pop("found_inf", None) is not None
+        self.__dict__.pop("grad_scale", None)
+        if by_scaler:
             raise RuntimeError(
                 "step() was called by torch.amp.GradScaler, whose infinity check is local to a "
                 "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "

@@ -121,6 +121,7 @@ class GradPack:
         """Whether ``.grad`` of the parameter at ``position`` is the view into this storage."""
         return bool(self._views) and self.pack.params[position].grad is self._views[position]
 
+    @torch.no_grad()  # a backward with create_graph runs hooks with gradients on
     def adopt(self, position: int) -> None:
         """Copy the ``.grad`` at ``position`` in and make it a view; nothing if it is one already.
 
@@ -142,6 +143,7 @@ class GradPack:
         view.copy_(grad)
         param.grad = view
 
+    @torch.no_grad()
     def take(self, position: int) -> None:
         """Copy the ``.grad`` at ``position`` in, or zeros, and leave it where it is."""
         grad = self.pack.params[position].grad

@@ -101,6 +101,11 @@ class Reducer:
         wire = self._precision.wire_dtype(pack.layout.dtype)
         stage = _Stage(grads, wire, self._scatters(pack, wire))
         self.grads.append(grads)
+        for param in pack.params:
+            if param.dtype != grads.dtype:  # or it was set so before
+                grad, param.grad = param.grad, None
+                param.grad_dtype = grads.dtype
+                param.grad = None if grad is None else grad.to(grads.dtype)
         # Gradients arrive roughly from the last parameter to the first.
         self._stages.insert(0, stage)
         if not self._averaged:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ class Scaler:
         return loss if self.loss_scale is None else loss * self.loss_scale
 
     @torch.no_grad()
-    def combine(self, max_norm: float | None, groups: Sequence[Mapping[str, Any]]) -> Verdict:
+    def combine(self, max_norm: float | None, limits: Sequence[float | None]) -> Verdict:
         """The verdict over all ranks' own spans. Every rank must call it, after the reduction.
 
         One all-reduce of doubles: per rank a row of one norm per group and the first bad element,
@@ -94,19 +93,19 @@ class Scaler:
         the same on every rank to the bit.
 
         Args:
-            max_norm: bound of the norm of all groups that have no ``max_grad_norm`` of their own.
-            groups: the optimizer's groups; one with a key ``max_grad_norm`` is clipped by itself.
+            max_norm: bound of the norm of all groups that have none of their own.
+            limits: per optimizer group, a bound of its own, by which it is clipped by itself.
         """
-        size, rank, columns = self._comm.size, self._comm.rank, len(groups) + 1
+        size, rank, columns = self._comm.size, self._comm.rank, len(limits) + 1
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
         control = torch.zeros(size * columns + len(pattern), dtype=torch.float64).to(self._device)
         rows = control[: size * columns].view(size, columns)
         if self._grads:
             parts = torch.stack([self._local(grads) for grads in self._grads])
-            for group in range(len(groups)):
+            for group in range(len(limits)):
                 mine = [n for n, g in enumerate(self._grads) if g.pack.layout.group == group]
                 if mine:
-                    rows[rank, group] = self._merge(parts if len(groups) == 1 else parts[mine])
+                    rows[rank, group] = self._merge(parts if len(limits) == 1 else parts[mine])
             rows[rank, -1] = self._first_bad(parts)
         control[size * columns :] = self._on_device(pattern)
         self._comm.all_reduce(control)
@@ -115,19 +114,18 @@ class Scaler:
         skip = ~norm.isfinite()
         present = self._present(pattern, control[size * columns :])
         self._count(skip, rows[:, -1])
-        return Verdict(norm, skip, self._factors(parts, max_norm, groups), present)
+        return Verdict(norm, skip, self._factors(parts, max_norm, limits), present)
 
     def _factors(
-        self, parts: Tensor, max_norm: float | None, groups: Sequence[Mapping[str, Any]]
+        self, parts: Tensor, max_norm: float | None, limits: Sequence[float | None]
     ) -> tuple[Tensor | None, ...]:
-        limits = [group.get("max_grad_norm") for group in groups]
         rest = [number for number, limit in enumerate(limits) if limit is None]
         unscale = None if self.loss_scale is None else 1.0 / self.loss_scale
 
         def factor(limit: float | None, members: list[int]) -> Tensor | None:
             if limit is None:
                 return unscale
-            some = parts if len(members) == len(groups) else parts[members]
+            some = parts if len(members) == len(limits) else parts[members]
             clip = (limit / (self._norm(some) + CLIP_EPS)).clamp(max=1.0).float()
             return clip if unscale is None else clip * unscale
 
@@ -137,15 +135,21 @@ class Scaler:
             for number, limit in enumerate(limits)
         )
 
-    def clip_value(self, limit: float) -> None:
+    def clip_value(self, limit: float, pending: Verdict | None) -> None:
         """Clamp the own spans to ``[-limit, limit]``, loss scale considered. Local.
 
         Infinities stay, so that the step is skipped for them.
+
+        Args:
+            pending: the verdict by whose factors the gradients are going to be multiplied.
         """
-        bound = torch.tensor(limit, device=self._device)
-        if self.loss_scale is not None:
-            bound = bound * self.loss_scale
         for grads in self._grads:
+            bound = torch.tensor(limit, device=self._device)
+            factor = None if pending is None else pending.factors[grads.pack.layout.group]
+            if factor is not None:
+                bound = bound / factor
+            elif self.loss_scale is not None:
+                bound = bound * self.loss_scale
             own = grads.own
             own.copy_(torch.where(own.isfinite(), own.clamp(-bound, bound), own))
 

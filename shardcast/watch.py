@@ -68,7 +68,7 @@ class Watch:
         begin: Callable[[], None],
         averaged: bool,
     ) -> None:
-        self._masters = masters
+        self._model, self._masters = model, masters
         self._stale = False
         self._handles: list[Any] = [model.register_forward_hook(Hook(partial(_on_backward, begin)))]
         if not averaged:
@@ -83,6 +83,12 @@ class Watch:
         """Take loaded weights as masters, if there was a ``load_state_dict`` since. Local."""
         if self._stale:
             self._stale = False
+            here = set(self._model.parameters())
+            if any(param not in here for master in self._masters for param in master.pack.params):
+                raise RuntimeError(
+                    "model: load_state_dict(assign=True) replaced parameters of a sharded model; "
+                    "load without assign, or before shardcast.shard"
+                )
             for master in self._masters:
                 master.absorb()
 

@@ -315,3 +315,48 @@ def test_copies_and_pickles_of_a_sharded_model_are_plain_models():
     optimizer.close()
     again = shardcast.shard(model, adamw(model))
     steps(1)(model, again, BATCH, True)
+
+
+def test_values_clipped_after_the_norm_are_those_of_the_clipped_gradient():
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+        set_grads(model, 1)
+        if sharded:
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.clip_grad_value_(0.05)
+        else:
+            clip_grad_norm_(model.parameters(), 1.0)
+            clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+
+    check(sgd, script, tol=1e-7)
+
+
+def test_an_option_of_the_optimizers_own_is_not_taken_for_a_bound_of_the_group():
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.defaults["max_grad_norm"] = 1e-3
+            for group in self.param_groups:
+                group["max_grad_norm"] = 1e-3
+
+    check(lambda model: Own(model.parameters()), steps(2), worlds=(1, 2))
+
+
+def test_weights_assigned_by_load_state_dict_are_refused():
+    model = mlp()
+    optimizer = shardcast.shard(model, sgd(model))
+    model.load_state_dict(mlp().state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="replaced parameters of a sharded model"):
+        optimizer.step()
+
+
+def test_a_refused_grad_scaler_does_not_spoil_the_steps_after_it():
+    model = mlp()
+    optimizer = shardcast.shard(model, sgd(model))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(BATCH).float().sum()).backward()
+    with pytest.raises(RuntimeError, match="remove the GradScaler"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    model(BATCH).float().sum().backward()
+    optimizer.step()

@@ -287,3 +287,28 @@ def test_several_forwards_and_retained_graphs_give_the_sum_of_their_gradients():
             optimizer.zero_grad()
 
     check(adamw, script, tol=ROUNDING)
+
+
+def test_expanded_and_transposed_buffers_become_rank_zeros():
+    def run(group: Any) -> tuple[Tensor, Tensor]:
+        model = nn.Linear(7, 3)
+        rank = float(group.rank())
+        model.register_buffer("wide", torch.full((1, 4), rank).expand(3, 4))
+        model.register_buffer("turned", (torch.arange(6.0).view(2, 3) + rank).t())
+        shardcast.shard(model, adamw(model), process_group=group)
+        return model.wide, model.turned
+
+    for wide, turned in ThreadedWorld(2).run(run):
+        assert torch.equal(wide, torch.zeros(3, 4))
+        assert torch.equal(turned, torch.arange(6.0).view(2, 3).t())
+
+
+def test_an_added_group_accumulates_in_the_gradient_dtype_too():
+    model = mlp()
+    inner = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+    optimizer = shardcast.shard(model, inner, grad_dtype="fp32")
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    model(BATCH).float().sum().backward()
+    assert model[2].weight.dtype == torch.bfloat16
+    assert model[2].weight.grad.dtype == torch.float32
+    optimizer.step()
