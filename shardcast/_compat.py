@@ -6,6 +6,7 @@ installed torch, so that a new release that breaks one of them fails there, by n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,49 @@ def current_backward() -> int:
     A backward that a re-entrant checkpoint runs inside another one has a number of its own.
     """
     return int(torch._C._current_graph_task_id())
+
+
+def accumulates() -> bool:
+    """Whether the backward that is running, seen from a tensor hook, adds to ``.grad``.
+
+    ``torch.autograd.grad`` runs the same hooks and does not. Looks at one leaf of the graph below
+    the hook: the engine refuses to say of a leaf whether it runs it only where ``grad`` wants it.
+    With ``backward(inputs=...)`` the answer is exact in the hooks of parameters only.
+    """
+    node = torch._C._current_autograd_node()
+    while below := [inner for inner, _ in node.next_functions if inner is not None]:
+        node = below[0]
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def weak_hook(call: Callable[..., None], *held: Any) -> Callable[[Tensor], None]:
+    """A tensor hook that runs ``call(*held, tensor)`` and keeps nothing of ``held`` alive.
+
+    torch keeps post-accumulate hooks where the garbage collector cannot look: one that leads back
+    to its own parameter would never be freed, nor would the parameter.
+    """
+    references = [weakref.ref(item) for item in held]
+
+    def hook(tensor: Tensor) -> None:
+        alive = [reference() for reference in references]
+        if all(item is not None for item in alive):
+            call(*alive, tensor)
+
+    return hook
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """``optimizer.step`` without the hooks and the profiler range that torch puts around it.
+
+    torch marks its wrapper of the class's ``step`` with ``hooked``.
+    """
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
 def all_gather_flat(

@@ -24,6 +24,12 @@ REMEDY_INIT = (
 )
 
 
+BROADCAST = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
 class Comm:
     """The ranks that share one model: a process group, or this process alone.
 
@@ -76,7 +82,10 @@ class Comm:
         if self.size == 1:
             return
         received = tensor.contiguous()
-        dist.broadcast(received, group=self.group, group_src=source)
+        # As bytes what gloo does not know: 16-bit integers, fp8.
+        known = received.dtype in BROADCAST
+        wire = received if known else received.view(-1).view(torch.uint8)
+        dist.broadcast(wire, group=self.group, group_src=source)
         if received is not tensor:
             # Of an expanded dimension, whose elements share memory, one element is written.
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())

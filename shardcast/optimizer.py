@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat, state
+from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
+from shardcast.contract import StatefulOptimizer
 from shardcast.layout import Layout
 from shardcast.master import Master, build_master
 from shardcast.pack import check_params, describe, plan_packs
@@ -25,7 +25,7 @@ from shardcast.update import make_update
 from shardcast.watch import Watch, mark, unmark
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(StatefulOptimizer):
     """A torch optimizer whose fp32 masters and state are sharded over data-parallel ranks.
 
     Made by :func:`shardcast.shard`. ``param_groups`` hold the *model* parameters and are shared
@@ -56,20 +56,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._original, self._model = optimizer, _compat.unwrapped(model)
         self._comm, self._precision = comm, precision
         self._verdict: Verdict | None = None
-        averaged = _compat.is_ddp(model)
-        self._reduce = Reducer(comm, precision, config, averaged)
+        self._reduce = Reducer(comm, precision, config, _compat.is_ddp(model))
         self._scaler = Scaler(self._reduce.grads, comm, config, masters[0].pack.data.device)
-        self._update = make_update(optimizer, config)
+        self._update = make_update(optimizer, config, comm)
         self._sync = Sync(comm, config)
         self._adopt(masters)
         mark(self._model)
-        self._watch = Watch(self._model, self._masters, self._reduce.arm, averaged)
-        self._handles = precision.install_casts(self._model)
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            getattr(self, hooks).update(getattr(optimizer, hooks))
-        self._take_plain(optimizer.state)
-        optimizer.state = defaultdict(dict)
-        optimizer.step = _refuse_step  # type: ignore[method-assign]
+        self._hook()
+        self._take_over(optimizer)
 
     def _adopt(self, masters: Sequence[Master]) -> None:
         self._masters += masters
@@ -122,14 +116,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scaler.poll()
         return loss
 
-    def _combine(self, max_norm: float | None) -> Verdict:
+    def _combine(self, max_norm: float | None, pending: Verdict | None = None) -> Verdict:
         self._check_call()
         self._watch.resync()
         self._wake()
         self._reduce.finish()
         own = "max_grad_norm" in self.defaults  # then it is an option of the optimizer's class
         limits = [None if own else group.get("max_grad_norm") for group in self.param_groups]
-        return self._scaler.combine(max_norm, limits)
+        return self._scaler.combine(max_norm, limits, pending)
 
     def _wake(self) -> None:
         """Activate packs that were frozen from the start and have a gradient on some rank now.
@@ -187,12 +181,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clip the global gradient norm in the coming step; every rank must call it.
 
         Finishes the reduction now; the clipping itself is folded into the update. Wins over
-        ``max_grad_norm`` for this step.
+        ``max_grad_norm`` for this step. Called again it clips what is clipped already.
 
         Returns:
             The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
         """
-        self._verdict = self._combine(float(max_norm))
+        pending = None if self._reduce.touched else self._verdict
+        self._verdict = self._combine(float(max_norm), pending)
         return self._verdict.norm.float()
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -221,111 +216,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """Steps skipped for non-finite gradients. Reading it waits for the device."""
         return self._scaler.skipped_steps
-
-    # -- state ------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """Per model parameter, this rank's part of torch's state: 1-d views, 0-dim ``step``."""
-        found: defaultdict[Tensor, Any] = defaultdict(dict)
-        for master, position, param in state.owned(self._masters):
-            values = self._update.fragment_state(master, position)
-            if values:
-                found[param] = values
-        return found
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """The base class assigns an empty one; ours is a view of the shards."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: local, without collectives, tensors and plain scalars only.
-
-        ``state`` maps the index of each parameter that this rank owns a part of to torch's state
-        of that part and its ``master`` (1-d fp32). Load it on the same rank of an equal layout;
-        for anything else there are checkpoints, and :meth:`full_state_dict`.
-        """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        result: dict[str, Any] = {
-            "state": state.local_state(self._masters, self._update, self.param_groups),
-            "param_groups": state.plain_groups(self.param_groups),
-            "shardcast": {
-                "format": state.FORMAT,
-                "rank": self._comm.rank,
-                "layout": self.layout.digest().hex(),
-                "active": self._active(),
-                "scaler": self._scaler.state_dict(),
-            },
-        }
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            result = post_hook(self, result) or result
-        return result
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
-
-        Every rank must call it: its own part, or the same plain state. The masters of a local
-        state are published and synced; a plain state has none, the present ones stay.
-
-        Raises:
-            ValueError: the state is another rank's, or of another layout, format or model.
-        """
-        loaded = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            loaded = hook(self, loaded) or loaded
-        head = loaded.get("shardcast")
-        if head is None:
-            params = list(state.numbered(self.param_groups))
-            by_param = {params[number]: value for number, value in loaded["state"].items()}
-            state.load_groups(self.param_groups, loaded["param_groups"])
-            self._take_plain(by_param)
-        else:
-            self._check_head(head)
-            self._activate_all(set(head["active"]))
-            state.load_groups(self.param_groups, loaded["param_groups"])
-            state.load_local(self._masters, self._update, self.param_groups, loaded["state"])
-            self._scaler.load_state_dict(head["scaler"])
-            self._publish()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _check_head(self, head: Mapping[str, Any]) -> None:
-        here = {
-            "format": state.FORMAT,
-            "rank": self._comm.rank,
-            "layout": self.layout.digest().hex(),
-        }
-        if any(head[key] != value for key, value in here.items()):
-            raise ValueError(
-                "state_dict: expected the local state of this rank and layout (rank "
-                f"{self._comm.rank} of {self._comm.size}), got one of rank {head['rank']}"
-                + (", another layout" if head["layout"] != here["layout"] else "")
-                + "; load states of other layouts with shardcast.checkpoint.load"
-            )
-
-    def _active(self) -> list[int]:
-        """Indices of the packs that are trained, or were at some time."""
-        return [m.pack.layout.index for m in self._masters if m.grads is not None]
-
-    def _activate_all(self, packs: set[int]) -> None:
-        for master in self._masters:
-            if master.grads is None and master.pack.layout.index in packs:
-                self._activate(master)
-
-    def _take_plain(self, by_param: Mapping[Any, Mapping[str, Any]]) -> None:
-        used = (m for m in self._masters if any(by_param.get(p) for p in m.pack.params))
-        self._activate_all({master.pack.layout.index for master in used})
-        state.take_plain(self._masters, self._update, by_param)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state as the unsharded optimizer's own ``state_dict`` would be; on rank 0.
-
-        Every rank must call it; the others get an empty one. Loads into the plain optimizer,
-        whose next step on the masters' values is then identical.
-        """
-        return state.gather_plain(self._masters, self._update, self.param_groups, self._comm)
 
     def resync_masters(self) -> None:
         """Take model parameters that were changed by hand (surgery, EMA swap) as masters. Local.
@@ -371,6 +261,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._original.param_groups.append(group)
         if not added:
             return
+        self._look_again()
         dtypes = {param: self._precision.storage_dtype(param) for param in added.values()}
         infos = describe(added, self.config, dict.fromkeys(added.values(), number), dtypes)
         new = plan_packs(infos, self._comm.size, self.layout.partition, self.config)
@@ -382,6 +273,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._adopt(
             [build_master(pack, [added[s.name] for s in pack.slots], self._comm) for pack in packs]
         )
+
+    def _look_again(self) -> None:
+        """Apply precision and watch to modules that the model got since."""
+        self._watch.resync()
+        self._unhook()
+        self._precision = Precision(self._model, self.config)
+        self._hook()
+
+    def _hook(self) -> None:
+        averaged = self._reduce.averaged
+        self._watch = Watch(self._model, self._masters, self._reduce.begin, averaged)
+        self._handles = self._precision.install_casts(self._model)
+
+    def _unhook(self) -> None:
+        self._watch.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _publish(self) -> None:
         everything = Sync(self._comm, self.config)  # packs that are still frozen too
@@ -403,29 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         report["state"] = self._update.nbytes()
         return report
 
-    # -- the rest of the Optimizer contract -------------------------------------------------
-
-    def __repr__(self) -> str:
-        """The optimizer's class, its groups and the layout's summary."""
-        return f"Sharded{type(self._original).__name__}: {self.layout.lines()[0]}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a ShardedOptimizer cannot be pickled or copied: its masters belong to this process "
-            "and process group; use state_dict(), or shardcast.checkpoint.save"
-        )
-
-    def train(self, mode: bool = True) -> None:
-        """Switch optimizers that have a ``train`` and an ``eval`` mode (schedule-free ones).
-
-        Every rank must call it; the parameters are published and synced. Others ignore it.
-        """
-        if self._update.switch("train" if mode else "eval"):
-            self._sync()
-
-    def eval(self) -> None:
-        """The evaluation mode of :meth:`train`."""
-        self.train(False)
+    # -- the rest ---------------------------------------------------------------------------
 
     def close(self) -> None:
         """Remove all hooks from the model, which may then be sharded anew. Local.
@@ -433,10 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The optimizer must not be used afterwards; the parameters stay as they are.
         """
         self._reduce.close()
-        self._watch.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._unhook()
         unmark(self._model)
 
     def _check_call(self) -> None:
@@ -461,14 +345,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "model.to, model.half, load_state_dict(assign=True) or the like); do that "
                     "before sharding"
                 )
-
-
-def _refuse_step(closure: Any = None) -> Any:
-    raise RuntimeError(
-        "step() of the original optimizer was called; it no longer owns the state: call step() of "
-        "the optimizer that shardcast.shard returned"
-    )
-
-
-# A scheduler that watches the original looks for its own wrapper's mark, and would warn.
-_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

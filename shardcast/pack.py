@@ -8,6 +8,7 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +178,8 @@ class PackedParameters:
         self.packs = packs
         self._grads = [GradPack(pack, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
+        for flat in self._flats:  # the hooks live while an optimizer holds a flat parameter
+            flat._shardcast_packed = self  # type: ignore[attr-defined]
         for number, pack in enumerate(packs):
             if pack.layout.requires_grad:
                 for position, param in enumerate(pack.params):
@@ -201,24 +204,25 @@ class PackedParameters:
         return repr(self.layout)
 
     def _watch(self, number: int, position: int, param: nn.Parameter) -> None:
-        flat, grads, pack = self._flats[number], self._grads[number], self.packs[number]
+        before = partial(PackedParameters._before_accumulate, number=number)
+        after = partial(PackedParameters._after_accumulate, number=number, position=position)
+        param.register_hook(_compat.weak_hook(before, self))
+        param.register_post_accumulate_grad_hook(_compat.weak_hook(after, self))
 
-        def before(_grad: Tensor) -> None:
-            # An optimizer's zero_grad clears flat.grad alone: what the views still hold is old
-            # and must not be added to.
-            if flat.grad is None:
-                for other in range(len(pack.params)):
-                    pack.params[other].grad = None
+    def _before_accumulate(self, _grad: Tensor, number: int) -> None:
+        # An optimizer's zero_grad clears flat.grad alone: what the views still hold is old
+        # and must not be added to.
+        if self._flats[number].grad is None:
+            for param in self.packs[number].params:
+                param.grad = None
 
-        def after(_param: Tensor) -> None:
-            if flat.grad is None:
-                for other in range(len(pack.params)):
-                    grads.clear(other)
-                flat.grad = grads.data
-            grads.adopt(position)
-
-        param.register_hook(before)
-        param.register_post_accumulate_grad_hook(after)
+    def _after_accumulate(self, _param: Tensor, number: int, position: int) -> None:
+        flat, grads = self._flats[number], self._grads[number]
+        if flat.grad is None:
+            for other in range(len(grads.pack.params)):
+                grads.clear(other)
+            flat.grad = grads.data
+        grads.adopt(position)
 
 
 def pack_parameters(

@@ -19,7 +19,9 @@ wire, and the mean is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,7 +64,6 @@ class Reducer:
     """Reduces the gradients of the packs given to :meth:`add` to their owners.
 
     All ranks must run the same number of synchronised backwards; inside :meth:`no_sync` none.
-    Re-entrant checkpoints may be used on some ranks only if the first step already does.
 
     Args:
         averaged: the gradients are equal on all ranks when backward ends (DDP averages them);
@@ -73,20 +74,22 @@ class Reducer:
         self, comm: Comm, precision: Precision, config: ShardcastConfig, averaged: bool = False
     ) -> None:
         self._comm, self._precision, self._config = comm, precision, config
-        self._averaged = averaged
+        self.averaged = averaged
         self.grads: list[GradPack] = []  # in the order of add()
         self.touched = False  # a gradient arrived since finish()
         self._stages: list[_Stage] = []  # in the order of launching
         self._next = 0  # first stage of this round that was not launched yet
-        self._armed = False  # the end-of-backward callback is queued
+        self._end: Callable[[], Any] = lambda: None  # weak, to the queued end-of-backward callback
         self._backward = -1  # which backward that is
+        self._accumulating = -1  # the last backward known to add to gradients
         # Launch packs before the backward ends. Not in the first one, and never after one inside
-        # another was seen: a re-entrant checkpoint may bring a gradient twice, and a pack launched
-        # again on the ranks where that happened would be a collective more than elsewhere.
+        # another was seen: a re-entrant checkpoint may bring a gradient twice.
         self._early = False
         self._nested = False
         self._sync = True
         self._due = True  # a round must be run before the next step
+        self._versions: list[int] = []  # of the gradients when the last backward had ended
+        self._may_warn = True
         self._cleared: bool | None = None  # gradients were cleared since the last round
         self._flying: list[_Stage] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again within this step
@@ -108,15 +111,15 @@ class Reducer:
                 param.grad = None if grad is None else grad.to(grads.dtype)
         # Gradients arrive roughly from the last parameter to the first.
         self._stages.insert(0, stage)
-        if not self._averaged:
+        if not self.averaged:
             for position, param in enumerate(pack.params):
                 trains = param.requires_grad
                 param.requires_grad_(True)  # else it takes no hooks, and may be unfrozen later
+                before = _compat.weak_hook(Reducer._before_accumulate, self, stage)
+                after = partial(Reducer._after_accumulate, position=position)
                 self._handles += [
-                    param.register_hook(partial(self._before_accumulate, stage)),
-                    param.register_post_accumulate_grad_hook(
-                        partial(self._after_accumulate, stage, position)
-                    ),
+                    param.register_hook(before),
+                    param.register_post_accumulate_grad_hook(_compat.weak_hook(after, self, stage)),
                 ]
                 param.requires_grad_(trains)
             if not self._due:
@@ -153,18 +156,26 @@ class Reducer:
             handle.remove()
         self._handles.clear()
 
-    def arm(self) -> None:
+    def begin(self) -> None:
         """Have the round flushed when the running backward ends.
 
         Called when a backward reaches the model's output, so that it is the *outermost* backward
         that flushes, not one that a re-entrant checkpoint runs inside; the first gradient hook
-        calls it for models whose submodules are called directly.
+        does the same for models whose submodules are called directly.
         """
-        if self._armed or self._averaged or not self._sync or self._comm.size == 1:
+        if self._armed() or self.averaged or not self._sync or self._comm.size == 1:
             return
-        self._armed = True
+        if not self._accumulates():  # what autograd.grad returns is no gradient of ours yet
+            return
         self._backward = _compat.current_backward()
-        _compat.at_end_of_backward(self._end_backward)
+        self._next = 0  # not so if an exception ended the backward before
+        end = partial(Reducer._end_backward, self)
+        self._end = weakref.ref(end)
+        _compat.at_end_of_backward(end)
+
+    def _armed(self) -> bool:
+        """The engine forgets the callback, which nobody else holds, when its backward ends."""
+        return self._end() is not None
 
     def finish(self) -> None:
         """Have all gradients of the own spans here; the last call of the stage before a step.
@@ -180,13 +191,13 @@ class Reducer:
                 "step() was called inside no_sync(): the gradients were not reduced; leave the "
                 "context before the last backward and the step"
             )
-        self._armed = False  # an exception in a backward may have left it set
         self.touched = False
-        if self._averaged:
+        if self.averaged:
             for grads in self.grads:
                 for position in range(len(grads.pack.params)):
                     grads.take(position)
             return
+        self._check_edits()
         if self._due:
             self._flush()
         self._land_all()
@@ -194,6 +205,23 @@ class Reducer:
             for position in range(len(grads.pack.params)):
                 # A gradient replaced by hand after the reduction is final, as with DDP.
                 grads.adopt(position)
+
+    def _check_edits(self) -> None:
+        """Warn of what torch.nn.utils.clip_grad_norm_ does, which would be silently wrong."""
+        edited = [
+            grads.data._version != version
+            for grads, version in zip(self.grads, self._versions, strict=False)
+        ]
+        self._versions = []
+        if self._may_warn and any(edited):
+            self._may_warn = False
+            warnings.warn(
+                "gradients were edited in place after backward; only the part of a gradient that "
+                "this rank owns is the mean over ranks, so torch.nn.utils.clip_grad_norm_ and "
+                "whatever else looks at several gradients gives another result on each rank: use "
+                "optimizer.clip_grad_norm_ (edits of each element by itself are fine)",
+                stacklevel=4,
+            )
 
     def used(self) -> None:
         """A step used the gradients: the next one needs a round of its own."""
@@ -218,13 +246,32 @@ class Reducer:
 
     # -- hooks ------------------------------------------------------------------------------
 
+    def _accumulates(self) -> bool:
+        running = _compat.current_backward()
+        if running != self._accumulating and _compat.accumulates():
+            self._accumulating = running
+        return running == self._accumulating
+
     def _before_accumulate(self, stage: _Stage, _grad: Tensor) -> None:
-        self.arm()
+        if not self._accumulates():
+            return
+        self.begin()
         self.touched = True
         if stage.reduced or stage.work is not None:
+            if self._armed() and self._launched_in_this_round(stage):
+                # To launch it again would be a collective that the other ranks may not issue.
+                raise RuntimeError(
+                    "backward: a re-entrant checkpoint brought a gradient of "
+                    f"{stage.grads.pack.layout.slots[0].name!r} or a parameter packed with it for "
+                    "a second time after it was sent; use torch.utils.checkpoint with "
+                    "use_reentrant=False, or checkpoint from the first step on"
+                )
             self._reopen(stage)
 
-    def _after_accumulate(self, stage: _Stage, position: int, _param: Tensor) -> None:
+    def _launched_in_this_round(self, stage: _Stage) -> bool:
+        return any(stage is other for other in self._stages[: self._next])
+
+    def _after_accumulate(self, stage: _Stage, _param: Tensor, position: int) -> None:
         stage.grads.adopt(position)
         if not self._sync or self._comm.size == 1:
             return
@@ -236,18 +283,14 @@ class Reducer:
             self._next += 1
 
     def _end_backward(self) -> None:
-        if self._armed:
-            self._armed = False
-            self._flush()
-            self._early = not self._nested
-            self._land_all()  # whoever edits .grad in place after backward edits the mean
+        self._flush()
+        self._early = not self._nested
+        self._land_all()  # whoever edits .grad in place after backward edits the mean
+        self._versions = [grads.data._version for grads in self.grads]
 
     def _flush(self) -> None:
         for stage in self._stages[self._next :]:
             self._launch(stage)
-        for stage in self._stages:  # accumulated into after its launch, by a re-entrant backward
-            if stage.arrived:
-                self._launch(stage)
         self._next = 0
         self._due = False
         self._cleared = None

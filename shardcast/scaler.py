@@ -37,12 +37,14 @@ class Verdict:
             (unscale and clip), or ``None`` where that is 1 by construction.
         present: per pack and slot, whether any rank has a gradient; exact for the slots that
             this rank owns a part of.
+        bad: fp64, per rank 1 + the position of the first non-finite element, 0 for none.
     """
 
     norm: Tensor
     skip: Tensor
     factors: tuple[Tensor | None, ...]
     present: list[list[bool]]
+    bad: Tensor
 
 
 class Scaler:
@@ -85,7 +87,12 @@ class Scaler:
         return loss if self.loss_scale is None else loss * self.loss_scale
 
     @torch.no_grad()
-    def combine(self, max_norm: float | None, limits: Sequence[float | None]) -> Verdict:
+    def combine(
+        self,
+        max_norm: float | None,
+        limits: Sequence[float | None],
+        pending: Verdict | None = None,
+    ) -> Verdict:
         """The verdict over all ranks' own spans. Every rank must call it, after the reduction.
 
         One all-reduce of doubles: per rank a row of one norm per group and the first bad element,
@@ -95,6 +102,8 @@ class Scaler:
         Args:
             max_norm: bound of the norm of all groups that have none of their own.
             limits: per optimizer group, a bound of its own, by which it is clipped by itself.
+            pending: an earlier verdict on these gradients: they count as clipped by it, and the
+                new factors hold for both.
         """
         size, rank, columns = self._comm.size, self._comm.rank, len(limits) + 1
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
@@ -110,30 +119,44 @@ class Scaler:
         control[size * columns :] = self._on_device(pattern)
         self._comm.all_reduce(control)
         parts = self._merge(rows[:, :-1], dim=0)
+        factors = [self._unscale()] * len(limits)
+        skip = ~self._norm(parts).isfinite()
+        if pending is not None:
+            factors = list(pending.factors)
+            parts = parts * self._clipped(pending)
         norm = self._norm(parts)
-        skip = ~norm.isfinite()
+        clips = self._clips(parts, max_norm, limits)
+        folded = tuple(_product(old, new) for old, new in zip(factors, clips, strict=True))
         present = self._present(pattern, control[size * columns :])
-        self._count(skip, rows[:, -1])
-        return Verdict(norm, skip, self._factors(parts, max_norm, limits), present)
+        return Verdict(norm, skip, folded, present, rows[:, -1].clone())
 
-    def _factors(
+    def _unscale(self) -> Tensor | None:
+        return None if self.loss_scale is None else 1.0 / self.loss_scale
+
+    def _clipped(self, pending: Verdict) -> Tensor:
+        """Per group, what its clipping does to its sum of p-th powers (or maximum)."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.double()
+        one = torch.ones((), dtype=torch.float64, device=self._device)
+        clips = torch.stack([one if f is None else f * scale for f in pending.factors])
+        return clips if math.isinf(self._config.norm_type) else clips.pow(self._config.norm_type)
+
+    def _clips(
         self, parts: Tensor, max_norm: float | None, limits: Sequence[float | None]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> list[Tensor | None]:
+        """Per group, by what it is to be multiplied for its bound; ``None`` without one."""
         rest = [number for number, limit in enumerate(limits) if limit is None]
-        unscale = None if self.loss_scale is None else 1.0 / self.loss_scale
 
-        def factor(limit: float | None, members: list[int]) -> Tensor | None:
+        def clip(limit: float | None, members: list[int]) -> Tensor | None:
             if limit is None:
-                return unscale
+                return None
             some = parts if len(members) == len(limits) else parts[members]
-            clip = (limit / (self._norm(some) + CLIP_EPS)).clamp(max=1.0).float()
-            return clip if unscale is None else clip * unscale
+            return (limit / (self._norm(some) + CLIP_EPS)).clamp(max=1.0).float()
 
-        shared = factor(max_norm, rest) if rest else None
-        return tuple(
-            shared if limit is None else factor(limit, [number])
+        shared = clip(max_norm, rest) if rest else None
+        return [
+            shared if limit is None else clip(limit, [number])
             for number, limit in enumerate(limits)
-        )
+        ]
 
     def clip_value(self, limit: float, pending: Verdict | None) -> None:
         """Clamp the own spans to ``[-limit, limit]``, loss scale considered. Local.
@@ -154,7 +177,8 @@ class Scaler:
             own.copy_(torch.where(own.isfinite(), own.clamp(-bound, bound), own))
 
     def update(self, verdict: Verdict) -> None:
-        """Grow or back off the dynamic loss scale, as torch.amp.GradScaler does."""
+        """Count the step; grow or back off the dynamic loss scale as torch.amp.GradScaler does."""
+        self._count(verdict.skip, verdict.bad)
         if self.dynamic:
             assert self.loss_scale is not None
             torch._amp_update_scale_(
@@ -328,3 +352,9 @@ class Scaler:
                 return grads, next(after, layout.slots[-1]), position
             position -= layout.numel
         raise AssertionError("a position beyond the last pack")
+
+
+def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second

@@ -46,8 +46,8 @@ def plain_groups(groups: Groups) -> list[dict[str, Any]]:
     return [{**group, "params": [index[param] for param in group["params"]]} for group in groups]
 
 
-def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
-    """Overwrite the options, not the parameters, of ``groups``.
+def check_groups(groups: Groups, loaded: Groups) -> None:
+    """Raise for groups that are not of the same sizes.
 
     Raises:
         ValueError: another number of groups, or of parameters in one of them.
@@ -59,6 +59,10 @@ def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
             f"state_dict: expected groups with {sizes} parameters, got {others}; build the "
             "optimizer with the same groups as when the state was saved"
         )
+
+
+def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
+    """Overwrite the options, not the parameters, of ``groups``; check them first."""
     for group, other in zip(groups, loaded, strict=True):
         group.update((key, value) for key, value in other.items() if key != "params")
 
@@ -78,12 +82,33 @@ def local_state(masters: Sequence[Master], update: Update, groups: Groups) -> di
 def load_local(
     masters: Sequence[Master], update: Update, groups: Groups, state: Mapping[int, Any]
 ) -> None:
-    """The inverse of :func:`local_state`, on the same rank of an equal layout."""
+    """The inverse of :func:`local_state`, on the same rank of an equal layout.
+
+    Raises:
+        ValueError: a fragment is missing or of another size, before anything is changed.
+    """
     index = numbered(groups)
+    found = []
     for master, position, param in owned(masters):
-        values = dict(state[index[param]])
-        part(master, master.fragments[position]).copy_(values.pop("master"))
+        fragment, values = master.fragments[position], dict(state.get(index[param], {}))
+        exact = values.pop("master", None)
+        shape = None if exact is None else tuple(exact.shape)
+        if shape != (fragment.numel,):
+            raise ValueError(
+                f"state_dict: 'master' of parameter {fragment.slot.name!r} has shape {shape}, "
+                f"expected ({fragment.numel},); load the state as state_dict() returned it"
+            )
+        found.append((master, position, exact, _checked(update, fragment, values)))
+    for master, position, exact, values in found:
+        part(master, master.fragments[position]).copy_(exact)
         update.load_fragment(master, position, values)
+
+
+def _checked(update: Update, fragment: Fragment, values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.dim() and update.elementwise:
+            _check_numel(value, fragment.numel, (fragment.numel,), fragment, name)
+    return values
 
 
 def take_plain(
@@ -97,13 +122,16 @@ def take_plain(
     cut = []
     for master, position, param in owned(masters):
         fragment = master.fragments[position]
-        values = {name: _cut(value, fragment, name) for name, value in state.get(param, {}).items()}
+        values = {
+            name: _cut(value, fragment, name, update.elementwise)
+            for name, value in state.get(param, {}).items()
+        }
         cut.append((master, position, values))
     for master, position, values in cut:
         update.load_fragment(master, position, values)
 
 
-def _cut(value: Any, fragment: Fragment, name: str) -> Any:
+def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
     """The fragment's part of a full state tensor; numbers and 0-dim tensors stay whole."""
     slot = fragment.slot
     if not isinstance(value, Tensor) or value.dim() == 0:
@@ -111,12 +139,20 @@ def _cut(value: Any, fragment: Fragment, name: str) -> Any:
     if value.numel() == slot.numel:
         start, stop = fragment.param_range
         return value.reshape(-1)[start:stop]
-    if fragment.numel == slot.numel:  # e.g. factored moments of a whole parameter
-        return value
-    raise ValueError(
-        f"state_dict: {name!r} of parameter {slot.name!r} has shape {tuple(value.shape)}, expected "
-        f"{slot.shape}; a state that is not elementwise needs partition 'whole'"
-    )
+    if elementwise or fragment.numel != slot.numel:
+        _check_numel(value, slot.numel, slot.shape, fragment, name)
+    return value  # e.g. factored moments of a whole parameter
+
+
+def _check_numel(
+    value: Tensor, numel: int, shape: tuple[int, ...], fragment: Fragment, name: str
+) -> None:
+    if value.numel() != numel:
+        raise ValueError(
+            f"state_dict: {name!r} of parameter {fragment.slot.name!r} has shape "
+            f"{tuple(value.shape)}, expected {shape}; load the state of this very model (one that "
+            "is not elementwise needs partition 'whole')"
+        )
 
 
 def gather_plain(

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast import kernels
+from shardcast import _compat, kernels
+from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.layout import Fragment
 from shardcast.master import Master
@@ -23,6 +24,7 @@ from shardcast.precision import MASTER_DTYPE
 from shardcast.scaler import Verdict
 
 CHUNK = 1 << 16  # elements per eager call on CPU: all operands stay in cache
+PROBATION = 10  # steps in which an unknown class is watched
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.Adadelta,
@@ -41,11 +43,11 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 Kernel = Callable[..., None]
 
 
-def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> Update:
+def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm) -> Update:
     """The update for the class of ``optimizer``, whose groups it reads in every step."""
     if type(optimizer) in kernels.STATE_NAMES:
         return FusedUpdate(optimizer, config)
-    return InnerUpdate(optimizer)
+    return InnerUpdate(optimizer, comm)
 
 
 def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
@@ -94,6 +96,8 @@ class FusedUpdate:
     that have had gradients in the same steps share one ``step`` tensor; usually that is all.
     """
 
+    elementwise = True  # state tensors have one element per element of the parameter
+
     def __init__(self, optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> None:
         self._optimizer = optimizer
         self._kind = type(optimizer)
@@ -122,7 +126,7 @@ class FusedUpdate:
         counted: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         for number, master in enumerate(self._masters):
             group = self._optimizer.param_groups[master.pack.layout.group]
-            rule = kernels.rule_of(self._kind, group)
+            rule = self._rule(master)
             for start, stop, step in self._runs(number, present[master]):
                 key = (master.pack.layout.group, id(step))
                 if key not in counted:
@@ -149,9 +153,11 @@ class FusedUpdate:
     def _advance(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]]) -> None:
         """Count the step for the fragments that take part in it, without asking the device.
 
-        A step tensor shared by present and absent fragments is split first.
+        A step tensor shared by fragments that take part and others is split first. SGD counts
+        only while it has momentum: its first step with a buffer is special.
         """
         device = verdict.skip.device
+        counts = [bool(self._rule(master).state) for master in self._masters]
         fresh = torch.zeros((), dtype=torch.float32, device=device)
         moving: dict[int, Tensor] = {}
         staying: dict[int, Tensor] = {}
@@ -161,18 +167,24 @@ class FusedUpdate:
                 step = steps[position]
                 if here:
                     step = steps[position] = fresh if step is None else step
-                    moving[id(step)] = step
+                    if counts[number]:
+                        moving[id(step)] = step
         for number, master in enumerate(self._masters):
             steps = self._steps[number]
             for position, here in enumerate(present[master]):
                 step = steps[position]
-                if not here and step is not None and id(step) in moving:
+                still = not (here and counts[number])
+                if still and step is not None and id(step) in moving:
                     if id(step) not in staying:
                         staying[id(step)] = step.clone()
                     steps[position] = staying[id(step)]
         taken = 1.0 - verdict.skip.float()
         for step in moving.values():
             step += taken
+
+    def _rule(self, master: Master) -> kernels.Rule:
+        group = self._optimizer.param_groups[master.pack.layout.group]
+        return kernels.rule_of(self._kind, group)
 
     def _runs(self, number: int, present: Sequence[bool]) -> Iterator[tuple[int, int, Tensor]]:
         """Maximal ranges of the own span that take one and the same step.
@@ -244,7 +256,11 @@ class FusedUpdate:
             value = state.get(name)
             if value is not None:
                 self._state(number, name)[part].copy_(value.reshape(-1))
-        self._steps[number][position] = self._shared_step(float(state.get("step", 2.0)), master)
+        started = 2.0  # of SGD, which keeps no step: its buffer is past the first one
+        if self._kind is torch.optim.SGD and state.get("momentum_buffer") is None:
+            started = 0.0
+        step = self._shared_step(float(state.get("step", started)), master)
+        self._steps[number][position] = step
 
     def _shared_step(self, value: float, master: Master) -> Tensor:
         """A step tensor of this value, shared with the fragments that have the same."""
@@ -263,8 +279,11 @@ class InnerUpdate:
     shape, under ``even`` they are 1-d.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm) -> None:
+        self._optimizer, self._comm = optimizer, comm
+        foreign = not type(optimizer).__module__.startswith("torch.optim")
+        self._unproven = PROBATION if foreign else 0  # steps after which options are compared
+        self.elementwise = type(optimizer) in ELEMENTWISE
         self._params: dict[Master, list[nn.Parameter]] = {}
         self._inner = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
         self._inner.__dict__.update(optimizer.__dict__)
@@ -322,7 +341,10 @@ class InnerUpdate:
                     grad = exact[master.local(part.start, part.stop)]
                     param.grad = grad.view(param.shape)
         with torch.enable_grad():  # some optimizers compute with autograd
-            self._inner.step()
+            _compat.bare_step(self._inner)()
+        if self._unproven and self._comm.size > 1:
+            self._unproven -= 1
+            self._compare_options(verdict.skip.device)
         self._write_groups()
         for params in self._params.values():
             for param in params:
@@ -334,6 +356,29 @@ class InnerUpdate:
         groups = zip(self._optimizer.param_groups, self._inner.param_groups, strict=True)
         for outer, inner in groups:
             outer.update((key, value) for key, value in inner.items() if key != "params")
+
+    def _compare_options(self, device: torch.device) -> None:
+        """Raise if what the class keeps in its groups differs between ranks.
+
+        Then it was computed from all of a rank's parameters, as the step size of Prodigy and
+        D-Adaptation is, and no partition can be right. Such classes are not known by name.
+        """
+        mine = {
+            f"{key!r} of group {number}": float(value)
+            for number, group in enumerate(self._inner.param_groups)
+            for key, value in group.items()
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        everyone = self._comm.exchange(mine, device)
+        for option in mine:
+            values = [theirs[option] for theirs in everyone if option in theirs]
+            if any(value != values[0] for value in values):
+                raise RuntimeError(
+                    f"optimizer: {type(self._optimizer).__name__} computed {option} as "
+                    f"{', '.join(map(str, values))} on the ranks: its update of one parameter "
+                    "depends on all of them, so it cannot be sharded; use it with DDP, or use "
+                    "another optimizer"
+                )
 
     def publish(self) -> None:
         """Cast the masters into the packs; takes in what an optimizer put elsewhere."""

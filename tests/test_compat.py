@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardcast import _compat
-from shardcast.testing import ThreadedWorld
+from shardcast.testing import SpawnedWorld, ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -106,3 +109,108 @@ def test_gradients_of_another_dtype_accumulate_in_place():
     for _ in range(2):
         (weight * torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)).sum().backward()
     assert weight.grad is view and view.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_each_backward_has_a_number_and_one_inside_another_has_its_own():
+    numbers: list[int] = []
+    assert _compat.current_backward() == -1
+    inner = torch.ones(1, requires_grad=True)
+    inner.register_hook(lambda _grad: numbers.append(_compat.current_backward()))
+    outer = torch.ones(1, requires_grad=True)
+
+    def nested(_grad: Tensor) -> None:
+        numbers.append(_compat.current_backward())
+        with torch.enable_grad():
+            (inner * 2).sum().backward()
+        numbers.append(_compat.current_backward())
+
+    outer.register_hook(nested)
+    (outer * 3).sum().backward()
+    before, inside, after = numbers
+    assert before == after and before >= 0 and inside >= 0 and inside != before
+    assert _compat.current_backward() == -1
+
+
+def under_ddp(group: Any) -> dict[str, Any]:
+    seen: list[bool] = []
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(lambda m, _args: seen.append(_compat.inside_ddp(m)))
+    wrapped = DistributedDataParallel(model)
+    model(torch.ones(1, 2))
+    wrapped(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    return {
+        "seen": seen,
+        "is_ddp": (_compat.is_ddp(wrapped), _compat.is_ddp(model)),
+        "compiled": _compat.is_ddp(torch.compile(wrapped)),
+        "unwrapped": _compat.unwrapped(wrapped) is model,
+        "both": _compat.unwrapped(torch.compile(wrapped)) is model,
+    }
+
+
+def test_a_ddp_wrapper_is_seen_from_outside_and_from_inside_its_forward(gloo: SpawnedWorld):
+    for found in gloo.run(under_ddp):
+        assert found == {
+            "seen": [False, True, False], "is_ddp": (True, False), "compiled": True,
+            "unwrapped": True, "both": True,
+        }  # fmt: skip
+
+
+def test_every_function_of_compat_is_exercised_here():
+    public = {name for name, item in vars(_compat).items()
+              if inspect.isfunction(item) and item.__module__ == _compat.__name__
+              and not name.startswith("_")}  # fmt: skip
+    source = Path(__file__).read_text()
+    assert public and {name for name in public if f"_compat.{name}(" not in source} == set()
+
+
+def test_a_hook_can_tell_a_backward_from_autograd_grad():
+    seen: list[bool] = []
+    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    everything = [*first.parameters(), *second.parameters()]
+
+    def loss() -> Tensor:
+        hidden = first(inputs)
+        hidden.register_hook(lambda _grad: seen.append(_compat.accumulates()))
+        return second(hidden).sum()
+
+    loss().backward()
+    torch.autograd.grad(loss(), everything)
+    torch.autograd.grad(loss(), inputs)
+    assert seen == [True, False, False]
+    seen.clear()
+    handle = first.weight.register_hook(lambda _grad: seen.append(_compat.accumulates()))
+    second(first(inputs)).sum().backward(inputs=[first.weight])
+    torch.autograd.grad(second(first(inputs)).sum(), first.weight)
+    handle.remove()
+    assert seen == [True, False]
+
+
+def test_a_weak_hook_calls_while_what_it_holds_lives():
+    seen: list[Tensor] = []
+
+    class Holder:
+        def called(self, tensor: Tensor) -> None:
+            seen.append(tensor)
+
+    holder, weight = Holder(), torch.ones(2, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(_compat.weak_hook(Holder.called, holder))
+    (weight * 2).sum().backward()
+    del holder
+    (weight * 2).sum().backward()
+    assert len(seen) == 1 and seen[0] is weight
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_the_bare_step_runs_no_hooks_and_makes_the_same_step(kind: Any):
+    weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
+    hooked, bare = (kind([weight], lr=0.1) for weight in weights)
+    seen: list[object] = []
+    for optimizer, weight in zip((hooked, bare), weights, strict=True):
+        optimizer.register_step_pre_hook(lambda *args: seen.append(args[0]))
+        weight.grad = torch.full_like(weight, 0.5)
+    hooked.step()
+    _compat.bare_step(bare)()
+    assert torch.equal(*weights) and (weights[0] != 1).all()
+    assert seen == [hooked]

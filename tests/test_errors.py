@@ -316,3 +316,51 @@ def mixed_gradients(group: Any) -> Tensor:
 def test_reduce_scatter_with_unequal_spans_is_refused():
     with pytest.raises(ValueError, match="reduce_scatter needs equal spans"):
         ThreadedWorld(2).run(mixed_gradients)
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def trained() -> shardcast.ShardedOptimizer:
+    model = MLP()
+    optimizer = sharded(model)
+    install(model, 0)
+    optimizer.step()
+    return optimizer
+
+
+def test_the_state_of_another_layout_is_refused_with_where_to_load_it():
+    optimizer = sharded(MLP(), pack_params=2)
+    with pytest.raises(ValueError, match=r"another layout; load .* shardcast\.checkpoint\.load"):
+        optimizer.load_state_dict(trained().state_dict())
+
+
+def test_a_plain_state_with_other_groups_is_refused():
+    model = MLP()
+    halves = [{"params": [model.a.weight]}, {"params": [model.b.weight]}]
+    other = torch.optim.AdamW(halves)
+    with pytest.raises(ValueError, match=r"expected groups with \[6\] parameters, got \[1, 1\]"):
+        trained().load_state_dict(other.state_dict())
+
+
+def test_a_plain_state_that_does_not_fit_a_cut_parameter_is_refused():
+    plain = trained().full_state_dict()
+    plain["state"][2]["exp_avg"] = torch.zeros(99)
+    with fake_world(2) as group:
+        optimizer = sharded(MLP(), group)
+        with pytest.raises(ValueError, match=r"'b\.weight' has shape \(99,\), expected \(5, 13\)"):
+            optimizer.load_state_dict(plain)
+
+
+def test_a_plain_state_of_another_shape_is_refused_and_changes_nothing():
+    optimizer = trained()
+    plain = optimizer.full_state_dict()
+    plain["state"][3]["exp_avg"] = torch.zeros(99)  # the fourth of six: some come before it
+    plain["state"][0]["exp_avg"] = torch.full((13, 7), 7.0)
+    plain["param_groups"][0]["lr"] = 9.0
+    before = [value["exp_avg"].clone() for value in optimizer.state.values()]
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 'b\.bias' has shape \(99,\)"):
+        optimizer.load_state_dict(plain)
+    after = [value["exp_avg"] for value in optimizer.state.values()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert optimizer.param_groups[0]["lr"] == 1e-2

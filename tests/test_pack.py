@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -224,3 +226,14 @@ def moved(group: Any) -> list[bool]:
 def test_gradients_set_by_hand_are_adopted():
     ranks, _ = run_world(2, moved)
     assert ranks == [[True] * 6] * 2
+
+
+def test_a_packed_model_that_nobody_holds_is_freed():
+    def abandoned() -> list[weakref.ref[object]]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        packed = shardcast.pack_parameters(model)
+        return [weakref.ref(item) for item in (model, model[0].weight, packed.packs[0])]
+
+    left = abandoned()
+    gc.collect()
+    assert [item() is not None for item in left] == [False] * 3, "model, parameter, pack"

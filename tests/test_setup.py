@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -187,3 +189,27 @@ def test_two_gloo_processes_start_from_the_first_ones_values(gloo: SpawnedWorld)
     assert_same_bits(after, other)
     assert torch.equal(after["mean"], first["mean"])
     assert torch.equal(after["trained.weight"], first["trained.weight"].to(BF16))
+
+
+def abandoned(size: int, how: str) -> dict[str, weakref.ref[Any]]:
+    """What is left of a sharded model that nobody holds any more."""
+    with fake_world(size, 0) as group:
+        model = MLP()
+        optimizer = sharded(model, group if size > 1 else None, param_dtype=BF16)
+        if how != "never stepped":
+            CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+            optimizer.step()
+        if how == "closed":
+            optimizer.close()
+        pack = optimizer._masters[0].pack
+        found = {"optimizer": optimizer, "model": model, "parameter": model.a.weight, "pack": pack}
+        return {name: weakref.ref(item) for name, item in found.items()}
+
+
+@pytest.mark.parametrize("how", ["never stepped", "stepped", "closed"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sharded_model_that_nobody_holds_is_freed(size: int, how: str):
+    """torch keeps post-accumulate hooks where the collector cannot look: no cycle through them."""
+    left = abandoned(size, how)
+    gc.collect()
+    assert [name for name, item in left.items() if item() is not None] == []

@@ -1,0 +1,195 @@
+"""F3: what ``torch.optim.Optimizer`` promises beside the step: state in and out, modes, repr."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast import state
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.layout import Layout
+from shardcast.master import Master
+from shardcast.scaler import Scaler
+from shardcast.sync import Sync
+from shardcast.update import Update
+
+# Attributes in which a torch optimizer keeps the hooks that users registered on it.
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class StatefulOptimizer(torch.optim.Optimizer):
+    """The part of :class:`shardcast.ShardedOptimizer` that makes no step."""
+
+    layout: Layout
+    config: ShardcastConfig
+    _original: torch.optim.Optimizer
+    _masters: list[Master]
+    _comm: Comm
+    _scaler: Scaler
+    _update: Update
+    _sync: Sync
+
+    def _take_over(self, original: torch.optim.Optimizer) -> None:
+        """Go on with the hooks and the state of ``original``, which can make no step any more."""
+        for hooks in HOOKS:
+            getattr(self, hooks).update(getattr(original, hooks))
+        self._take_plain(original.state)
+        original.state = defaultdict(dict)
+        for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
+            setattr(original, name, _refused(name))
+
+    def _activate(self, master: Master) -> None:
+        """Reduce, update and sync this pack from now on."""
+        raise NotImplementedError
+
+    def _publish(self) -> None:
+        """Cast all masters into their packs and sync."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Per model parameter, this rank's part of torch's state: 1-d views, 0-dim ``step``."""
+        found: defaultdict[Tensor, Any] = defaultdict(dict)
+        for master, position, param in state.owned(self._masters):
+            values = self._update.fragment_state(master, position)
+            if values:
+                found[param] = values
+        return found
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """The base class assigns an empty one; ours is a view of the shards."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: local, without collectives, tensors and plain scalars only.
+
+        ``state`` maps the index of each parameter that this rank owns a part of to torch's state
+        of that part and its ``master`` (1-d fp32). Load it on the same rank of an equal layout;
+        for anything else there are checkpoints, and :meth:`full_state_dict`.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        result: dict[str, Any] = {
+            "state": state.local_state(self._masters, self._update, self.param_groups),
+            "param_groups": state.plain_groups(self.param_groups),
+            "shardcast": {
+                "format": state.FORMAT,
+                "rank": self._comm.rank,
+                "layout": self.layout.digest().hex(),
+                "active": self._active(),
+                "scaler": self._scaler.state_dict(),
+            },
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, result) or result
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
+
+        Every rank must call it: its own part, or the same plain state. The masters of a local
+        state are published and synced; a plain state has none, the present ones stay.
+
+        Raises:
+            ValueError: the state is another rank's, or of another layout, format or model.
+        """
+        loaded = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = hook(self, loaded) or loaded
+        head = loaded.get("shardcast")
+        state.check_groups(self.param_groups, loaded["param_groups"])
+        if head is None:
+            params = list(state.numbered(self.param_groups))
+            self._take_plain({params[n]: value for n, value in loaded["state"].items()})
+        else:
+            self._check_head(head)
+            self._activate_all(set(head["active"]))
+            state.load_local(self._masters, self._update, self.param_groups, loaded["state"])
+            self._scaler.load_state_dict(head["scaler"])
+            self._publish()
+        state.load_groups(self.param_groups, loaded["param_groups"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _check_head(self, head: Mapping[str, Any]) -> None:
+        here = {
+            "format": state.FORMAT,
+            "rank": self._comm.rank,
+            "layout": self.layout.digest().hex(),
+        }
+        if any(head[key] != value for key, value in here.items()):
+            raise ValueError(
+                "state_dict: expected the local state of this rank and layout (rank "
+                f"{self._comm.rank} of {self._comm.size}), got one of rank {head['rank']}"
+                + (", another layout" if head["layout"] != here["layout"] else "")
+                + "; load states of other layouts with shardcast.checkpoint.load"
+            )
+
+    def _active(self) -> list[int]:
+        """Indices of the packs that are trained, or were at some time."""
+        return [m.pack.layout.index for m in self._masters if m.grads is not None]
+
+    def _activate_all(self, packs: set[int]) -> None:
+        for master in self._masters:
+            if master.grads is None and master.pack.layout.index in packs:
+                self._activate(master)
+
+    def _take_plain(self, by_param: Mapping[Any, Mapping[str, Any]]) -> None:
+        used = (m for m in self._masters if any(by_param.get(p) for p in m.pack.params))
+        self._activate_all({master.pack.layout.index for master in used})
+        state.take_plain(self._masters, self._update, by_param)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state as the unsharded optimizer's own ``state_dict`` would be; on rank 0.
+
+        Every rank must call it; the others get an empty one. Loads into the plain optimizer,
+        whose next step on the masters' values is then identical.
+        """
+        return state.gather_plain(self._masters, self._update, self.param_groups, self._comm)
+
+    def __repr__(self) -> str:
+        """The optimizer's class, its groups and the layout's summary."""
+        return f"Sharded{type(self._original).__name__}: {self.layout.lines()[0]}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ShardedOptimizer cannot be pickled or copied: its masters belong to this process "
+            "and process group; use state_dict(), or shardcast.checkpoint.save"
+        )
+
+    def train(self, mode: bool = True) -> None:
+        """Switch optimizers that have a ``train`` and an ``eval`` mode (schedule-free ones).
+
+        Every rank must call it; the parameters are published and synced. Others ignore it.
+        """
+        if self._update.switch("train" if mode else "eval"):
+            self._sync()
+
+    def eval(self) -> None:
+        """The evaluation mode of :meth:`train`."""
+        self.train(False)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{name}() of the original optimizer was called; it no longer owns the state: call "
+            f"{name}() of the optimizer that shardcast.shard returned"
+        )
+
+    # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return refuse

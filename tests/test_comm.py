@@ -1,0 +1,82 @@
+"""The collectives that set-up and errors rely on: exchange and the comparison of descriptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import run_world
+
+from shardcast.comm import Comm, same_everywhere
+from shardcast.testing import SpawnedWorld, fake_world
+
+pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
+
+
+def values_of(rank: int) -> Any:
+    """Of another type and length on every rank."""
+    return [None, {"name": "x" * 1000, "range": (3, 5)}, [torch.arange(3).tolist()] * 7][rank % 3]
+
+
+def exchanged(group: Any) -> list[Any]:
+    return Comm(group).exchange(values_of(group.rank()), CPU)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_rank_gets_all_ranks_values_in_rank_order(size: int):
+    ranks, _ = run_world(size, exchanged)
+    assert ranks == [[values_of(rank) for rank in range(size)]] * size
+
+
+def test_values_are_exchanged_over_gloo(gloo: SpawnedWorld):
+    assert gloo.run(exchanged) == [[values_of(0), values_of(1)]] * 2
+
+
+def test_a_process_alone_needs_no_group_and_no_collective():
+    comm, tensor = Comm(None), torch.ones(3)
+    comm.broadcast(tensor, 0)
+    comm.all_reduce(tensor)
+    comm.all_gather(torch.empty(3), tensor)
+    assert tensor.tolist() == [1.0] * 3
+    assert comm.exchange("mine", CPU) == ["mine"]
+    assert (comm.rank, comm.size, comm.backend(CPU)) == (0, 1, "none")
+
+
+def backend_of(group: Any) -> str:
+    return Comm(group).backend(CPU)
+
+
+def test_the_backend_is_named_for_real_and_mock_groups(gloo: SpawnedWorld):
+    assert gloo.run(backend_of) == ["gloo", "gloo"]
+    with fake_world(2) as group:
+        assert backend_of(group) == "fake"
+
+
+def compared(group: Any, lines: dict[int, list[str]]) -> str | None:
+    try:
+        same_everywhere(Comm(group), lines.get(group.rank(), ["total 3", "    a (2,)"]), CPU)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_difference_is_told_alike_on_every_rank_the_most_indented_first(odd: int):
+    ranks, _ = run_world(3, compared, {odd: ["total 4", "    a (3,)"]})
+    assert ranks[0] is not None and ranks == [ranks[0]] * 3
+    told = [f"rank {rank}: a ({3 if rank == odd else 2},)" for rank in range(3)]
+    assert "first difference: " + "; ".join(told) + ". Build" in ranks[0]
+
+
+def test_a_line_that_one_rank_lacks_is_shown_as_nothing():
+    ranks, _ = run_world(2, compared, {1: ["    a (2,)"]})
+    assert ranks[0] is not None and "rank 0: total 3; rank 1: (nothing)" in ranks[0]
+
+
+def test_equal_descriptions_cost_one_collective_of_32_bytes_per_rank():
+    ranks, world = run_world(3, compared, {})
+    assert ranks == [None] * 3
+    assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 96)]

@@ -1,0 +1,310 @@
+"""Unusual backwards: autograd.grad, gradient penalties, re-entrant checkpoints, exceptions."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from oracle import BATCH, check, mlp, set_grads
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
+
+import shardcast
+from shardcast.reduce import Reducer
+from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def by_hand(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+    """Functional style: gradients are computed, not accumulated, and then set."""
+    for _ in range(3):
+        params = list(model.parameters())
+        grads = torch.autograd.grad(model(batch).square().mean(), params)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_of_autograd_grad_set_by_hand_are_averaged():
+    check(sgd, by_hand, worlds=(1, 2, 3), tol=1e-6)
+
+
+def test_taking_autograd_grad_for_a_backward_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The control: arming a round for it leaves each rank with its own gradients."""
+    monkeypatch.setattr(Reducer, "_accumulates", lambda _self: True)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(sgd, by_hand, worlds=(2,), tol=1e-6)
+
+
+def test_a_gradient_penalty_costs_no_round_of_its_own():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for _ in range(3):
+            inputs = batch.clone().requires_grad_()
+            out = model(inputs)
+            (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+            (out.square().mean() + slope.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(sgd, script, tol=1e-6)
+
+    def count(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, pack_params=2)
+        world.logs[group.rank()].clear()
+        script(model, optimizer, BATCH.bfloat16(), True)
+
+    world = ThreadedWorld(2)
+    world.run(count)
+    exchanges = [call for call in world.logs[0] if call.op == "all_to_all_single"]
+    assert len(exchanges) == 3 * 3, "packs x steps"
+
+
+@pytest.mark.parametrize("inputs", [[0], [1, 3], [0, 1, 2, 3, 4, 5]])
+def test_a_backward_to_some_parameters_alone_reduces_them(inputs: list[int]):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for _ in range(3):
+            params = list(model.parameters())
+            loss = model(batch).square().mean()
+            loss.backward(inputs=[params[number] for number in inputs])
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(sgd, script, tol=1e-6)
+
+
+class Tied(nn.Module):
+    """One weight used outside and, if asked, inside a re-entrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.tied = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.inside = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = checkpoint(self.tied, x, use_reentrant=True) if self.inside else self.tied(x)
+        return self.tied(x.tanh())  # the backward of this comes before that of the checkpoint
+
+
+def late(group: Any, start: int) -> str:
+    """Rank 0 checkpoints from step ``start`` on, the others never do."""
+    model = Tied()
+    optimizer = shardcast.shard(
+        model, sgd(model), process_group=group, pack_params=1, param_dtype="fp32"
+    )
+    try:
+        for step in range(3):
+            model.inside = group.rank() == 0 and step >= start
+            model(BATCH).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tied_weight_in_a_reentrant_checkpoint_from_the_first_step_on_works():
+    world = ThreadedWorld(2)
+    assert world.run(late, 0) == ["", ""]
+    assert_same_sequence(world.logs)
+
+
+def test_a_tied_weight_that_comes_again_after_it_was_sent_stops_with_the_remedy():
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        ThreadedWorld(2, timeout=5).run(lambda group: [_raise(late(group, 1))])
+
+
+def _raise(told: str) -> None:
+    if told:
+        raise RuntimeError(told)
+
+
+class Fragile(torch.autograd.Function):
+    """Identity whose backward fails when told to."""
+
+    fail = False
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Any:
+        if Fragile.fail:
+            raise MemoryError("out of memory")
+        return grads[0]
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_backward_that_failed_everywhere_may_be_tried_again(clear: str):
+    def script(model: Any, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for step in range(4):
+            for attempt in range(2):
+                hidden = Fragile.apply(model[:2](batch))
+                loss = model[2:](hidden).square().mean()
+                if step == 2 and attempt == 0:
+                    Fragile.fail = True
+                    with pytest.raises(MemoryError):
+                        loss.backward()
+                    barrier(optimizer)
+                    Fragile.fail = False
+                    barrier(optimizer)
+                    (optimizer if clear == "optimizer" else model).zero_grad()
+                elif attempt == 1:
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def barrier(optimizer: Any) -> None:
+        if isinstance(optimizer, shardcast.ShardedOptimizer):
+            optimizer._comm.all_reduce(torch.zeros(1))
+
+    check(sgd, script, worlds=(1, 2), tol=1e-6)
+
+
+def clipped_by_torch(group: Any) -> list[str]:
+    model = mlp()
+    optimizer = shardcast.shard(model, sgd(model), process_group=group)
+    told = []
+    for _ in range(2):
+        model(BATCH).float().square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told.append(" ".join(str(warning.message) for warning in caught))
+        optimizer.zero_grad()
+    return told
+
+
+def test_torchs_own_clipping_of_a_sharded_model_is_told_once():
+    for first, second in ThreadedWorld(2).run(clipped_by_torch):
+        assert "use optimizer.clip_grad_norm_" in first
+        assert second == ""
+    assert ThreadedWorld(1).run(clipped_by_torch) == [["", ""]]
+
+
+def test_own_clipping_and_gradients_set_by_hand_are_not_told_of():
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group)
+        for step in range(3):
+            model(BATCH).float().square().mean().backward()
+            optimizer.clip_grad_value_(0.1)
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            set_grads(model, step)
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ThreadedWorld(2).run(run)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_hooks_of_all_optimizers_run_once_per_step(kind: Any):
+    seen: list[str] = []
+    handle = register_optimizer_step_post_hook(lambda *args: seen.append(type(args[0]).__name__))
+    try:
+        model = mlp()
+        optimizer = shardcast.shard(model, kind(model.parameters()))
+        set_grads(model, 0)
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert seen == ["ShardedOptimizer"]
+
+
+class WholeStep(torch.optim.SGD):
+    """As Prodigy: a step size in the group, computed from all parameters' gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norms = [param.grad.norm() for param in group["params"] if param.grad is not None]
+            group["d"] = float(sum(norms))
+        super().step(closure)
+
+
+def test_a_class_whose_step_size_comes_from_all_parameters_is_refused():
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, WholeStep(model.parameters(), lr=0.1), process_group=group, pack_params=1
+        )
+        set_grads(model, 0)
+        optimizer.step()
+
+    ThreadedWorld(1).run(run)
+    with pytest.raises(RuntimeError, match=r"WholeStep computed 'd' of group 0 as .* with DDP"):
+        ThreadedWorld(2).run(run)
+
+
+def odd_buffers(group: Any) -> list[Tensor]:
+    model = mlp()
+    kinds = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64]
+    for number, kind in enumerate(kinds):
+        values = torch.full((3, 2), group.rank() + 1.0).to(kind)
+        model.register_buffer(f"odd{number}", values.t() if number % 2 else values)
+    model.register_buffer("scalar", torch.tensor(group.rank(), dtype=torch.int16))
+    optimizer = shardcast.shard(model, sgd(model), process_group=group, broadcast_buffers=True)
+    set_grads(model, 0)
+    optimizer.step()
+    return [buffer.to(torch.float32).clone() for buffer in model.buffers()]
+
+
+def test_buffers_of_every_dtype_become_equal(gloo: SpawnedWorld):
+    first, second = gloo.run(odd_buffers)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert first[0].unique().tolist() == [1.0] and first[-1].item() == 0.0
+
+
+def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():
+    def run(plain: bool) -> list[Tensor]:
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        optimizer: Any = inner
+        if not plain:
+            optimizer = shardcast.shard(model, inner, param_dtype="fp32")
+        state = {n: {"momentum_buffer": None} for n in range(6)}
+        groups = [{**inner.param_groups[0], "params": list(range(6))}]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for step in range(3):
+            set_grads(model, step)
+            optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+@pytest.mark.parametrize("name", ["add_param_group", "state_dict", "load_state_dict"])
+def test_the_original_optimizer_refuses_what_only_the_sharded_one_can_do(name: str):
+    model = mlp()
+    inner = sgd(model)
+    shardcast.shard(model, inner)
+    with pytest.raises(RuntimeError, match=rf"call {name}\(\) of the optimizer that"):
+        getattr(inner, name)(*[{}] * (name != "state_dict"))
+
+
+def test_state_dict_hooks_of_the_original_go_on():
+    model = mlp()
+    inner, seen = sgd(model), []
+    inner.register_state_dict_pre_hook(lambda _opt: seen.append("before saving"))
+    inner.register_state_dict_post_hook(lambda _opt, _state: seen.append("saved"))
+    inner.register_load_state_dict_pre_hook(lambda _opt, _state: seen.append("before loading"))
+    inner.register_load_state_dict_post_hook(lambda _opt: seen.append("loaded"))
+    optimizer = shardcast.shard(model, inner)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before saving", "saved", "before loading", "loaded"]

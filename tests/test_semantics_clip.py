@@ -1,0 +1,234 @@
+"""Clipping, scaling and torch's GradScaler, in the orders and groups that training loops use."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from oracle import BATCH, check, mlp, set_grads, steps
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import shardcast
+from shardcast.testing import ThreadedWorld, assert_same_sequence
+
+pytestmark = pytest.mark.timeout(60)
+
+# torch sums norms in fp32 tensor by tensor, here it is one sum in fp64: the factor differs by an
+# ulp or two, so each of three steps may round a weight below 0.5 the other way: 3 x 2^-25.
+NORM = 3 * 2**-25
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def clipped(*calls: tuple[str, float], p: float = 2.0) -> Any:
+    """A script of three steps that clips by ``norm`` and by ``value`` in the order given."""
+
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+        for step in range(3):
+            set_grads(model, step)
+            for kind, limit in calls:
+                if kind == "norm" and sharded:
+                    optimizer.clip_grad_norm_(limit)
+                elif kind == "norm":
+                    clip_grad_norm_(model.parameters(), limit, norm_type=p)
+                elif sharded:
+                    optimizer.clip_grad_value_(limit)
+                else:
+                    clip_grad_value_(model.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_every_norm_clips_as_torch_does_in_both_partitions(p: float, partition: str):
+    check(
+        sgd, clipped(("norm", 0.3), p=p), worlds=(1, 2, 4), tol=NORM, norm_type=p,
+        partition=partition,
+    )  # fmt: skip
+
+
+def test_values_clipped_before_the_norm_enter_the_norm():
+    check(sgd, clipped(("value", 0.1), ("norm", 0.5)), tol=NORM)
+
+
+def test_values_clipped_after_the_norm_are_those_of_the_clipped_gradient():
+    """torch: clamp(g x f); the bound must not be applied to g, with f to follow."""
+    check(sgd, clipped(("norm", 2.0), ("value", 0.1)), tol=NORM)
+
+
+@pytest.mark.parametrize("limits", [(0.5, 3.0), (3.0, 0.5)])
+def test_a_second_norm_bounds_what_the_first_left(limits: tuple[float, float]):
+    check(sgd, clipped(*(("norm", limit) for limit in limits)), tol=NORM)
+
+
+def split(model: Any, **own: Any) -> torch.optim.Optimizer:
+    first = {"params": list(model[0].parameters()), **own}
+    return torch.optim.SGD([first, {"params": list(model[2:].parameters())}], lr=0.1)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_a_group_with_its_own_bound_keeps_it_when_the_rest_is_clipped_by_hand(
+    p: float, partition: str
+):
+    def script(model: Any, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+        for step in range(3):
+            set_grads(model, step)
+            if sharded:
+                optimizer.clip_grad_norm_(0.5)
+            else:
+                clip_grad_norm_(model[0].parameters(), 0.2, norm_type=p)
+                clip_grad_norm_(model[2:].parameters(), 0.5, norm_type=p)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(
+        lambda model: split(model, max_grad_norm=0.2), script, worlds=(1, 2, 4), tol=NORM,
+        norm_type=p, partition=partition,
+    )  # fmt: skip
+
+
+class Bounded(torch.optim.SGD):
+    """A third-party class that has an option ``max_grad_norm`` of its own, as LAMBs have."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["max_grad_norm"] = 0.01
+        for group in self.param_groups:
+            group["max_grad_norm"] = 0.01  # this class does not use it
+
+
+def test_an_option_of_the_optimizers_own_is_not_taken_for_a_bound_of_the_group():
+    check(lambda model: Bounded(model.parameters(), lr=0.1), steps(3))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_padding_is_in_no_norm(size: int):
+    """Gradients of ones: the norms are known, with 2 x as many elements of padding around."""
+
+    def run(group: Any) -> tuple[float, int]:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, sgd(model), process_group=group, pack_params=1, alignment=4096, norm_type=1.0
+        )
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        return float(optimizer.clip_grad_norm_(1e9)), optimizer.layout.padding
+
+    count = sum(param.numel() for param in mlp().parameters())
+    for norm, padding in ThreadedWorld(size).run(run):
+        assert norm == count
+        assert size == 1 or padding > 2 * count
+
+
+def test_the_norm_is_a_tensor_and_equal_on_all_ranks():
+    def run(group: Any) -> Tensor:
+        model = mlp()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, pack_params=2)
+        assert optimizer.grad_norm is None
+        model(BATCH * (group.rank() + 1)).float().square().mean().backward()
+        optimizer.step()
+        assert optimizer.grad_norm.shape == ()
+        return optimizer.grad_norm
+
+    first, *others = ThreadedWorld(3).run(run)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("bad", [0, None])
+def test_the_stock_recipe_of_grad_scaler_stops_on_all_ranks_alike(
+    dtype: str, unscale: bool, bad: int | None
+):
+    """Whatever overflows, and where: the same error everywhere, and nobody waits."""
+
+    def run(group: Any) -> str:
+        model = mlp()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype=dtype)
+        before = [param.detach().clone() for param in model.parameters()]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        loss = model(BATCH).float().square().mean()
+        scaler.scale(loss * (math.inf if group.rank() == bad else 1.0)).backward()
+        with pytest.raises((RuntimeError, ValueError)) as told:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        return str(told.value)
+
+    world = ThreadedWorld(2)
+    first, second = world.run(run)
+    assert_same_sequence(world.logs)
+    assert first == second
+    if dtype == "fp16" and unscale:  # torch itself refuses before it comes to us
+        assert "unscale FP16" in first
+    else:
+        assert "remove the GradScaler and call optimizer.scale_loss" in first
+
+
+def test_after_the_refusal_the_script_without_grad_scaler_works():
+    model = mlp()
+    optimizer = shardcast.shard(model, sgd(model))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(BATCH).float().square().mean()).backward()
+    with pytest.raises(RuntimeError, match="remove the GradScaler"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    before = model[0].weight.detach().clone()
+    model(BATCH).float().square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+@pytest.mark.parametrize("scale", [2.0**10, "dynamic"])
+def test_a_loss_scale_changes_nothing_of_clipped_fp32_training(scale: Any):
+    """Powers of two: scaling is exact, so the results are equal to the bit."""
+
+    def train(scaled: Any) -> list[list[Tensor]]:
+        def run(group: Any) -> list[Tensor]:
+            model = mlp()
+            optimizer = shardcast.shard(
+                model, sgd(model), process_group=group, param_dtype="fp32", pack_params=2,
+                loss_scale=scaled, max_grad_norm=0.1,
+            )  # fmt: skip
+            for _ in range(4):
+                loss = model(BATCH.chunk(2)[group.rank()]).square().mean()
+                optimizer.scale_loss(loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert optimizer.skipped_steps == 0
+            return [param.detach().clone() for param in model.parameters()]
+
+        return ThreadedWorld(2).run(run)
+
+    for mine, theirs in zip(train(scale), train(None), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_clipping_each_rank_by_its_own_norm_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The control: a norm without the all-reduce fails the comparison above."""
+    from shardcast.comm import Comm
+
+    reduce = Comm.all_reduce
+
+    def alone(self: Comm, tensor: Tensor) -> None:
+        if tensor.dtype != torch.float64:
+            return reduce(self, tensor)
+        mine = tensor.clone()
+        reduce(self, tensor)
+        tensor[: tensor.numel() - 6] = mine[: tensor.numel() - 6] * self.size
+        return None
+
+    monkeypatch.setattr(Comm, "all_reduce", alone)
+    with pytest.raises(AssertionError):
+        check(sgd, clipped(("norm", 0.3)), worlds=(2,), tol=NORM)

@@ -1,0 +1,215 @@
+"""Parameter groups: interleaved, empty, changed by schedulers or by hand, added after steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import BATCH, check, mlp, set_grads, steps
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+
+import shardcast
+from shardcast.testing import ThreadedWorld, assert_same_sequence
+
+pytestmark = pytest.mark.timeout(60)
+WORLDS = (1, 2, 3, 4)
+
+
+def interleaved(kind: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Weights, nothing, and biases in groups of their own, the biases first."""
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        groups = [
+            {"params": params[1::2], "lr": 3e-3, "weight_decay": 0.0, "mine": "biases"},
+            {"params": []},
+            {"params": params[0::2], "weight_decay": 0.3},
+        ]
+        return kind(groups, lr=1e-2, **options)
+
+    return build
+
+
+KINDS = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5}),
+}
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_across_the_order_of_the_model_keep_their_own_options(kind: str, partition: str):
+    make, options = KINDS[kind]
+    check(interleaved(make, **options), steps(5), worlds=WORLDS, partition=partition)
+
+
+def test_options_of_another_group_would_be_noticed():
+    """The control: the same options for all groups give other parameters."""
+
+    def even_out(_step: int, _model: nn.Module, optimizer: Any) -> None:
+        if isinstance(optimizer, shardcast.ShardedOptimizer):
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.3
+
+    with pytest.raises(AssertionError):
+        check(interleaved(torch.optim.AdamW), steps(3, even_out), worlds=(2,))
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_may_be_changed_by_hand_between_steps(kind: str, partition: str):
+    changes: dict[str, dict[str, Any]] = {
+        "AdamW": {"betas": (0.5, 0.9), "eps": 1e-3, "maximize": True},
+        "SGD": {"momentum": 0.5, "nesterov": False, "maximize": True},
+        "NAdam": {"betas": (0.5, 0.9), "decoupled_weight_decay": True},
+        "RMSprop": {"alpha": 0.5, "momentum": 0.9, "eps": 1e-3},
+    }
+
+    def before(step: int, _model: nn.Module, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+            group["weight_decay"] += 0.05
+        if step == 3:
+            optimizer.param_groups[2].update(changes[kind])
+
+    make, options = KINDS[kind]
+    check(interleaved(make, **options), steps(6, before), worlds=(1, 3), partition=partition)
+
+
+def test_momentum_may_be_switched_on_after_steps():
+    def before(step: int, _model: nn.Module, optimizer: Any) -> None:
+        if step == 2:
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.9
+
+    check(interleaved(torch.optim.SGD), steps(5, before))
+
+
+def test_momentum_switched_on_after_steps_starts_from_the_bare_gradient():
+    """torch applies no dampening to the first gradient that a buffer takes."""
+
+    def before(step: int, _model: nn.Module, optimizer: Any) -> None:
+        if step == 2:
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.9
+
+    check(interleaved(torch.optim.SGD, dampening=0.5), steps(5, before))
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-3, 0.1, 2, cycle_momentum=True),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=9),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.5, anneal_epochs=3),
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("on", ["original", "sharded"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_works_on_either_optimizer(name: str, on: str, tensor: bool):
+    """SGD with momentum, which some schedulers change too, and a rate that may be a tensor."""
+    made: dict[int, Any] = {}
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        rate = torch.tensor(1e-2) if tensor else 1e-2
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        if on == "original":
+            made[id(model)] = SCHEDULERS[name](optimizer)
+        return optimizer
+
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor, _sharded: bool) -> None:
+        scheduler = made[id(model)] if on == "original" else SCHEDULERS[name](optimizer)
+        for step in range(7):
+            set_grads(model, step)
+            optimizer.step()
+            scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        # SequentialLR itself calls its parts before the optimizer and with an epoch.
+        warnings.simplefilter("ignore" if name == "SequentialLR" else "error")
+        check(build, script, worlds=(1, 2))
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_groups_added_after_steps_train_with_gradients_of_any_dtype(dtype: str, partition: str):
+    """bf16 parameters whose gradients accumulate in fp32, in the new group as in the old one."""
+
+    def run(group: Any) -> list[Tensor]:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, torch.optim.AdamW(model[0].parameters(), lr=1e-2), process_group=group,
+            pack_params=1, grad_dtype="fp32", param_dtype=dtype, partition=partition,
+        )  # fmt: skip
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 1e-3})
+            model(BATCH).float().square().mean().backward()
+            assert model[0].weight.grad.dtype == torch.float32
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[1]["weight_decay"] == 1e-2  # torch's default
+        return [param.detach().clone() for param in model.parameters()]
+
+    world = ThreadedWorld(3)
+    first, *others = world.run(run)
+    assert_same_sequence(world.logs)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    start = [param.detach().to(first[0].dtype) for param in mlp().parameters()]
+    moved = [not torch.equal(a, b) for a, b in zip(first, start, strict=True)]
+    assert moved == [True] * 4 + [False] * 2
+
+
+def test_a_layer_added_with_its_group_follows_the_rules_of_the_others():
+    """A new normalisation layer under ``keep_fp32="norms"`` is kept in fp32, as the first was."""
+    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
+    optimizer = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), keep_fp32="norms"
+    )
+    model.append(nn.LayerNorm(5))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert model[1].weight.dtype == model[2].weight.dtype == torch.float32
+    model(BATCH).float().square().mean().backward()
+    optimizer.step()
+
+
+def test_a_group_added_to_the_original_is_refused_or_trained():
+    model = mlp()
+    inner = torch.optim.AdamW([*model[0].parameters()], lr=1e-2)
+    optimizer = shardcast.shard(model, inner, param_dtype="fp32")
+    before = model[2].weight.detach().clone()
+    try:
+        inner.add_param_group({"params": list(model[2].parameters())})
+    except RuntimeError as refused:
+        assert "shardcast" in str(refused)
+        return
+    set_grads(model, 0)
+    optimizer.step()
+    assert not torch.equal(before, model[2].weight)
+
+
+def test_keys_of_the_users_own_stay_and_are_saved():
+    model = mlp()
+    inner = interleaved(torch.optim.AdamW)(model)
+    optimizer = shardcast.shard(model, inner)
+    optimizer.param_groups[2]["tag"] = ("late", 3)
+    saved = optimizer.state_dict()["param_groups"]
+    assert saved[0]["mine"] == "biases"
+    assert saved[2]["tag"] == ("late", 3)
+    assert [len(group["params"]) for group in saved] == [3, 0, 3]
+    assert sorted(n for group in saved for n in group["params"]) == list(range(6))
