@@ -6,8 +6,9 @@ installed torch, so that a new release that breaks one of them fails there, by n
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,6 +105,43 @@ def reduce_scatter_flat(
     """``reduce_scatter_single`` (torch >= 2.13) under either of its names; the sum over ranks."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, input, group=group, async_op=async_op)
+
+
+def fused_adam_(
+    param: Tensor,
+    grad: Tensor,
+    state: Sequence[Tensor],
+    step: Tensor,
+    *,
+    decoupled: bool,
+    **options: Any,
+) -> None:
+    """torch's fused Adam or AdamW of one tensor; ``torch.optim`` gives it whole parameters only.
+
+    Args:
+        state: ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``, ``max_exp_avg_sq``.
+        options: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, ``eps``, ``amsgrad``, ``maximize``.
+    """
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    first, second, *largest = ([tensor] for tensor in state)
+    kernel([param], [grad], first, second, *(largest or [[]]), [step], **options)
+
+
+def fused_sgd_(param: Tensor, grad: Tensor, state: Sequence[Tensor], **options: Any) -> None:
+    """torch's fused SGD of one tensor; ``state`` is its momentum buffer, if there is momentum."""
+    torch._fused_sgd_([param], [grad], list(state), **options)
+
+
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` as one compiled graph for all lengths of its tensors.
+
+    Each combination of flags and dtypes is a graph of its own. The usual limit of 8, beyond which
+    a full graph is an error, is raised where the release of torch can (>= 2.13).
+    """
+    options: dict[str, Any] = {}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = 64
+    return torch.compile(function, dynamic=True, fullgraph=True, **options)
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
