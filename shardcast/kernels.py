@@ -32,7 +32,7 @@ STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-VECTOR = 16  # torch's fused CPU kernels round the elements after the last whole vector differently
+VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
 class Flat(NamedTuple):
@@ -50,6 +50,13 @@ class Flat(NamedTuple):
     grad: Tensor
     state: tuple[Tensor, ...]
     published: Tensor | None
+
+    def alone(self) -> Flat:
+        """The same memory, not known as views: a compiled graph would be bound to their bases."""
+        published = None if self.published is None else self.published.data
+        return Flat(
+            self.master.data, self.grad.data, tuple(flat.data for flat in self.state), published
+        )
 
     def chunks(self, size: int) -> Iterator[Flat]:
         """The same cut into pieces of ``size`` elements, in order."""
@@ -198,10 +205,11 @@ class TorchAdamRule:
     ) -> None:
         """Update master and state in place."""
         step, options = numbers
-        _compat.fused_adam_(
-            master, grad, state, step, decoupled=not self.coupled,
-            amsgrad=self.amsgrad, maximize=self.maximize, **options,
-        )  # fmt: skip
+        for exact, param, *moments in _whole_vectors(grad, master, *state):
+            _compat.fused_adam_(
+                param, exact, moments, step, decoupled=not self.coupled,
+                amsgrad=self.amsgrad, maximize=self.maximize, **options,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -232,10 +240,11 @@ class TorchSGDRule:
     ) -> None:
         """Update master and state in place."""
         first, options = numbers
-        _compat.fused_sgd_(
-            master, grad, state, is_first_step=first, nesterov=self.nesterov,
-            maximize=self.maximize, **options,
-        )  # fmt: skip
+        for exact, param, *moments in _whole_vectors(grad, master, *state):
+            _compat.fused_sgd_(
+                param, exact, moments, is_first_step=first, nesterov=self.nesterov,
+                maximize=self.maximize, **options,
+            )  # fmt: skip
 
 
 Rule = AdamRule | SGDRule | TorchAdamRule | TorchSGDRule
@@ -321,6 +330,25 @@ def update_(
         old.copy_(torch.where(skip, old, new))
     if published is not None:
         published.copy_(master)
+
+
+def _whole_vectors(*operands: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Operands of equal length as pieces of whole vectors, the rest as a padded copy.
+
+    torch's fused kernels round what is left after the last whole vector in another way: results
+    would depend on where the partition cuts. The first operand is only read.
+    """
+    numel = operands[0].numel()
+    whole = numel - numel % VECTOR
+    if whole:
+        yield operands if whole == numel else [operand[:whole] for operand in operands]
+    if whole < numel:
+        padded = [operand.new_zeros(VECTOR) for operand in operands]
+        for copy, operand in zip(padded, operands, strict=True):
+            copy[: numel - whole] = operand[whole:]
+        yield padded
+        for copy, operand in zip(padded[1:], operands[1:], strict=True):
+            operand[whole:] = copy[: numel - whole]
 
 
 # torch's scalar arguments are numbers of the host; where ours is a tensor, the same is said in

@@ -87,7 +87,7 @@ class WholeKernel:
         factor: Tensor | None,
         skip: Tensor,
     ) -> None:
-        self._run(rule, flat, numbers, factor, skip)
+        self._run(rule, flat.alone(), numbers, factor, skip)
 
 
 Kernel = ChunkedKernel | WholeKernel
@@ -153,9 +153,8 @@ class _Shard:
     def runs(self, present: Sequence[bool]) -> Iterator[tuple[slice, Tensor]]:
         """Maximal ranges of the own span that take one and the same step.
 
-        A run ends where the next fragment begins, at an aligned place: the padding between is
-        zero in gradient, master and state, and stays so. So it does not depend on the partition
-        which elements are the last, not whole, vector of a kernel, where roundings may differ.
+        A run ends where the next fragment begins: the padding between is zero in gradient, master
+        and state, and stays so.
         """
         begin: int | None = None
         for position, fragment in enumerate(self.master.fragments):
@@ -230,17 +229,9 @@ class FusedUpdate:
         if not self._kernel.on_host:
             rule = kernels.rule_of(self._kind, group)
             return rule, kernels.as_tensors(rule.numbers(group, step.double()), step)
-        rule = kernels.rule_of(self._kind, group, fused=self._whole_vectors(group))
+        rule = kernels.rule_of(self._kind, group, fused=bool(group.get("fused")))
         numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
         return rule, rule.numbers(numeric, float(step))
-
-    def _whole_vectors(self, group: Mapping[str, Any]) -> bool:
-        """Whether torch's fused kernel is asked for, and runs begin and end at whole vectors.
-
-        It rounds the elements after the last whole vector differently, so a cut elsewhere would
-        make results depend on the number of ranks.
-        """
-        return bool(group.get("fused")) and self._config.alignment >= 4 * kernels.VECTOR
 
     def _advance(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]] | None) -> None:
         """Count the step for the fragments that take part in it, without asking the device.

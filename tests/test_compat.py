@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,51 @@ def test_the_bare_step_runs_no_hooks_and_makes_the_same_step(kind: Any):
     _compat.bare_step(bare)()
     assert torch.equal(*weights) and (weights[0] != 1).all()
     assert seen == [hooked]
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_fused_adam_of_one_tensor_is_the_optimizers(decoupled: bool):
+    param, kind = (
+        nn.Parameter(torch.randn(32)),
+        torch.optim.AdamW if decoupled else torch.optim.Adam,
+    )
+    options = {"lr": 0.1, "weight_decay": 0.2, "eps": 1e-6, "amsgrad": True, "maximize": False}
+    mine, grad = param.detach().clone(), torch.randn(32)
+    param.grad = grad.clone()
+    kind([param], fused=True, **options).step()
+    state = [torch.zeros(32) for _ in range(3)]
+    _compat.fused_adam_(
+        mine, grad, state, torch.tensor(1.0), decoupled=decoupled, beta1=0.9, beta2=0.999, **options
+    )
+    assert torch.equal(mine, param)
+    assert torch.equal(state[0], grad * (1 - 0.9))
+
+
+def test_the_fused_sgd_of_one_tensor_is_the_optimizers():
+    param = nn.Parameter(torch.randn(32))
+    options = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.5, "dampening": 0.0}
+    mine, grad, buffer = param.detach().clone(), torch.randn(32), torch.zeros(32)
+    param.grad = grad.clone()
+    torch.optim.SGD([param], fused=True, **options).step()
+    _compat.fused_sgd_(
+        mine, grad, [buffer], nesterov=False, maximize=False, is_first_step=True, **options
+    )
+    assert torch.equal(mine, param)
+    assert buffer.abs().sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler")
+def test_a_compiled_function_has_one_graph_for_all_lengths():
+    torch._dynamo.reset()
+    double = _compat.compiled(_double_)
+    tensors = [torch.ones(length) for length in (3, 5, 1000)]
+    double(tensors[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tensor in tensors[1:]:
+            double(tensor)
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+
+def _double_(tensor: Tensor) -> None:
+    tensor.mul_(2)

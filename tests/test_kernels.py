@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, parts, sharded, values, whole
+from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import Tensor, nn
 
 from shardcast import kernels
@@ -150,6 +150,88 @@ def test_masters_keep_what_bf16_loses():
     assert torch.equal(model.weight.flatten(), masters.bfloat16())
 
 
+FUSED = [
+    "adam_amsgrad",
+    "adam_decay",
+    "adamw",
+    "adamw_large_betas",
+    "sgd_dampening",
+    "sgd_nesterov",
+]
+
+
+@pytest.mark.parametrize("combination", FUSED)
+def test_an_optimizer_with_fused_gets_the_bits_of_torchs_fused_kernel(combination: str):
+    """Here all are whole vectors; what is left after them torch rounds in another way."""
+    kind, options = COMBINATIONS[combination]
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    twin = copy.deepcopy(model)
+    optimizer = sharded(
+        model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, fused=True, **options)
+    )
+    plain = kind(twin.parameters(), lr=1e-2, fused=True, **options)
+    for step in range(30):
+        install(model, step)
+        install(twin, step)
+        optimizer.step()
+        plain.step()
+    assert_same_bits(values(model), values(twin))
+
+
+@pytest.mark.parametrize("combination", FUSED)
+def test_the_fused_kernel_gives_the_same_bits_wherever_ranks_and_packs_cut(combination: str):
+    kind, options = COMBINATIONS[combination]
+
+    def run(group: Any, **fields: Any) -> dict[str, Tensor]:
+        model = CASES["gpt"].build()
+        build = lambda m: kind(m.parameters(), lr=1e-2, fused=True, **options)  # noqa: E731
+        optimizer = sharded(model, group, build, **fields)
+        for step in range(6):
+            install(model, step)
+            optimizer.step()
+        return values(model)
+
+    expected = run(None)
+    assert_same_bits(expected, run(None, pack_params=2))
+    for size in (2, 3):
+        for found in run_world(size, lambda group: run(group, alignment=8))[0]:
+            assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("combination", ["adam_amsgrad", "adamw", "sgd_momentum"])
+def test_a_foreach_optimizer_has_the_same_bits(combination: str):
+    kind, options = COMBINATIONS[combination]
+    model = CASES["gpt"].build()
+    twin = copy.deepcopy(model)
+    optimizer = sharded(model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, **options))
+    plain = kind(twin.parameters(), lr=1e-2, foreach=True, **options)
+    for step in range(20):
+        install(model, step)
+        install(twin, step)
+        optimizer.step()
+        plain.step()
+    assert_same_bits(values(model), values(twin))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_chunks_and_their_number_do_not_show_in_the_result(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+):
+    results = []
+    for chunk in (1 << 16, 7):
+        monkeypatch.setattr("shardcast.update.CHUNK", chunk)
+        model = CASES["gpt"].build()
+        optimizer = sharded(
+            model, optimizer=lambda m: ADAMW(m.parameters(), lr=1e-2, fused=fused),
+            param_dtype=torch.bfloat16, max_grad_norm=0.5,
+        )  # fmt: skip
+        for step in range(4):
+            install(model, step)
+            optimizer.step()
+        results.append(whole([parts(optimizer)]))
+    assert_same_bits(*results)
+
+
 def ulps(left: Tensor, right: Tensor) -> int:
     """Largest distance of two fp32 tensors of equal signs, in units in the last place."""
     return int((left.view(torch.int32).long() - right.view(torch.int32).long()).abs().max())
@@ -224,3 +306,38 @@ def test_the_form_without_host_decisions_is_within_one_ulp_of_the_chunked_one(
             largest = torch.stack([moment.abs(), right.abs(), eager.grad.abs()]).amax(0)
             assert bool(((left - right).abs() <= largest * 2**-22).all())
         assert torch.equal(other.published, other.master.half())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@needs_compiler
+@pytest.mark.parametrize("kind", [ADAMW, SGD])
+def test_lengths_places_and_numbers_do_not_compile_anew(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+):
+    """One graph per group of flags; a schedule of any number, and any pack, runs the same one."""
+    torch._dynamo.reset()
+    model = CASES["gpt"].build()
+    options = {"momentum": 0.9} if kind is SGD else {}
+    optimizer = sharded(
+        model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
+        param_dtype=torch.bfloat16, fuse="compile", pack_params=3, max_grad_norm=1.0,
+    )  # fmt: skip
+    lengths = {master.data.numel() for master in optimizer._masters}
+    assert len(lengths) > 3
+    install(model, 0)
+    optimizer.step()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(1, 5):
+            install(model, step)
+            for position, param in enumerate(model.parameters()):
+                if step > 2 and position % 3 == step % 3:
+                    param.grad = None  # so runs begin and end inside of packs
+            (group,) = optimizer.param_groups
+            group["lr"] *= 0.9
+            group["weight_decay"] *= 0.5
+            if kind is SGD:
+                group["momentum"] -= 0.1
+            else:
+                group["betas"] = (0.8 + step / 100, 0.99)
+            optimizer.step()
