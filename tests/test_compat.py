@@ -219,20 +219,22 @@ def test_the_bare_step_runs_no_hooks_and_makes_the_same_step(kind: Any):
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_the_fused_adam_of_one_tensor_is_the_optimizers(decoupled: bool):
-    param, kind = (
-        nn.Parameter(torch.randn(32)),
-        torch.optim.AdamW if decoupled else torch.optim.Adam,
-    )
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(32))
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     options = {"lr": 0.1, "weight_decay": 0.2, "eps": 1e-6, "amsgrad": True, "maximize": False}
     mine, grad = param.detach().clone(), torch.randn(32)
     param.grad = grad.clone()
-    kind([param], fused=True, **options).step()
+    optimizer = kind([param], fused=True, **options)
+    optimizer.step()
     state = [torch.zeros(32) for _ in range(3)]
     _compat.fused_adam_(
         mine, grad, state, torch.tensor(1.0), decoupled=decoupled, beta1=0.9, beta2=0.999, **options
     )
     assert torch.equal(mine, param)
-    assert torch.equal(state[0], grad * (1 - 0.9))
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    for tensor, name in zip(state, names, strict=True):
+        assert torch.equal(tensor, optimizer.state[param][name]) and bool(tensor.any())
 
 
 def test_the_fused_sgd_of_one_tensor_is_the_optimizers():
