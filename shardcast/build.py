@@ -196,6 +196,12 @@ def _convert_rest(
 ) -> None:
     """Make equal on all ranks, and cast, what the optimizer does not hold: parameters, buffers."""
     held = set(mine.values())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"model: {name!r} is on the meta device and was never materialised; let "
+                "materialize= give every parameter and buffer its storage, frozen ones too"
+            )
     for param in model.parameters():
         if param not in held:
             param.data = param.data.contiguous()

@@ -81,6 +81,18 @@ def test_parameters_left_on_meta_are_refused_by_name():
         shardcast.pack_parameters(model)
 
 
+@pytest.mark.parametrize("left", ["1.weight", "stray"])
+def test_what_the_optimizer_does_not_hold_may_not_be_left_on_meta_either(left: str):
+    model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    if left == "stray":
+        model.register_buffer("stray", torch.empty(3, device="meta"))
+    else:
+        model[1].to("meta")
+    with pytest.raises(ValueError, match=rf"model: '{left}' is on the meta device .* frozen ones"):
+        shardcast.shard(model, optimizer)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_sparse_gradients_are_refused_by_name(size: int):
     def train(group: Any) -> None:
