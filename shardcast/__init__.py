@@ -8,7 +8,7 @@ optimizer, and broadcasts the low-precision parameters on the compute stream. St
 from shardcast.build import shard
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import ShardedOptimizer
-from shardcast.pack import PackedParameters, pack_parameters
+from shardcast.packed import PackedParameters, pack_parameters
 
 __version__ = "0.1.0"
 

@@ -73,7 +73,7 @@ def shard(
     comm = Comm.resolve(process_group)
     precision = Precision(inner, config)
     if _compat.is_ddp(model):
-        _check_ddp(mine, precision)
+        _check_ddp(mine, precision, config)
     groups = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
     infos = describe(mine, config, groups, {p: precision.storage_dtype(p) for p in mine.values()})
     layout = plan_packs(infos, comm.size, _partition(optimizer, config), config)
@@ -152,8 +152,15 @@ def _check_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return mine
 
 
-def _check_ddp(mine: Mapping[str, nn.Parameter], precision: Precision) -> None:
+def _check_ddp(
+    mine: Mapping[str, nn.Parameter], precision: Precision, config: ShardcastConfig
+) -> None:
     """DDP keeps gradient buckets of the dtype it found; parameters cannot be cast under it."""
+    if config.grads == "sharded":
+        raise ValueError(
+            "grads: 'sharded' has no meaning beside DDP, whose buckets hold all gradients; pass "
+            "the bare model"
+        )
     for name, param in mine.items():
         if precision.storage_dtype(param) != param.dtype:
             raise ValueError(

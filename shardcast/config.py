@@ -108,6 +108,12 @@ class ShardcastConfig:
     max_skipped_steps: int = _option(
         50, "raise after this many steps in a row were skipped for non-finite gradients"
     )
+    grads: str = _option(
+        "full",
+        "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
+        "also under no_sync(), and a rank keeps its own part (.grad then reads NaN)",
+        choices=("full", "sharded"),
+    )
     reduce: str = _option(
         "auto",
         "how gradients reach their owner; auto picks per backend",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.comm import Comm
+from shardcast.grads import GradPack
 from shardcast.layout import PackLayout
-from shardcast.pack import GradPack, Pack
+from shardcast.pack import Pack
 from shardcast.precision import MASTER_DTYPE
 
 

@@ -160,10 +160,11 @@ class ShardedOptimizer(StatefulOptimizer):
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._verdict = None
         self._reduce.cleared()
-        super().zero_grad(set_to_none)
+        # The marks of sharded gradients have no memory that could be zeroed.
+        super().zero_grad(set_to_none or self.config.grads == "sharded")
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backwards accumulate locally and nothing is sent.
+        """Within it, backwards accumulate locally and nothing is sent (unless grads: sharded).
 
         Put all micro-batches of a step but the last in it, on every rank alike.
         """
@@ -305,8 +306,8 @@ class ShardedOptimizer(StatefulOptimizer):
         report = {"parameters": 0, "gradients": 0, "masters": 0, "state": 0}
         for master in self._masters:
             report["parameters"] += master.pack.data.nbytes
-            if master.grads is not None and master.grads.allocated:
-                report["gradients"] += master.grads.data.nbytes
+            if master.grads is not None:
+                report["gradients"] += master.grads.nbytes
             if not master.in_place:
                 report["masters"] += master.data.nbytes
         report["state"] = self._update.nbytes()

@@ -23,7 +23,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,31 +32,12 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.pack import GradPack, Pack
+from shardcast.grads import GradPack
+from shardcast.pack import Pack
 from shardcast.precision import MASTER_DTYPE, Precision
+from shardcast.stage import Stage
 
-CHUNK = 1 << 16  # elements summed at a time: the fp32 accumulator stays in cache
 WINDOW = 2  # packs in flight: bounds the memory of receive buffers
-
-
-@dataclass
-class _Stage:
-    """Where one gradient pack stands."""
-
-    grads: GradPack
-    wire: torch.dtype
-    scatter: bool  # by reduce-scatter, else by all-to-all
-    arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
-    absent: set[int] = field(default_factory=set)  # slots without one here at the last launch
-    work: Any = None  # the collective in flight
-    received: Tensor | None = None  # its output
-    sent: Tensor | None = None  # its input; alive and unchanged until the work is waited for
-    reduced: bool = False  # the own span holds the mean
-    carry: Tensor | None = None  # fp32 means of earlier rounds of this step
-
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) == len(self.grads.pack.params)
 
 
 class Reducer:
@@ -74,24 +54,26 @@ class Reducer:
         self, comm: Comm, precision: Precision, config: ShardcastConfig, averaged: bool = False
     ) -> None:
         self._comm, self._precision, self._config = comm, precision, config
+        self._sharded = config.grads == "sharded" and comm.size > 1
         self.averaged = averaged
         self.grads: list[GradPack] = []  # in the order of add()
         self.touched = False  # a gradient arrived since finish()
-        self._stages: list[_Stage] = []  # in the order of launching
+        self._stages: list[Stage] = []  # in the order of launching
         self._next = 0  # first stage of this round that was not launched yet
         self._end: Callable[[], Any] = lambda: None  # weak, to the queued end-of-backward callback
         self._backward = -1  # which backward that is
         self._accumulating = -1  # the last backward known to add to gradients
         # Launch packs before the backward ends. Not in the first one, and never after one inside
-        # another was seen: a re-entrant checkpoint may bring a gradient twice.
-        self._early = False
+        # another was seen: a re-entrant checkpoint may bring a gradient twice. Sharded gradients
+        # are always launched: to wait would need the memory that they are to save.
+        self._early = self._sharded
         self._nested = False
         self._sync = True
         self._due = True  # a round must be run before the next step
         self._versions: list[int] = []  # of the gradients when the last backward had ended
         self._may_warn = True
         self._cleared: bool | None = None  # gradients were cleared since the last round
-        self._flying: list[_Stage] = []
+        self._flying: list[Stage] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again within this step
         self._handles: list[Any] = []
 
@@ -100,9 +82,9 @@ class Reducer:
 
         Gradients that its parameters have already are reduced with this step's.
         """
-        grads = GradPack(pack, self._precision.grad_dtype(pack.layout.dtype))
+        grads = GradPack(pack, self._precision.grad_dtype(pack.layout.dtype), self._sharded)
         wire = self._precision.wire_dtype(pack.layout.dtype)
-        stage = _Stage(grads, wire, self._scatters(pack, wire))
+        stage = Stage(grads, wire, self._scatters(pack, wire))
         self.grads.append(grads)
         for param in pack.params:
             if param.dtype != grads.dtype:  # or it was set so before
@@ -142,8 +124,11 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backwards accumulate locally and no collective is issued."""
-        before, self._sync = self._sync, False
+        """Within it, backwards accumulate locally and no collective is issued.
+
+        It changes nothing for sharded gradients, which have no room to accumulate locally.
+        """
+        before, self._sync = self._sync, self._sharded
         self._due = True
         try:
             yield
@@ -254,7 +239,7 @@ class Reducer:
             self._accumulating = running
         return running == self._accumulating
 
-    def _before_accumulate(self, stage: _Stage, _grad: Tensor) -> None:
+    def _before_accumulate(self, stage: Stage, _grad: Tensor) -> None:
         if not self._accumulates():
             return
         self.begin()
@@ -266,20 +251,20 @@ class Reducer:
                     "backward: a re-entrant checkpoint brought a gradient of "
                     f"{stage.grads.pack.layout.slots[0].name!r} or a parameter packed with it for "
                     "a second time after it was sent; use torch.utils.checkpoint with "
-                    "use_reentrant=False, or checkpoint from the first step on"
+                    "use_reentrant=False, or checkpoint from the first step on with grads 'full'"
                 )
             self._reopen(stage)
 
-    def _launched_in_this_round(self, stage: _Stage) -> bool:
+    def _launched_in_this_round(self, stage: Stage) -> bool:
         return any(stage is other for other in self._stages[: self._next])
 
-    def _after_accumulate(self, stage: _Stage, _param: Tensor, position: int) -> None:
+    def _after_accumulate(self, stage: Stage, _param: Tensor, position: int) -> None:
         stage.grads.adopt(position)
         if not self._sync or self._comm.size == 1:
             return
         stage.arrived.add(position)
         if _compat.current_backward() != self._backward:
-            self._early, self._nested = False, True
+            self._early, self._nested = self._sharded, not self._sharded
         while self._early and self._next < len(self._stages) and self._stages[self._next].complete:
             self._launch(self._stages[self._next])
             self._next += 1
@@ -288,7 +273,8 @@ class Reducer:
         self._flush()
         self._early = not self._nested
         self._land_all()  # whoever edits .grad in place after backward edits the mean
-        self._versions = [grads.data._version for grads in self.grads]
+        if not self._sharded:
+            self._versions = [grads.data._version for grads in self.grads]
 
     def _flush(self) -> None:
         for stage in self._stages[self._next :]:
@@ -304,7 +290,7 @@ class Reducer:
 
     # -- one pack ---------------------------------------------------------------------------
 
-    def _reopen(self, stage: _Stage) -> None:
+    def _reopen(self, stage: Stage) -> None:
         """New gradients for a reduced pack: keep the mean of those that were not cleared.
 
         Where this rank had no gradient there may be a mean all the same, of other ranks' ones.
@@ -313,20 +299,12 @@ class Reducer:
             self._flying.remove(stage)
             self._land(stage)
         grads = stage.grads
-        stage.reduced = False
         kept = {position for position in range(len(grads.pack.params)) if grads.holds(position)}
         if not self._was_cleared():
             kept |= {
                 position for position in stage.absent if grads.pack.params[position].grad is None
             }
-        if not kept:  # the usual case: all gradients were set to None, all will be overwritten
-            stage.carry = None
-            return
-        for position in range(len(grads.pack.params)):
-            if position not in kept:
-                grads.clear(position)
-        stage.carry = grads.own.to(MASTER_DTYPE, copy=True)
-        grads.data.zero_()
+        stage.reopen(kept)  # usually none: all gradients were set to None, all are overwritten
 
     def _was_cleared(self) -> bool:
         """Whether gradients were cleared or replaced since the last round."""
@@ -339,60 +317,16 @@ class Reducer:
             )
         return self._cleared
 
-    def _launch(self, stage: _Stage) -> None:
+    def _launch(self, stage: Stage) -> None:
         if stage.reduced or stage.work is not None:
             self._reopen(stage)
-        stage.arrived.clear()
-        stage.absent.clear()
-        grads = stage.grads
-        for position, param in enumerate(grads.pack.params):
-            grads.adopt(position)
-            if param.grad is None:
-                stage.absent.add(position)
-                grads.clear(position)
+        stage.collect()
         if self._comm.size == 1:
             return
-        layout, own = grads.pack.layout, grads.pack.own
-        stage.sent = grads.data if grads.dtype == stage.wire else grads.data.to(stage.wire)
-        if stage.scatter:
-            stage.received = self._buffer(own.numel, stage)
-            stage.work = self._comm.reduce_scatter(stage.received, stage.sent)
-        else:
-            stage.received = self._buffer(own.numel * self._comm.size, stage)
-            sizes = [span.numel for span in layout.spans]
-            stage.work = self._comm.all_to_all(
-                stage.received, stage.sent, [own.numel] * self._comm.size, sizes
-            )
+        stage.send(self._comm, self._spare)
         self._flying.append(stage)
         if len(self._flying) > WINDOW:
             self._land(self._flying.pop(0))
 
-    def _buffer(self, numel: int, stage: _Stage) -> Tensor:
-        device = stage.grads.data.device
-        for position, spare in enumerate(self._spare):
-            if spare.numel() >= numel and spare.dtype == stage.wire and spare.device == device:
-                return self._spare.pop(position)[:numel]
-        return torch.empty(numel, dtype=stage.wire, device=device)
-
-    @torch.no_grad()
-    def _land(self, stage: _Stage) -> None:
-        """Wait for the collective and write the mean over the own span."""
-        stage.work.wait()
-        received, carry, own = stage.received, stage.carry, stage.grads.own
-        assert received is not None
-        # One size up from the wire, so that the sum of equal fp32 values is exact too.
-        exact = torch.float64 if stage.wire == MASTER_DTYPE else MASTER_DTYPE
-        pieces = received.view(-1, own.numel()) if own.numel() else received.view(1, 0)
-        for start in range(0, own.numel(), CHUNK):
-            stop = min(start + CHUNK, own.numel())
-            total = pieces[0, start:stop].to(exact, copy=True)
-            for piece in pieces[1:]:
-                total += piece[start:stop]
-            # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
-            total /= self._comm.size
-            if carry is not None:
-                total += carry[start:stop]
-            own[start:stop].copy_(total)
-        self._spare.append(received)
-        stage.work = stage.received = stage.sent = stage.carry = None
-        stage.reduced = True
+    def _land(self, stage: Stage) -> None:
+        self._spare.append(stage.land(self._comm.size))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.grads import GradPack
 from shardcast.layout import Slot
-from shardcast.pack import GradPack
 
 CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -332,7 +332,9 @@ class Scaler:
             mine = [
                 owner
                 for owner, grads, _, offset in found
-                if owner != self._comm.rank and not bool(grads.data[offset].isfinite())
+                if owner != self._comm.rank
+                and grads.allocated
+                and not bool(grads.data[offset].isfinite())
             ]
             for rank, spans in enumerate(self._comm.exchange(mine, self._device)):
                 for owner in spans:

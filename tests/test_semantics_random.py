@@ -56,15 +56,17 @@ def gradient(seed: int, number: int) -> Tensor:
 class Side:
     """One rank, or (no group) plain torch, which adds up what all of ``ranks`` would have."""
 
-    def __init__(self, kind: str, ranks: int, group: Any = None, **fields: Any) -> None:
-        self.model, self.ranks, self.group = Dots(), ranks, group
+    def __init__(
+        self, kind: str, ranks: int, group: Any = None, grads: str = "full", **fields: Any
+    ) -> None:
+        self.model, self.ranks, self.group, self.grads = Dots(), ranks, group, grads
         self.optimizer: Any = KINDS[kind](
             [p for n, p in enumerate(self.model.all) if n not in LAST]
         )
         if group is not None:
             self.optimizer = shardcast.shard(
                 self.model, self.optimizer, process_group=group, param_dtype="fp32",
-                pack_params=2, **fields,
+                pack_params=2, grads=grads, **fields,
             )  # fmt: skip
         self.seen: list[list[Tensor]] = []
         self.extended = False
@@ -100,6 +102,8 @@ class Side:
         self.seen.append([param.detach().clone() for param in self.model.parameters()])
 
     def clear(self, zero: str) -> None:
+        if zero == "zeros" and self.grads == "sharded":  # has no gradients that could be zeros
+            zero = "none"
         if zero == "model":
             self.model.zero_grad()
         else:
@@ -139,7 +143,7 @@ zeros = st.sampled_from(["none", "zeros", "model"])
 class Interleavings(RuleBasedStateMachine):
     """Collects what to do, and plays it on plain torch and in a strict world at the end."""
 
-    partition = "even"
+    partition, grads = "even", "full"
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,6 +156,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(seeds=several, use=per_rank, zero=zeros)
     def quiet_backwards_and_a_step(self, seeds: list[int], use: Any, zero: str) -> None:
+        if self.grads == "sharded":  # every backward is collective
+            use = (use[0] | {1},) * 4
         self.actions += [(Side.backward, (seed, use, True)) for seed in seeds]
         self.actions.append((Side.step, (zero,)))
 
@@ -188,9 +194,9 @@ class Interleavings(RuleBasedStateMachine):
 
         def run(group: Any) -> list[list[Tensor]]:
             fields = {"partition": self.partition, "max_skipped_steps": 1000}
-            return play(Side(self.kind, self.size, group, **fields))
+            return play(Side(self.kind, self.size, group, self.grads, **fields))
 
-        expected = play(Side(self.kind, self.size))
+        expected = play(Side(self.kind, self.size, grads=self.grads))
         world = ThreadedWorld(self.size)
         results = world.run(run)
         assert_same_sequence(world.logs)
@@ -200,8 +206,8 @@ class Interleavings(RuleBasedStateMachine):
                     assert torch.equal(left, right), (step, number)
 
 
-def run_machine(partition: str, examples: int, *, shrink: bool = True) -> None:
-    machine = type("Machine", (Interleavings,), {"partition": partition})
+def run_machine(partition: str, examples: int, *, grads: str = "full", shrink: bool = True) -> None:
+    machine = type("Machine", (Interleavings,), {"partition": partition, "grads": grads})
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     chosen = settings(
         max_examples=examples, stateful_step_count=12, deadline=None, derandomize=True,
@@ -211,9 +217,12 @@ def run_machine(partition: str, examples: int, *, shrink: bool = True) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:step skipped")
+@pytest.mark.parametrize("grads", ["full", "sharded"])
 @pytest.mark.parametrize("partition", ["even", "whole"])
-def test_random_interleavings_with_backwards_equal_plain_torch_to_the_bit(partition: str):
-    run_machine(partition, 60)
+def test_random_interleavings_with_backwards_equal_plain_torch_to_the_bit(
+    partition: str, grads: str
+):
+    run_machine(partition, 60, grads=grads)
 
 
 @pytest.mark.filterwarnings("ignore:step skipped")

@@ -1,0 +1,166 @@
+"""F1: the gradients of a pack, of all its parameters or only of what this rank owns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from shardcast.pack import Pack
+
+
+class GradPack:
+    """The gradients of one pack in contiguous storage of the same layout.
+
+    The storage is allocated when the first gradient arrives and is kept. Padding is zero from
+    the start and is never written, so it enters no sum and no norm.
+
+    Args:
+        sharded: give the storage back after every reduction and keep the own span only. What
+            ``.grad`` then holds is a mark: of the right shape, without memory, all NaN.
+    """
+
+    def __init__(self, pack: Pack, dtype: torch.dtype, sharded: bool = False) -> None:
+        self.pack = pack
+        self.dtype = dtype
+        self.sharded = sharded
+        self.released = False  # sharded, and nothing but the own span is here
+        self.owned = tuple(  # per slot: whether part of it lies in the own span
+            slot.numel > 0 and slot.offset < pack.own.stop and slot.end > pack.own.start
+            for slot in pack.layout.slots
+        )
+        self._data: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._own: Tensor | None = None
+        self._marks: list[Tensor] = []
+
+    @property
+    def data(self) -> Tensor:
+        """All gradients, 1-d, ``layout.numel`` elements."""
+        if self._data is None:
+            layout = self.pack.layout
+            self._data = torch.zeros(layout.numel, dtype=self.dtype, device=self._device)
+            self._views = [
+                self._data[slot.offset : slot.end].view(slot.shape) for slot in layout.slots
+            ]
+        return self._data
+
+    @property
+    def _device(self) -> torch.device:
+        return self.pack.params[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at the moment."""
+        held = (self._data, self._own)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the storage of all gradients is there."""
+        return self._data is not None
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's span; sharded and accumulated over backwards it is fp32."""
+        if not self.sharded:
+            return self.data[self.pack.own.start : self.pack.own.stop]
+        if self._own is None:
+            self._own = torch.zeros(self.pack.own.numel, dtype=self.dtype, device=self._device)
+        return self._own
+
+    def carry(self, dtype: torch.dtype) -> Tensor:
+        """What the own span holds, in ``dtype``, to be added to; gradients begin anew."""
+        if self.sharded:  # it is the accumulator itself from now on
+            self._own = self.own.to(dtype)
+            return self._own
+        carried = self.own.to(dtype, copy=True)
+        self.data.zero_()
+        return carried
+
+    def release(self, marked: Collection[int]) -> None:
+        """Give the storage back; mark the gradients that were there, and ``marked`` ones."""
+        if not self._marks:
+            nan = torch.full((), math.nan, dtype=self.dtype, device=self._device)
+            self._marks = [nan.expand(slot.shape) for slot in self.pack.layout.slots]
+        for position, param in enumerate(self.pack.params):
+            if position in marked or self.holds(position):
+                param.grad = self._marks[position]
+        self._data, self._views, self.released = None, [], True
+
+    def reopen(self, keep_own: bool) -> None:
+        """Take the marks away, so that autograd accumulates from nothing. Sharded only."""
+        for position, param in enumerate(self.pack.params):
+            if self.holds(position):
+                param.grad = None
+        self.released = False
+        if not keep_own and self.own.dtype != self.dtype:
+            self._own = None
+
+    def holds(self, position: int) -> bool:
+        """Whether ``.grad`` of the parameter at ``position`` is ours: the view, or the mark."""
+        ours = self._marks if self.released else self._views
+        return bool(ours) and self.pack.params[position].grad is ours[position]
+
+    @torch.no_grad()  # a backward with create_graph runs hooks with gradients on
+    def adopt(self, position: int) -> None:
+        """Copy the ``.grad`` at ``position`` in and make it ours; nothing if it is already.
+
+        Raises:
+            TypeError: the gradient is sparse.
+        """
+        param = self.pack.params[position]
+        grad = param.grad
+        if grad is None or self.holds(position):
+            return
+        slot = self.pack.layout.slots[position]
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"gradient of {slot.name!r}: expected a dense tensor, got {grad.layout}; use "
+                "sparse=False in the embedding, or leave this parameter to an optimizer of its own"
+            )
+        if self.released:
+            start, stop = self._part(position)
+            mine = grad.reshape(-1)[start - slot.offset : stop - slot.offset]
+            self._owned_part(position).copy_(mine)
+        else:
+            _ = self.data  # allocates the views
+            self._views[position].copy_(grad)
+        self.show(position)
+
+    @torch.no_grad()
+    def take(self, position: int) -> None:
+        """Copy the ``.grad`` at ``position`` in, or zeros, and leave it where it is."""
+        grad = self.pack.params[position].grad
+        if grad is None:
+            self.clear(position)
+        else:
+            _ = self.data
+            self._views[position].copy_(grad)
+
+    def show(self, position: int) -> None:
+        """Set the ``.grad`` at ``position`` to the view into this storage, or to the mark."""
+        if not self.released:
+            _ = self.data
+        ours = self._marks if self.released else self._views
+        self.pack.params[position].grad = ours[position]
+
+    def clear(self, position: int) -> None:
+        """Zero one slot: a gradient that is absent here counts as zero on its owner."""
+        if self.released:
+            self._owned_part(position).zero_()
+        elif self._data is not None:
+            self._views[position].zero_()
+
+    def _part(self, position: int) -> tuple[int, int]:
+        """The pack elements of a slot that lie in the own span; none: of length 0."""
+        slot, own = self.pack.layout.slots[position], self.pack.own
+        start = min(max(slot.offset, own.start), slot.end)
+        return start, max(start, min(slot.end, own.stop))
+
+    def _owned_part(self, position: int) -> Tensor:
+        start, stop = self._part(position)
+        begin = min(max(start - self.pack.own.start, 0), self.own.numel())
+        return self.own[begin : begin + stop - start]

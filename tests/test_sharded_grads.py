@@ -1,0 +1,197 @@
+"""Option ``grads: sharded``: every backward is reduced, a rank keeps its part of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import BATCH, check, mlp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardcast
+from shardcast.grads import GradPack
+from shardcast.reduce import WINDOW
+from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(group: Any, grads: str, micro: int = 1, **fields: Any) -> list[Tensor]:
+    model = mlp()
+    options = {"pack_params": 2, "max_grad_norm": 0.5, **fields}
+    optimizer = shardcast.shard(model, adamw(model), process_group=group, grads=grads, **options)
+    mine = BATCH.chunk(group.size())[group.rank()]
+    for _ in range(4):
+        for part in mine.chunk(micro):
+            optimizer.scale_loss(model(part).float().square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_backward_per_step_gives_the_bits_of_full_gradients(
+    size: int, dtype: str, partition: str
+):
+    fields = {"param_dtype": dtype, "partition": partition}
+    world = ThreadedWorld(size)
+    sharded = world.run(lambda group: train(group, "sharded", **fields))
+    assert_same_sequence(world.logs)
+    full = ThreadedWorld(size).run(lambda group: train(group, "full", **fields))
+    for mine, theirs in zip(sharded, full, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_two_gloo_processes_give_the_bits_of_full_gradients(gloo: SpawnedWorld):
+    for mine, theirs in zip(gloo.run(train, "sharded"), gloo.run(train, "full"), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("within", ["no_sync", "plain"])
+def test_accumulation_over_backwards_is_that_of_plain_torch(within: str):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
+        for _ in range(3):
+            for part in batch.chunk(2):
+                loss = model(part).square().mean() / 2
+                if sharded and within == "no_sync":
+                    with optimizer.no_sync():
+                        loss.backward()
+                else:
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1), script, tol=1e-6,
+        grads="sharded",
+    )  # fmt: skip
+
+
+def accumulated(group: Any, grads: str) -> Tensor:
+    """The norm after 64 backwards of gradients that bf16 cannot add up."""
+    model = nn.Linear(33, 9, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = shardcast.shard(model, inner, process_group=group, grads=grads)
+    for step in range(64):
+        grad = torch.randn(9, 33, generator=torch.Generator().manual_seed(step))
+        (model.weight * grad.bfloat16()).sum().backward()
+    return optimizer.clip_grad_norm_(1e9)
+
+
+def test_backwards_are_added_up_in_fp32():
+    torch.manual_seed(0)
+    grads = [torch.randn(9, 33, generator=torch.Generator().manual_seed(n)) for n in range(64)]
+    exact = torch.stack([grad.bfloat16().double() for grad in grads]).sum(0).norm()
+    sharded = ThreadedWorld(2).run(lambda group: accumulated(group, "sharded"))[0]
+    full = ThreadedWorld(2).run(lambda group: accumulated(group, "full"))[0]
+    assert abs(sharded - exact) / exact < 1e-6
+    assert abs(full - exact) / exact > 1e-5, "the control: bf16 accumulation is worse"
+
+
+def held(group: Any, grads: str, micro: int) -> tuple[int, int, int]:
+    """Gradient bytes after backward, most full-size storages at once, elements of the model."""
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(12)])
+    optimizer = shardcast.shard(
+        model, adamw(model), process_group=group, grads=grads, pack_params=1
+    )
+    packs = optimizer._reduce.grads
+    most = 0
+
+    def look(_param: Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(pack.allocated for pack in packs))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(micro):
+            model(torch.ones(2, 32)).float().square().mean().backward()
+        bytes_after = sum(pack.nbytes for pack in packs)
+        assert bytes_after == optimizer.memory_report()["gradients"]
+        optimizer.step()
+    return bytes_after, most, 12 * 32 * 32
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_keeps_its_share_and_a_window_of_packs(size: int):
+    after, most, numel = ThreadedWorld(size).run(lambda group: held(group, "sharded", 1))[0]
+    assert after == 2 * numel // size, "bf16, as it was reduced"
+    assert most <= WINDOW + 2
+    after, most, _ = ThreadedWorld(size).run(lambda group: held(group, "sharded", 2))[0]
+    assert after == 4 * numel // size, "fp32, once means are added up"
+    assert most <= WINDOW + 2
+    after, most, _ = ThreadedWorld(size).run(lambda group: held(group, "full", 1))[0]
+    assert (after, most) == (2 * numel, 12), "the control"
+
+
+def test_grad_reads_nan_after_backward_and_keeps_its_shape():
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, adamw(model), process_group=group, grads="sharded")
+        model(BATCH).float().sum().backward()
+        for param in model.parameters():
+            assert param.grad.shape == param.shape and bool(param.grad.isnan().all())
+            assert param.grad.untyped_storage().nbytes() == 2
+        optimizer.zero_grad(set_to_none=False)
+        assert all(param.grad is None for param in model.parameters())
+
+    ThreadedWorld(2).run(run)
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_gradients_that_are_thrown_away_are_forgotten(clear: str):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for _ in range(3):
+            (model(batch) * 100).square().mean().backward()
+            (optimizer if clear == "optimizer" else model).zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1), script, tol=1e-6,
+        grads="sharded",
+    )  # fmt: skip
+
+
+def test_a_mean_that_is_not_carried_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The control of accumulation: without the carry the last backward alone counts."""
+    monkeypatch.setattr(GradPack, "carry", lambda self, dtype: torch.zeros_like(self.own))
+    with pytest.raises(AssertionError):
+        test_accumulation_over_backwards_is_that_of_plain_torch("plain")
+
+
+def test_a_skip_names_the_parameter():
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, adamw(model), process_group=group, grads="sharded", max_skipped_steps=1
+        )
+        (model(BATCH).float().square().mean() * float("inf")).backward()
+        with pytest.raises(RuntimeError, match=r"parameter '\d.weight', element 0"):
+            optimizer.step()
+
+    ThreadedWorld(2).run(run)
+
+
+def beside_ddp(group: Any) -> str:
+    model = DistributedDataParallel(mlp(), process_group=group)
+    try:
+        shardcast.shard(model, adamw(model), param_dtype="fp32", grads="sharded")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_beside_ddp_it_is_refused(gloo: SpawnedWorld):
+    for told in gloo.run(beside_ddp):
+        assert "grads: 'sharded' has no meaning beside DDP" in told
