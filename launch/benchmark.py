@@ -1,97 +1,84 @@
-"""Measure the collectives that shardcast could use, side by side, in interleaved rounds.
+"""Measure shardcast: its update, the collectives behind it, and whole steps beside other systems.
 
-    python launch/benchmark.py --ranks 2 --elements 33554432 --rounds 7
+    python launch/benchmark.py update                      # against a copy of the same bytes
+    python launch/benchmark.py collectives --ranks 2
+    python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
+    python launch/benchmark.py peers --model gpt --markdown
 
-Each line is the median over rounds of the slowest rank, for bf16 gradients or parameters of so
-many elements cut in packs; the ratio is to the first line of its block, taken in the same round.
-The defaults of `reduce` and `sync` on gloo come from this command.
+Everything of a command runs in one process per rank, in interleaved rounds: each round runs every
+candidate once, in a rotated order. Times are medians over rounds of the slowest rank; ratios (`x`)
+are medians of the ratios within a round, so that what slows a whole round cancels.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import shlex
+import sys
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from benchmarks import collectives, report, step, update
+from benchmarks.models import WORKLOADS
+from benchmarks.systems import LOCAL, OWN, SYSTEMS
 
-from shardcast import _compat
 from shardcast.testing import spawn
 
-CHUNK = 1 << 16
+TIMEOUT = 3600.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--elements", type=int, default=1 << 25)
-    parser.add_argument("--packs", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    results = spawn(
-        measure, args.ranks, args.elements // args.packs, args.packs, args.rounds, timeout=600.0
-    )
-    print(f"torch {torch.__version__}, gloo, {args.ranks} ranks, {args.elements:,} bf16 elements")
-    for block in ("reduce", "sync"):
-        rows = {name: times for (kind, name), times in results[0].items() if kind == block}
-        first = next(iter(rows.values()))
-        print(f"{block}:")
-        for name, times in rows.items():
-            ratio = statistics.median(t / f for t, f in zip(times, first, strict=True))
-            print(f"  {name:32} {1e3 * statistics.median(times):8.1f} ms  x {ratio:.2f}")
+    args = parse()
+    command = shlex.join(["python", "launch/benchmark.py", *sys.argv[1:]])
+    if args.command == "update":
+        title = f"update of {args.elements:,} elements, {args.threads} thread(s), AdamW, bf16"
+        lines = update.rows(update.measure(args.elements, args.threads, args.rounds))
+        columns: tuple[str, ...] = ("form", "ms", "x")
+    elif args.command == "collectives":
+        title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
+        sizes = args.elements // args.packs, args.packs, args.rounds
+        lines = collectives.rows(spawn(collectives.measure, args.ranks, *sizes, timeout=TIMEOUT)[0])
+        columns = ("collective", "ms", "x")
+    else:
+        plan = step.Plan(args.model, names(args), args.rounds, args.micros)
+        title = report.title(plan, args.ranks)
+        results = spawn(step.measure, args.ranks, plan, timeout=TIMEOUT)
+        lines, columns = report.rows(results[0]), report.COLUMNS
+    print("\n".join([title, "", *report.head(command), ""]))
+    print(report.table(columns, lines, args.markdown))
 
 
-def measure(
-    group: dist.ProcessGroup, elements: int, packs: int, rounds: int
-) -> dict[tuple[str, str], list[float]]:
-    """Seconds of the slowest rank per round; each round runs every candidate once."""
-    world, rank = group.size(), group.rank()
-    size = elements // world // 64 * 64
-    full = torch.randn(packs, size * world).bfloat16()
-    spare, mean = torch.empty_like(full[0]), torch.empty(size, dtype=torch.bfloat16)
+def names(args: argparse.Namespace) -> tuple[str, ...]:
+    """The systems to measure: always the compute alone and shardcast, what ratios refer to."""
+    wanted = list(OWN if args.command == "step" else SYSTEMS)
+    if args.systems:
+        wanted = [name for name in SYSTEMS if any(part in name for part in args.systems)]
+    return tuple(name for name in SYSTEMS if name in wanted or name in [*LOCAL, "shardcast"])
 
-    def exchange(pack: Tensor) -> None:
-        dist.all_to_all_single(spare, pack)
-        pieces = spare.view(world, size)
-        for start in range(0, size, CHUNK):
-            part = slice(start, start + CHUNK)
-            total = pieces[0, part].float()
-            for piece in pieces[1:]:
-                total += piece[part]
-            mean[part] = total / world
 
-    def owners(pack: Tensor, collective: Callable[[Tensor, int], object]) -> None:
-        for owner in range(world):
-            collective(pack[owner * size : (owner + 1) * size], owner)
-
-    candidates: dict[tuple[str, str], Callable[[Tensor], object]] = {
-        ("reduce", "all-to-all + fp32 sum"): exchange,
-        ("reduce", "reduce to each owner"): lambda p: owners(p, lambda t, o: dist.reduce(t, o)),
-        ("reduce", "all-reduce"): dist.all_reduce,
-        ("reduce", "reduce-scatter"): lambda p: _compat.reduce_scatter_flat(mean, p, group),
-        ("sync", "broadcast from each owner"): lambda p: owners(
-            p, lambda t, o: dist.broadcast(t, o)
-        ),
-        ("sync", "all-gather"): lambda p: _compat.all_gather_flat(
-            p, p[rank * size : (rank + 1) * size], group
-        ),
-    }
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in candidates}
-    for number in range(rounds + 1):
-        for name, run in candidates.items():
-            full.fill_(1.0)  # repeated sums would overflow
-            dist.barrier()
-            start = time.perf_counter()
-            for pack in full:
-                run(pack)
-            slowest = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if number:  # the first round warms up
-                times[name].append(slowest.item())
-    return times
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, rounds in (("update", 9), ("collectives", 9), ("step", 15), ("peers", 15)):
+        sub = commands.add_parser(name, allow_abbrev=False)
+        sub.add_argument("--rounds", type=int, default=rounds)
+        sub.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+        if name == "update":
+            sub.add_argument("--elements", type=int, default=1 << 24)
+            sub.add_argument("--threads", type=int, default=1)
+            continue
+        sub.add_argument("--ranks", type=int, default=2)
+        if name == "collectives":
+            sub.add_argument("--elements", type=int, default=1 << 25)
+            sub.add_argument("--packs", type=int, default=4)
+            continue
+        sub.add_argument("--model", choices=WORKLOADS, default="gpt")
+        sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
+        sub.add_argument(
+            "--systems", nargs="+", metavar="PART", help="only systems with a PART in their name"
+        )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

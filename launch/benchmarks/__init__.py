@@ -1,0 +1,1 @@
+"""What `launch/benchmark.py` measures: models, systems, counters, and one module per command."""

@@ -1,0 +1,86 @@
+"""The table of a run, for the terminal or in Markdown."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from pathlib import Path
+
+import torch
+
+from benchmarks.models import WORKLOADS
+from benchmarks.step import Plan, Result, exposed, ratio
+from benchmarks.systems import LOCAL
+
+WRONG = 0.05  # difference of losses beyond which a system does not train as it should
+COLUMNS = (
+    "system", "step ms", "x", "optimizer ms", "step - local ms", "x", "sent MB", "casts 1 / 4",
+    "loss off by",
+)  # fmt: skip
+
+
+def device() -> str:
+    """The processor and what torch uses of it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(names) or "?"
+    return f"{names[0] if names else platform.processor()}, {cores} cores, gloo on loopback"
+
+
+def head(command: str) -> list[str]:
+    """What was run, where, with what."""
+    return [f"device: {device()}", f"torch: {torch.__version__}", f"command: {command}"]
+
+
+def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
+    """One row per system that trains; ratios are to shardcast in the same round."""
+    base = "shardcast"
+    found = []
+    for name, result in results.items():
+        if name in LOCAL:
+            continue
+        over = exposed(results, name)
+        wrong = " WRONG" if result.off > WRONG else ""
+        found.append(
+            (
+                name,
+                f"{1e3 * statistics.median(result.step):.0f}",
+                f"{ratio(result.step, results[base].step):.2f}",
+                f"{1e3 * statistics.median(result.phase):.0f}",
+                f"{1e3 * statistics.median(over):.0f}",
+                f"{statistics.median(over) / statistics.median(exposed(results, base)):.2f}",
+                "?" if result.sent is None else f"{result.sent / 1e6:.0f}",
+                f"{result.casts[0]} / {result.casts[1]}",
+                f"{result.off:.3f}{wrong}",
+            )
+        )
+    return found
+
+
+def title(plan: Plan, ranks: int) -> str:
+    """What the table is about."""
+    workload = WORKLOADS[plan.model]
+    params = list(workload.build().parameters())
+    numel = sum(param.numel() for param in params)
+    local = f"{workload.sequences} x {workload.tokens} tokens"
+    accumulated = f", {plan.micros} micro-batches per step" if plan.micros > 1 else ""
+    return (
+        f"{workload.title}: {numel / 1e6:.1f} M parameters in {len(params)} tensors, "
+        f"{ranks} ranks, {local} per rank{accumulated}, medians of {plan.rounds} rounds"
+    )
+
+
+def table(columns: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool) -> str:
+    """Lines under columns, aligned."""
+    everything = [columns, *lines]
+    widths = [max(len(line[n]) for line in everything) for n in range(len(columns))]
+    padded = [
+        [cell.ljust(width) if n == 0 else cell.rjust(width)
+         for n, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        for line in everything
+    ]  # fmt: skip
+    if not markdown:
+        return "\n".join("  ".join(line) for line in padded)
+    rule = [("-" * width) if n == 0 else "-" * (width - 1) + ":" for n, width in enumerate(widths)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
