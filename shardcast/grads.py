@@ -130,6 +130,22 @@ class GradPack:
             self._views[position].copy_(grad)
         self.show(position)
 
+    def adopt_all(self) -> None:
+        """:meth:`adopt` all that are there, with one call for all copies (one kernel on a GPU)."""
+        params = self.pack.params
+        new = [position for position in range(len(params)) if not self.holds(position)]
+        found = {n: grad for n in new if (grad := params[n].grad) is not None}
+        if self.released or any(grad.layout != torch.strided for grad in found.values()):
+            for position in found:
+                self.adopt(position)
+        elif found:
+            _ = self.data  # allocates the views
+            views = [self._views[position] for position in found]
+            with torch.no_grad():
+                torch._foreach_copy_(views, list(found.values()))
+            for position, view in zip(found, views, strict=True):
+                params[position].grad = view
+
     @torch.no_grad()
     def take(self, position: int) -> None:
         """Copy the ``.grad`` at ``position`` in, or zeros, and leave it where it is."""

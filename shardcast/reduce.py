@@ -187,9 +187,7 @@ class Reducer:
             self._flush()
         self._land_all()
         for grads in self.grads:
-            for position in range(len(grads.pack.params)):
-                # A gradient replaced by hand after the reduction is final, as with DDP.
-                grads.adopt(position)
+            grads.adopt_all()  # one replaced by hand after the reduction is final, as with DDP
 
     def _check_edits(self) -> None:
         """Warn of what torch.nn.utils.clip_grad_norm_ does, which would be silently wrong."""
@@ -259,8 +257,10 @@ class Reducer:
         return any(stage is other for other in self._stages[: self._next])
 
     def _after_accumulate(self, stage: Stage, _param: Tensor, position: int) -> None:
-        stage.grads.adopt(position)
-        if not self._sync or self._comm.size == 1:
+        local = not self._sync or self._comm.size == 1
+        if local or self._sharded:  # elsewhere all of a pack at once, when it is launched
+            stage.grads.adopt(position)
+        if local:
             return
         stage.arrived.add(position)
         if _compat.current_backward() != self._backward:

@@ -40,8 +40,8 @@ class Stage:
         """Take in all gradients that are there, zeros for the absent ones."""
         self.arrived.clear()
         self.absent.clear()
+        self.grads.adopt_all()
         for position, param in enumerate(self.grads.pack.params):
-            self.grads.adopt(position)
             if param.grad is None:
                 self.grads.clear(position)
                 if not (self.grads.sharded and position in self.marked):
