@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return COMMANDS[name](arguments[1:])
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"shardcast {name}: error: {error}", file=sys.stderr)
         return 2
 
@@ -231,6 +231,26 @@ def _backends() -> list[str]:
 # -- test -------------------------------------------------------------------------------------
 
 
+def export(arguments: list[str]) -> int:
+    """Write a checkpoint's model as safetensors and its plain torch optimizer state."""
+    from shardcast.checkpoint import export as write
+
+    parser = argparse.ArgumentParser(prog="shardcast export", allow_abbrev=False)
+    parser.add_argument("directory", help="a checkpoint, or the newest one of a directory")
+    parser.add_argument("out", help="a new or an empty directory")
+    parser.add_argument("--max_shard_mb", type=float, default=5000.0, help="cut the model at this")
+    parser.add_argument("--model_only", action="store_true", help="leave the optimizer state out")
+    parsed = parser.parse_args(arguments)
+    for path in write(
+        parsed.directory,
+        parsed.out,
+        max_shard_mb=parsed.max_shard_mb,
+        optimizer=not parsed.model_only,
+    ):
+        print(path)
+    return 0
+
+
 def test(arguments: list[str]) -> int:
     """Try this installation: one process, two over gloo, and NCCL where there are GPUs."""
     from shardcast import selftest
@@ -244,6 +264,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "launch": launch,
     "config": config,
     "env": env,
+    "export": export,
     "test": test,
 }
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,9 +217,9 @@ class Scaler:
         """Steps skipped so far. Reading it waits for the device."""
         return int(self._tally[0].item())
 
-    def state_dict(self) -> dict[str, float]:
-        """Plain numbers; waits for the device."""
-        scale = 1.0 if self.loss_scale is None else float(self.loss_scale)
+    def state_dict(self) -> dict[str, float | None]:
+        """Plain numbers, ``None`` for a scale that is not in use; waits for the device."""
+        scale = None if self.loss_scale is None else float(self.loss_scale)
         skipped, in_row = self._tally[:2].tolist()
         return {
             "loss_scale": scale,
@@ -227,11 +228,11 @@ class Scaler:
             "in_row": in_row,
         }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        if self.loss_scale is not None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`; a scale that the saved run did not use stays."""
+        if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.fill_(state["loss_scale"])
-        self._growth.fill_(int(state["growth"]))
+            self._growth.fill_(int(state["growth"]))
         self._tally[0], self._tally[1] = state["skipped"], state["in_row"]
         self._reported = state["skipped"]
         self._host.copy_(self._tally)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardcast import checkpoint
+from shardcast.checkpoint import files
 from shardcast.checkpoint.shards import boxes
 from shardcast.testing import SpawnedWorld
 
@@ -291,8 +292,43 @@ def test_an_export_is_cut_by_size_as_the_hub_expects(tmp_path: Path):
         total += sum(tensor.nbytes for tensor in held.values())
     assert total == index["metadata"]["total_size"]
     CASES["gpt"].build().load_state_dict(merged)  # strict: every name is there
-    with pytest.raises(FileExistsError, match="new directory"):
+    with pytest.raises(FileExistsError, match="give a new or an empty directory"):
         checkpoint.export(tmp_path / "run", tmp_path / "out")
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model)
+    advance(model, optimizer, 0, 1)
+    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+
+    class Full(files.Files):
+        def reached(self, point: str, path: str) -> None:
+            if point == "create" and path.endswith("optimizer.pt"):
+                raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(files, "SYSTEM", Full())
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.export(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_with_a_loss_scale_goes_on_with_its_own_from_one_without(tmp_path: Path):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype=BF16)
+    advance(model, optimizer, 0, 1)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    other = CASES["mlp"].build()
+    scaled = sharded(
+        other, param_dtype=torch.float16, loss_scale="dynamic", loss_scale_init=2.0**10
+    )
+    checkpoint.load(tmp_path, other, scaled)
+    assert float(scaled.loss_scale) == 2.0**10
+    checkpoint.save(tmp_path, other, scaled, step=2)
+    fresh = CASES["mlp"].build()
+    again = sharded(fresh, param_dtype=torch.float16, loss_scale="dynamic")
+    checkpoint.load(tmp_path, fresh, again)
+    assert float(again.loss_scale) == 2.0**10
 
 
 def test_metadata_and_frames_are_a_small_part_of_a_larger_state(tmp_path: Path):

@@ -13,7 +13,8 @@ import pytest
 import torch
 import yaml
 
-from shardcast import cli, selftest
+import shardcast
+from shardcast import checkpoint, cli, selftest
 from shardcast.cli import main
 from shardcast.config import ShardcastConfig
 
@@ -250,3 +251,20 @@ def test_an_unedited_script_runs_under_both_launchers(tmp_path: Path) -> None:
     done = shell("shardcast", "launch", *arguments)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "done").read_text() == "ShardcastAccelerator 2"
+
+
+def test_export_writes_plain_files_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 3)).float().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out.split()
+    assert printed == [str(tmp_path / "out" / n) for n in ("model.safetensors", "optimizer.pt")]
+    state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    assert sorted(state) == ["param_groups", "state"]
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "give a new or an empty directory" in capsys.readouterr().err

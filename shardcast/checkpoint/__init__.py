@@ -8,24 +8,33 @@
         checkpoint.save("runs/a", model, optimizer, step=step + 1, extra=..., keep=3)
 
 :func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group
-must call them. :func:`latest`, :func:`inspect` and :func:`export` are local.
+must call them, and so are :func:`save_async`, :func:`load_plain`, :func:`import_dcp` and
+:func:`import_deepspeed`. :func:`latest`, :func:`inspect` and :func:`export` are local.
 """
 
+from shardcast.checkpoint.background import Saving, save_async
 from shardcast.checkpoint.commit import DamagedCheckpointError
 from shardcast.checkpoint.exporting import export
+from shardcast.checkpoint.importers import import_dcp, import_deepspeed
 from shardcast.checkpoint.loading import Resumed, load, resume
 from shardcast.checkpoint.looking import Info, Stored, inspect, latest
+from shardcast.checkpoint.plain import load_plain
 from shardcast.checkpoint.saving import save
 
 __all__ = [
     "DamagedCheckpointError",
     "Info",
     "Resumed",
+    "Saving",
     "Stored",
     "export",
+    "import_dcp",
+    "import_deepspeed",
     "inspect",
     "latest",
     "load",
+    "load_plain",
     "resume",
     "save",
+    "save_async",
 ]

@@ -6,7 +6,9 @@ import ctypes
 import json
 import math
 import os
+import shutil
 import struct
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,14 @@ def export(
     ``weights_only=True``; its state is in memory as a whole while it is written.
 
     Args:
-        out: a directory; made if need be. Existing files are never overwritten.
+        out: a directory that is new or empty. It is there with all files, or not at all.
         optimizer: ``False`` writes the model alone.
 
     Returns:
         The files written.
 
     Raises:
-        FileExistsError: ``out`` has such a file already.
+        FileExistsError: there is something in ``out`` already.
         FileNotFoundError, DamagedCheckpointError: there is no checkpoint, or it is damaged.
     """
     if not max_shard_mb > 0:
@@ -66,20 +68,23 @@ def export(
     reader = Reader(chosen(directory))
     head = reader.object(("shardcast",))
     target = Path(os.path.abspath(out))
-    target.mkdir(parents=True, exist_ok=True)
-    taken = [p.name for p in target.iterdir() if p.name == OPTIMIZER or p.name.startswith("model")]
-    if taken:
-        raise FileExistsError(
-            f"out: {str(target)!r} has {taken[0]!r} already; give a new directory"
-        )
-    written = _export_model(reader, head["ties"], target, int(max_shard_mb * 2**20))
-    if optimizer:
-        path = target / OPTIMIZER
-        with files.SYSTEM.create(path) as file:
-            file.save(plain_state(reader))
-        written.append(path)
-    files.SYSTEM.flush_directory(target)
-    return written
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    writing = target.with_name(f".exporting-{target.name}-{uuid.uuid4().hex[:8]}")
+    files.SYSTEM.make_directory(writing)
+    try:
+        written = _export_model(reader, head["ties"], writing, int(max_shard_mb * 2**20))
+        if optimizer:
+            written.append(writing / OPTIMIZER)
+            with files.SYSTEM.create(written[-1]) as file:
+                file.save(plain_state(reader))
+        files.SYSTEM.flush_directory(writing)
+        files.SYSTEM.rename(writing, target)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    return [target / path.name for path in written]
 
 
 def plain_state(reader: Reader) -> dict[str, Any]:

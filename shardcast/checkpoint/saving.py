@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +23,20 @@ from shardcast.checkpoint.dcp import (
     write_object,
     write_part,
 )
+from shardcast.checkpoint.shards import Part
 
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
+
+
+class Writer(Protocol):
+    """Whose parts are written: :class:`Held`, or copies of them."""
+
+    @property
+    def rank(self) -> int:
+        """Which rank writes them."""
+
+    def parts(self) -> Iterator[Part]:
+        """What this rank stores."""
 
 
 def save(
@@ -58,13 +72,51 @@ def save(
         RuntimeError, OSError: a rank could not write; nothing was committed.
     """
     held = Held(model, optimizer)
-    base = Path(os.path.abspath(directory))
+    begun = begin(held, (os.path.abspath(directory), step, keep), extra, per_rank, prepare)
+    _transact(held, begun)
+    if keep is not None and held.rank == 0:
+        commit.retain(begun.target.parent, step, keep)
+    return begun.target
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A save that all ranks have agreed on.
+
+    Attributes:
+        writing: the fresh directory to write into.
+        target: what it will be called once it is committed.
+        values: what is stored once, by path.
+        facts: the plain facts of the commit marker.
+    """
+
+    writing: Path
+    target: Path
+    values: dict[Any, Any]
+    facts: dict[str, Any]
+
+
+def begin(
+    held: Held,
+    arguments: tuple[str, int, int | None],
+    extra: Any,
+    per_rank: Any,
+    make: Callable[[Path, Path, int, int], str],
+) -> Begun:
+    """Check together what is to be saved, and make a fresh directory. Collective.
+
+    Args:
+        arguments: directory, step and keep.
+        make: called on rank 0 with base, target, bytes and step; the name of the directory.
+    """
+    directory, step, _ = arguments
+    base = Path(directory)
     target = commit.folder_of(base, step) if isinstance(step, int) else base
     head = held.head()
-    everyone = _agree(held, (str(base), step, keep), head, extra, per_rank)
+    everyone = _agree(held, arguments, head, extra, per_rank)
     total = sum(theirs[1] for theirs in everyone)
     found = held.together(
-        lambda: _prepare(base, target, total, step) if held.rank == 0 else "", _point("prepare")
+        lambda: make(base, target, total, step) if held.rank == 0 else "", _point("prepare")
     )
     values = {
         ("optimizer", "param_groups"): head.pop("groups"),
@@ -79,10 +131,7 @@ def save(
         "optimizer": head["optimizer"],
         "torch": torch.__version__,
     }
-    _transact(held, base / found[0], target, values, facts)
-    if keep is not None and held.rank == 0:
-        commit.retain(base, step, keep)
-    return target
+    return Begun(base / found[0], target, values, facts)
 
 
 def _agree(
@@ -101,19 +150,16 @@ def _agree(
     return everyone
 
 
-def _transact(
-    held: Held, writing: Path, target: Path, values: dict[Any, Any], facts: dict[str, Any]
-) -> None:
+def _transact(held: Held, begun: Begun) -> None:
     """Write on every rank, then commit on rank 0; all or nothing."""
     try:
-        written = held.together(lambda: _write(held, writing, values), _point("written"))
+        written = held.together(lambda: write(held, begun), _point("written"))
         held.together(
-            lambda: _commit(writing, target, written, facts) if held.rank == 0 else None,
-            _point("committed"),
+            lambda: commit_all(begun, written) if held.rank == 0 else None, _point("committed")
         )
     except Exception:
         if held.rank == 0:  # all ranks have stopped writing
-            shutil.rmtree(writing, ignore_errors=True)
+            shutil.rmtree(begun.writing, ignore_errors=True)
         raise
 
 
@@ -161,7 +207,7 @@ def _check_plain(what: str, value: Any) -> None:
         ) from error
 
 
-def _prepare(base: Path, target: Path, total: int, step: int) -> str:
+def prepare(base: Path, target: Path, total: int, step: int) -> str:
     """Room, permission and a fresh directory, on rank 0."""
     if not base.exists():
         files.SYSTEM.make_directory(base)
@@ -178,19 +224,21 @@ def _prepare(base: Path, target: Path, total: int, step: int) -> str:
     return name
 
 
-def _write(held: Held, writing: Path, values: dict[Any, Any]) -> Any:
+def write(held: Writer, begun: Begun) -> Any:
     """This rank's file; its chunks, size and checksum."""
     name, records = data_file(held.rank), list[Record]()
-    with files.SYSTEM.create(writing / name) as file:
+    with files.SYSTEM.create(begun.writing / name) as file:
         for part in held.parts():
             records += write_part(file, name, part)
         if held.rank == 0:
-            records += [write_object(file, name, path, value) for path, value in values.items()]
+            for path, value in begun.values.items():
+                records.append(write_object(file, name, path, value))
     return records, name, (file.size, file.digest)
 
 
-def _commit(writing: Path, target: Path, written: list[Any], facts: dict[str, Any]) -> None:
+def commit_all(begun: Begun, written: list[Any]) -> None:
+    """Commit what all ranks wrote; on rank 0."""
     sums = {name: found for _, name, found in written}
     data = metadata_of(record for records, _, _ in written for record in records)
-    sums[METADATA] = files.SYSTEM.write(writing / METADATA, data)
-    commit.commit(writing, target, sums, facts)
+    sums[METADATA] = files.SYSTEM.write(begun.writing / METADATA, data)
+    commit.commit(begun.writing, begun.target, sums, begun.facts)

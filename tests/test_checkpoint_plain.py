@@ -1,0 +1,278 @@
+"""Plain torch checkpoints, and those of FSDP2 and DeepSpeed, into a sharded run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from torch import Tensor, nn
+
+from shardcast.checkpoint import export, save
+from shardcast.checkpoint.importers import import_dcp, import_deepspeed
+from shardcast.checkpoint.plain import load_plain
+from shardcast.testing import SpawnedWorld
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
+
+
+def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    if kind == "adafactor":
+        return torch.optim.Adafactor(params, lr=1e-2)
+    if kind == "sgd":
+        return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+    groups = [{"params": params[3:], "weight_decay": 0.0}, {"params": params[:3]}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+def trained(kind: str, case: str = "gpt", steps: int = 3) -> tuple[nn.Module, Any]:
+    """A plain model and optimizer after some steps."""
+    model = CASES[case].build(seed=0)
+    optimizer = make(kind, model)
+    for step in range(steps):
+        install(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def fresh(group: Any, kind: str, case: str = "gpt", **fields: Any) -> tuple[nn.Module, Any]:
+    model = CASES[case].build(seed=9)
+    return model, sharded(model, group, lambda m: make(kind, m), **fields)
+
+
+def taking(group: Any, kind: str, weights: Any, state: Any, fields: dict[str, Any]) -> Any:
+    model, optimizer = fresh(group, kind, **fields)
+    install(model, 7)  # state that must go
+    optimizer.step()
+    load_plain(model, optimizer, weights, state)
+    loaded = parts(optimizer)
+    for step in (3, 4):
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loaded, values(model)
+
+
+def masters(ranks: list[Any]) -> dict[str, Tensor]:
+    found = whole(rank[0] for rank in ranks)
+    return {k.removesuffix("/master"): v for k, v in found.items() if k.endswith("/master")}
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
+def test_a_plain_checkpoint_goes_on_as_if_it_had_been_sharded_before(
+    tmp_path: Path, kind: str, partition: str
+):
+    if (kind, partition) == ("adafactor", "even"):
+        pytest.skip("Adafactor is not elementwise")
+    model, optimizer = trained(kind)
+    weights, state = tmp_path / "model.pt", tmp_path / "optimizer.pt"
+    torch.save(model.state_dict(), weights)
+    torch.save(optimizer.state_dict(), state)
+    ranks, _ = run_world(3, taking, kind, weights, state, {"partition": partition})
+    named = dict(model.named_parameters())
+    assert_same_bits(
+        masters(ranks), {name: named[name].detach().reshape(-1) for name in masters(ranks)}
+    )
+    for step in (3, 4):
+        install(model, step)
+        optimizer.step()
+    for _, after in ranks:
+        assert_same_bits(after, values(model))
+
+
+def test_low_precision_weights_and_other_forms_are_taken(tmp_path: Path):
+    model, _ = trained("adamw")
+    low = {f"module._orig_mod.{n}": v.bfloat16() for n, v in model.state_dict().items()}
+    (loaded, _), *_ = run_world(1, taking, "adamw", low, None, {"param_dtype": BF16})[0]
+    found = masters([(loaded,)])
+    named = dict(model.named_parameters())
+    assert_same_bits(found, {n: named[n].detach().bfloat16().float().reshape(-1) for n in found})
+    assert not any("exp_avg" in key[-1] for key in loaded), "the state is fresh"
+
+
+def exporting(group: Any, folder: str) -> Any:
+    model, optimizer = fresh(group, "adamw", param_dtype=BF16)
+    for step in range(3):
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    save(folder, model, optimizer, step=3)
+    return parts(optimizer), None
+
+
+@pytest.mark.parametrize("shard_mb", [1000.0, 0.01])
+def test_an_export_comes_back_to_the_bit(tmp_path: Path, shard_mb: float):
+    before, _ = run_world(2, exporting, str(tmp_path / "run"))
+    export(tmp_path / "run", tmp_path / "out", max_shard_mb=shard_mb)
+    out, state = tmp_path / "out", tmp_path / "out" / "optimizer.pt"
+    after, _ = run_world(3, taking, "adamw", out, state, {"param_dtype": BF16})
+    assert_same_bits(whole(r[0] for r in after), whole(r[0] for r in before))
+
+
+def wrong(what: str) -> tuple[Any, Any]:
+    model, optimizer = trained("adamw")
+    weights, state = dict(model.state_dict()), optimizer.state_dict()
+    if what == "missing":
+        del weights["ln.weight"]
+    elif what == "extra":
+        weights["ln.other"] = torch.zeros(3)
+    elif what == "shape":
+        weights["ln.weight"] = torch.zeros(19)
+    elif what == "no tensor":
+        weights["ln.weight"] = {"a": 1}
+    elif what == "groups":
+        state["param_groups"] = state["param_groups"][:1]
+    elif what == "no state":
+        state = {"exp_avg": 1}
+    elif what == "state shape":
+        state["state"][0]["exp_avg"] = torch.zeros(5)
+    return weights, state
+
+
+WRONG = {
+    "missing": "lacks 1 .*'ln.weight'",
+    "extra": "too much: 1 .*'ln.other'",
+    "shape": r"'ln.weight' has shape \(19,\), expected \(18,\)",
+    "no tensor": "got dict at 'ln.weight'",
+    "groups": "expected groups with",
+    "no state": "state_dict with 'state'",
+    "state shape": r"'exp_avg' of parameter .* has shape \(5,\)",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_belong_is_refused_on_all_ranks_and_changes_nothing(what: str):
+    weights, state = wrong(what)
+
+    def refused(group: Any) -> None:
+        model, optimizer = fresh(group, "adamw")
+        install(model, 1)
+        optimizer.step()
+        before, named = parts(optimizer), values(model)
+        # On rank 1 alone: rank 0 must raise as well, and not wait.
+        mine = (weights, state) if group.rank() == 1 else wrong("nothing")
+        with pytest.raises(ValueError, match=WRONG[what]):
+            load_plain(model, optimizer, *mine)
+        assert_same_bits(parts(optimizer), before)
+        assert_same_bits(values(model), named)
+
+    run_world(2, refused)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path):
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"a": Evil()}, tmp_path / "evil.pt")
+    model, optimizer = fresh(None, "adamw")
+    with pytest.raises(RuntimeError, match="weights_only"):
+        load_plain(model, optimizer, tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------
+
+
+def with_fsdp(group: Any, folder: str) -> Any:
+    """Three steps of torch's own FSDP2, its checkpoint, and its whole state."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = CASES["gpt"].build(seed=0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    optimizer = make("adamw", model)
+    for step in range(3):
+        CASES["gpt"].loss(model, CASES["gpt"].batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+    return get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+
+
+def importing(group: Any, load: Any, folder: str, case: str, fields: dict[str, Any]) -> Any:
+    model, optimizer = fresh(group, "adamw", case, **fields)
+    optimizer.param_groups[0]["weight_decay"] = 0.5  # must be overwritten
+    load(folder, model, optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    return parts(optimizer), values(model)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_fsdp2_files_are_taken_to_the_bit(tmp_path: Path, gloo: SpawnedWorld, partition: str):
+    weights, state = gloo.run(with_fsdp, str(tmp_path))[0]
+    fields = {"partition": partition, "param_dtype": BF16}
+    ranks, _ = run_world(3, importing, import_dcp, str(tmp_path), "gpt", fields)
+    found = whole(rank[0] for rank in ranks)
+    expected = {}
+    for name, values_ in state["state"].items():
+        expected[f"{name}/master"] = weights[name].reshape(-1)
+        for key, value in values_.items():
+            expected[f"{name}/{key}"] = value.reshape(-1) if value.dim() else value
+    assert_same_bits(found, expected)
+
+
+def test_damage_of_dcp_files_is_named(tmp_path: Path, gloo: SpawnedWorld):
+    gloo.run(with_fsdp, str(tmp_path / "a"))
+    model, optimizer = fresh(None, "adamw")
+    before = parts(optimizer)
+    with pytest.raises(ValueError, match="nothing under 'weights', but 'model', 'optim'"):
+        import_dcp(tmp_path / "a", model, optimizer, model_key="weights")
+    with open(tmp_path / "a" / "__1_0.distcp", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(RuntimeError, match=r"__1_0\.distcp' has 1000 bytes"):
+        import_dcp(tmp_path / "a", model, optimizer)
+    (tmp_path / "a" / ".metadata").write_bytes(b"nonsense")
+    with pytest.raises(RuntimeError, match=r"\.metadata' cannot be read"):
+        import_dcp(tmp_path / "a", model, optimizer)
+    assert_same_bits(parts(optimizer), before)
+
+
+# -- DeepSpeed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_files_are_taken_to_the_bit(stage: int, size: int):
+    folder = str(DEEPSPEED / f"zero{stage}")
+    fields = {"param_dtype": BF16}
+    ranks, _ = run_world(size, importing, import_deepspeed, folder, "mlp", fields)
+    found = whole(rank[0] for rank in ranks)
+    expected = {}
+    reference = torch.load(DEEPSPEED / f"expected{stage}.pt", weights_only=True)
+    for name, values_ in reference.items():
+        assert torch.equal(values_["weight"], values_["fp32"])
+        expected[f"{name}/master"] = values_["fp32"].reshape(-1)
+        expected[f"{name}/exp_avg"] = values_["exp_avg"].reshape(-1)
+        expected[f"{name}/exp_avg_sq"] = values_["exp_avg_sq"].reshape(-1)
+        expected[f"{name}/step"] = torch.tensor(3.0)
+    assert_same_bits(found, expected)
+
+
+def test_damage_of_deepspeed_files_is_named(tmp_path: Path):
+    folder = tmp_path / "zero1"
+    shutil.copytree(DEEPSPEED / "zero1", folder)
+    model, optimizer = fresh(None, "adamw", "mlp")
+    before = parts(optimizer)
+    rank1 = next((folder / "t").glob("*pp_rank_1_*"))
+    rank1.unlink()
+    with pytest.raises(RuntimeError, match=r"states of 2 ranks, found \[0\]"):
+        import_deepspeed(folder, model, optimizer)
+    rank1.write_bytes(b"nonsense")
+    with pytest.raises(RuntimeError, match=r"rank_1.* cannot be read"):
+        import_deepspeed(folder, model, optimizer)
+    with pytest.raises(ValueError, match="lacks"):
+        other, sharded_other = fresh(None, "adamw", "gpt")
+        import_deepspeed(DEEPSPEED / "zero1", other, sharded_other)
+    assert_same_bits(parts(optimizer), before)
