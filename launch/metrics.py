@@ -12,18 +12,20 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends records to `metrics.jsonl` in a run's directory; does nothing where not `enabled`.
+    """Writes records to `metrics.jsonl` in a run's directory; does nothing where not `enabled`.
+
+    A resumed run appends to those of before; of a step that was repeated the last record counts.
 
     Kinds: "run" (arguments, world size, digest of the corpus), "train" (loss: mean since the last
     record; lr, grad_norm, skipped_steps, tokens_per_second), "validation" (loss), "sample" (text).
     Losses are in nats per byte.
     """
 
-    def __init__(self, directory: Path, enabled: bool) -> None:
+    def __init__(self, directory: Path, enabled: bool, append: bool = False) -> None:
         self._file = None
         if enabled:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = (directory / FILE).open("w", encoding="utf-8")
+            self._file = (directory / FILE).open("a" if append else "w", encoding="utf-8")
 
     def write(self, kind: str, **values: Any) -> None:
         if self._file is not None:

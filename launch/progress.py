@@ -25,6 +25,12 @@ class Progress:
         self._step = 0
         self._started = time.perf_counter()
 
+    def resumed(self, step: int) -> None:
+        """Begin after `step`, which an earlier process made."""
+        self._step = step
+        self._bar.update(step)
+        self.say(f"resumed after step {step}")
+
     def add(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss, without waiting for the device."""
         self._loss += loss.detach()

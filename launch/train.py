@@ -3,6 +3,7 @@
     python launch/train.py --steps 200
     torchrun --standalone --nproc-per-node=2 launch/train.py --config configs/bf16.yaml
     torchrun --standalone --nproc-per-node=2 launch/train.py --baseline ddp
+    torchrun --standalone --nproc-per-node=2 launch/train.py --checkpoint-dir runs/checkpoints
     python launch/train.py --compare runs/ddp runs/shardcast
 
 `--help` lists every flag.
@@ -18,6 +19,7 @@ from pathlib import Path
 import metrics
 import torch
 from baseline import Baseline
+from checkpoints import Checkpoints
 from corpus import Corpus
 from gpt import GPT, GPTConfig
 from plot import loss_curves
@@ -48,7 +50,15 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
         optimizer = shardcast.shard(network, adamw, config)
         model, autocast = network, nullcontext()
 
-    log = metrics.Metrics(args.output, enabled=processes.main)
+    first, checkpoints = 1, None
+    if args.checkpoint_dir is not None:
+        checkpoints = Checkpoints(
+            args.checkpoint_dir, network, optimizer, processes,
+            interval=args.checkpoint_interval, keep=args.keep_checkpoints,
+            facts={"corpus": corpus.digest, "seed": args.seed, "steps": args.steps},
+        )  # fmt: skip
+        first += checkpoints.resume()
+    log = metrics.Metrics(args.output, enabled=processes.main, append=first > 1)
     log.write("run", corpus=corpus.digest, world=world, arguments=vars(args))
     tokens_per_step = world * args.accumulation * args.batch_size * args.context
     progress = Progress(log, processes, args.steps, tokens_per_step)
@@ -57,7 +67,9 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
         f"{corpus.train.numel():,} bytes of text, {world} process(es) on {device.type}"
     )
 
-    for step in range(1, args.steps + 1):
+    if first > 1:
+        progress.resumed(first - 1)
+    for step in range(first, args.steps + 1):
         lr = args.learning_rate * schedule(step, args.warmup_steps, args.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -78,6 +90,9 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
             progress.train(step, lr, optimizer.grad_norm, optimizer.skipped_steps)
         if validate:
             progress.validation(step, validation_loss(network, corpus, args, processes, autocast))
+        if checkpoints is not None and checkpoints.after(step, args.steps):
+            progress.say(f"told to stop; saved step {step}")
+            break
     progress.close()
     if args.baseline is None:
         report = optimizer.memory_report()
@@ -171,6 +186,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--validation-sequences", type=positive, default=256)
     run.add_argument("--sample-bytes", type=positive, default=200)
 
+    kept = parser.add_argument_group("checkpoints")
+    kept.add_argument(
+        "--checkpoint-dir", type=Path, metavar="DIR", help="resume from its newest, save into it"
+    )
+    kept.add_argument("--checkpoint-interval", type=positive, default=100, metavar="STEPS")
+    kept.add_argument("--keep-checkpoints", type=positive, default=2, metavar="COUNT")
+
     data = parser.add_argument_group("text")
     data.add_argument(
         "--data",
@@ -204,6 +226,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--max-grad-norm", type=float, help="clip to this norm; default: the configuration's"
     )
     args = parser.parse_args(arguments)
+    if args.baseline and args.checkpoint_dir is not None:
+        parser.error("--checkpoint-dir: the baseline saves no checkpoints")
     if args.output is None:
         args.output = Path("runs", args.baseline or "shardcast")
     return args
