@@ -30,6 +30,21 @@ BROADCAST = (
 )  # fmt: skip
 
 
+TAG, TURNS = 0x5C000000, 1 << 16  # our sends, apart from those of a script
+
+
+class Works:
+    """Several pieces of asynchronous work, waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all are done."""
+        for work in self._works:
+            work.wait()
+
+
 class Comm:
     """The ranks that share one model: a process group, or this process alone.
 
@@ -41,6 +56,7 @@ class Comm:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
+        self._turn = 0
 
     @classmethod
     def resolve(cls, process_group: dist.ProcessGroup | None) -> Comm:
@@ -110,11 +126,27 @@ class Comm:
     ) -> Any:
         """Start to exchange 1-d pieces: ``sent[r]`` elements go to rank ``r``; returns the work.
 
-        The caller must keep both tensors unchanged and alive until ``work.wait()``.
+        The caller must keep both tensors unchanged and alive until ``work.wait()``. The piece
+        that stays here need not be in ``output``: read it from ``input``.
         """
+        if self.backend(input.device) == "gloo":
+            return self._send_and_receive(output.split(list(received)), input.split(list(sent)))
         return dist.all_to_all_single(
             output, input, list(received), list(sent), group=self.group, async_op=True
         )
+
+    def _send_and_receive(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Works:
+        """gloo's all-to-all copies the own piece too, and runs on the threads of collectives."""
+        self._turn = (self._turn + 1) % TURNS  # several may be under way between the same ranks
+        options: dict[str, Any] = {"group": self.group, "tag": TAG + self._turn}
+        works = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            if inputs[to].numel():
+                works.append(dist.isend(inputs[to], group_dst=to, **options))
+            if outputs[source].numel():
+                works.append(dist.irecv(outputs[source], group_src=source, **options))
+        return Works(works)
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
         """Start to sum 1-d ``input`` over ranks, one equal piece for each; returns the work."""

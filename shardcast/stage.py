@@ -91,10 +91,10 @@ class Stage:
         assert received is not None
         # One size up from the wire, so that the sum of equal fp32 values is exact too.
         exact = torch.float64 if self.wire == MASTER_DTYPE else MASTER_DTYPE
-        pieces = received.view(-1, own.numel()) if own.numel() else received.view(1, 0)
+        pieces = self._pieces(received)
         for start in range(0, own.numel(), CHUNK):
             stop = min(start + CHUNK, own.numel())
-            total = pieces[0, start:stop].to(exact, copy=True)
+            total = pieces[0][start:stop].to(exact, copy=True)
             for piece in pieces[1:]:
                 total += piece[start:stop]
             # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
@@ -107,3 +107,13 @@ class Stage:
         if self.grads.sharded:
             self.grads.release(self.marked)
         return received
+
+    def _pieces(self, received: Tensor) -> list[Tensor]:
+        """What is to be summed, in rank order: our own piece comes from what was sent."""
+        span = self.grads.pack.own
+        if self.scatter or not span.numel:
+            return [received]
+        assert self.sent is not None
+        pieces = list(received.split(span.numel))
+        pieces[span.owner] = self.sent[span.start : span.stop]
+        return pieces

@@ -80,3 +80,29 @@ def test_equal_descriptions_cost_one_collective_of_32_bytes_per_rank():
     ranks, world = run_world(3, compared, {})
     assert ranks == [None] * 3
     assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 96)]
+
+
+def traded(group: Any, copies: int) -> list[Any]:
+    """Several all-to-alls under way at once, with unequal and empty pieces; the sums received."""
+    comm, rank = Comm(group), group.rank()
+    sent, received = ([1, 4], [1, 1]) if rank == 0 else ([1, 0], [4, 0])
+    under_way = []
+    for copy in range(copies):
+        inputs = torch.arange(sum(sent), dtype=torch.float32) + 100 * rank + 10 * copy
+        outputs = torch.zeros(sum(received))
+        under_way.append((comm.all_to_all(outputs, inputs, received, sent), inputs, outputs))
+    found = []
+    for work, inputs, outputs in under_way:
+        work.wait()
+        pieces = list(outputs.split(received))
+        pieces[rank] = inputs.split(sent)[rank]
+        found.append([piece.tolist() for piece in pieces])
+    return found
+
+
+def test_pieces_of_several_exchanges_arrive_where_they_belong_over_gloo(gloo: SpawnedWorld):
+    first, second = gloo.run(traded, 3)
+    for copy in range(3):
+        at = 10.0 * copy
+        assert first[copy] == [[at], [100.0 + at]]
+        assert second[copy] == [[at + n for n in (1, 2, 3, 4)], []]
