@@ -79,7 +79,7 @@ class Scaler:
         self._host = torch.zeros_like(self._tally, device="cpu", pin_memory=device.type == "cuda")
         self._copied: torch.cuda.Event | None = None
         self._reported = 0.0
-        self._patterns: dict[tuple[bool, ...], Tensor] = {}
+        self._patterns: dict[tuple[float, ...], Tensor] = {}
         self.loss_was_scaled = False
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -108,14 +108,21 @@ class Scaler:
         """
         size, rank, columns = self._comm.size, self._comm.rank, len(limits) + 1
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
-        control = torch.zeros(size * columns + len(pattern), dtype=torch.float64).to(self._device)
+        control = torch.zeros(
+            size * columns + len(pattern), dtype=torch.float64, device=self._device
+        )
         rows = control[: size * columns].view(size, columns)
         if self._grads:
-            parts = torch.stack([self._local(grads) for grads in self._grads])
+            local = [self._local(grads) for grads in self._grads]
+            parts = torch.stack(local)
             for group in range(len(limits)):
-                mine = [n for n, g in enumerate(self._grads) if g.pack.layout.group == group]
+                mine = [
+                    part
+                    for part, grads in zip(local, self._grads, strict=True)
+                    if grads.pack.layout.group == group
+                ]
                 if mine:
-                    rows[rank, group] = self._merge(parts if len(limits) == 1 else parts[mine])
+                    rows[rank, group] = self._merge(torch.stack(mine))
             rows[rank, -1] = self._first_bad(parts)
         control[size * columns :] = self._on_device(pattern)
         self._comm.all_reduce(control)
@@ -150,7 +157,8 @@ class Scaler:
         def clip(limit: float | None, members: list[int]) -> Tensor | None:
             if limit is None:
                 return None
-            some = parts if len(members) == len(limits) else parts[members]
+            # Not parts[members]: a list as an index is copied to the device, which waits for it.
+            some = torch.stack([parts[member] for member in members])
             return (limit / (self._norm(some) + CLIP_EPS)).clamp(max=1.0).float()
 
         shared = clip(max_norm, rest) if rest else None
@@ -194,7 +202,9 @@ class Scaler:
             RuntimeError: ``max_skipped_steps`` steps in a row were skipped; names the first
                 non-finite element.
         """
-        if self._copied is not None and not self._copied.query():
+        if self._copied is not None and (
+            torch.cuda.is_current_stream_capturing() or not self._copied.query()
+        ):
             return
         skipped, in_row, *bad = self._host.tolist()
         if skipped == self._reported:
@@ -279,17 +289,18 @@ class Scaler:
         for grads in self._grads:
             starts.append(starts[-1] + grads.pack.layout.numel)
         if self._device.type != "cpu":
-            begin = [at + g.pack.own.start for at, g in zip(starts, self._grads, strict=False)]
-            first = torch.argmax(bad.to(torch.uint8))
-            return torch.tensor(begin, dtype=torch.float64).to(self._device)[first] * bad.any()
+            begin = tuple(at + g.pack.own.start for at, g in zip(starts, self._grads, strict=False))
+            # Not begin[index]: to index by a tensor of no dimension is to ask for its value.
+            found = torch.where(bad, self._on_device(begin), math.inf).amin()
+            return torch.where(bad.any(), found, 0.0)
         for at, grads, is_bad in zip(starts, self._grads, bad.tolist(), strict=False):
             if is_bad:
                 index = int(torch.argmax((~grads.own.isfinite()).to(torch.uint8)))
                 return at + grads.pack.own.start + index
         return 0.0
 
-    def _on_device(self, pattern: tuple[bool, ...]) -> Tensor:
-        """The pattern of present gradients as doubles, copied once per pattern."""
+    def _on_device(self, pattern: tuple[float, ...]) -> Tensor:
+        """A pattern of present gradients, or positions, as doubles; copied once for each."""
         known = self._patterns.get(pattern)
         if known is None:
             if len(self._patterns) > 8:
@@ -305,7 +316,9 @@ class Scaler:
         have to look at what the others said, which on an accelerator waits for the all-reduce.
         """
         owned = (mine for grads in self._grads for mine in grads.owned)
-        needed = any(mine and not here for mine, here in zip(owned, pattern, strict=True))
+        needed = self._comm.size > 1 and any(
+            mine and not here for mine, here in zip(owned, pattern, strict=True)
+        )
         everywhere = pattern
         if needed:
             everywhere = tuple(count > 0 for count in counts.tolist())
@@ -317,7 +330,7 @@ class Scaler:
         self._tally[1] = (self._tally[1] + 1) * skip
         self._tally[2:] = bad - 1
         self._host.copy_(self._tally, non_blocking=True)
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._copied = torch.cuda.Event()
             self._copied.record()
 

@@ -1,0 +1,237 @@
+"""What makes a step slow without a clock: waiting for the device, passes over whole buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, adamw, sharded
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardcast.pack import Pack
+from shardcast.testing import SpawnedWorld
+
+pytestmark = pytest.mark.timeout(60)
+
+META, BF16, FP16 = torch.device("meta"), torch.bfloat16, torch.float16
+
+
+class Waits(TorchDispatchMode):
+    """A device whose values the host cannot see: every attempt to wait for them raises.
+
+    The device is ``meta``, where ``item``, ``tolist`` and ``bool`` raise by themselves. Copies
+    between it and the host raise here, but for those that ask not to be waited for.
+    """
+
+    def __init__(self, raises: bool = True) -> None:
+        super().__init__()
+        self.raises = raises
+        self.copies = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "copy_" and args[0].device != args[1].device and args[1].dim():
+            waits = not (kwargs.get("non_blocking") or args[2:] == (True,))
+            assert not (waits and self.raises), (
+                f"a copy from {args[1].device} to {args[0].device} waits"
+            )
+            self.copies += 1
+            return args[0]
+        crosses = name == "_to_copy" and kwargs.get("device") not in (None, args[0].device)
+        if crosses and self.raises:
+            raise AssertionError(f"a copy from {args[0].device} to {kwargs['device']} waits")
+        return func(*args, **kwargs)
+
+
+class Odd(nn.Module):
+    """Parameters of several sizes; on ``meta`` nothing can be computed with them."""
+
+    def __init__(self, device: torch.device | str = META) -> None:
+        super().__init__()
+        sizes = (3, 7, 64, 1, 130)
+        self.params = nn.ParameterList(torch.ones(size, 5, device=device) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.fixture
+def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``shard`` take models on ``meta``: its own checks look at values, which are not there."""
+    for name in ("check_params", "same_everywhere", "_convert_rest"):
+        monkeypatch.setattr(f"shardcast.build.{name}", lambda *_: None)
+    monkeypatch.setattr(Pack, "strayed", lambda _: None)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0}])
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+
+
+WAYS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "bf16": (adamw, {"param_dtype": BF16}),
+    "clipped": (adamw, {"param_dtype": BF16, "max_grad_norm": 1.0}),
+    "fp16, dynamic scale": (adamw, {"param_dtype": FP16, "loss_scale": "dynamic"}),
+    "two groups, several packs": (two_groups, {"max_grad_norm": 1.0, "pack_params": 1}),
+    "sgd, norm of infinity": (momentum, {"param_dtype": BF16, "norm_type": float("inf")}),
+}
+
+
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_part_of_a_step_waits_for_the_device(way: str, absent: bool, on_meta: None):
+    build, fields = WAYS[way]
+    model = Odd()
+    optimizer = sharded(model, optimizer=build, **fields)
+
+    def step() -> None:
+        for number, param in enumerate(model.parameters()):
+            param.grad = None if absent and number == 1 else torch.ones_like(param)
+        optimizer.scale_loss(torch.ones((), device=META))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with Waits(raises=False):  # the first step makes what is kept: state, constants
+        step()
+    with Waits() as mode:
+        step()
+    assert mode.copies == 1, "the tally of skipped steps is the one copy to the host"
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda t: t.sum().item(),
+        lambda t: t.tolist(),
+        lambda t: bool(t.any()),
+        lambda t: t.cpu(),
+        lambda t: torch.zeros(t.shape).copy_(t),
+        lambda t: t.copy_(torch.ones(t.shape)),
+        lambda t: torch.ones(t.shape).to(t.device),
+    ],
+)
+def test_whatever_waits_is_noticed(wait: Callable[[Tensor], Any]):
+    """The test's own check."""
+    tensor = torch.ones(3, device=META)
+    with Waits(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        wait(tensor)
+
+
+class Passes(TorchDispatchMode):
+    """Bytes that operations read and write in ``watched`` memory; views touch nothing."""
+
+    def __init__(self, watched: Tensor) -> None:
+        super().__init__()
+        self.start, self.stop = watched.data_ptr(), watched.data_ptr() + watched.nbytes
+        self.touched: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.namespace == "aten" and "detach" not in str(func):
+            for tensor in tree_leaves((args, kwargs)):
+                inside = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
+                if inside and self.start <= tensor.data_ptr() < self.stop:
+                    name = func.overloadpacket.__name__
+                    self.touched[name] = self.touched.get(name, 0) + tensor.nbytes
+        return result
+
+
+def passes_of_a_step(group: Any, slow: str) -> dict[str, Any]:
+    """Reads and writes of the gradients and parameters of one step, in units of the own span.
+
+    Args:
+        slow: add a pass over all "gradients" or "parameters" to every step.
+    """
+    model = CASES["gpt"].build()
+    optimizer = sharded(model, group, param_dtype=BF16, max_grad_norm=1.0)
+    (master,) = optimizer._masters
+    found: dict[str, Any] = {}
+    for step in range(3):  # the last one has its buffers
+        grads, params = master.grads.data, master.pack.data
+        loss = CASES["gpt"].loss(model, CASES["gpt"].batch(step))
+        with Passes(grads) as backward:
+            loss.backward()
+        with Passes(grads) as of_grads, Passes(params) as of_params:
+            optimizer.step()
+            if slow:
+                (grads if slow == "gradients" else params).mul_(1)
+        optimizer.zero_grad()
+        own = master.grads.own.nbytes
+        found = {
+            "backward": sum(backward.touched.values()) / own,
+            "gradients": sum(of_grads.touched.values()) / own,
+            "parameters": sum(of_params.touched.values()) / own,
+            "operations": {*backward.touched, *of_grads.touched, *of_params.touched},
+        }
+    return found
+
+
+def test_a_step_passes_over_the_own_span_and_never_over_whole_buffers(gloo: SpawnedWorld):
+    for rank in gloo.run(passes_of_a_step, ""):
+        # All gradients are written once in backward: two spans, less much padding in so small a
+        # model. Of its own span the owner reads its piece and writes the mean.
+        assert 1.5 + 2 < rank["backward"] <= 2 + 2
+        assert rank["gradients"] == 2, "read for the norm, read for the update"
+        assert rank["parameters"] == 1, "written by the cast"
+        assert not rank["operations"] & {"zero_", "fill_", "mul_", "div_", "clone"}
+
+
+@pytest.mark.parametrize("slow", ["gradients", "parameters"])
+def test_a_pass_over_a_whole_buffer_is_noticed(slow: str, gloo: SpawnedWorld):
+    """Negative control."""
+    for rank in gloo.run(passes_of_a_step, slow):
+        assert rank[slow] >= 3
+        assert "mul_" in rank["operations"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fuse", ["eager", "compile"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_step_captured_in_a_cuda_graph_trains_as_one_that_is_not(dtype: torch.dtype, fuse: str):
+    """Replays read new gradients from the same memory and count steps, scale and skips on."""
+    losses = []
+    for captured in (False, True):
+        model = Odd("cuda")
+        optimizer = sharded(
+            model, param_dtype=dtype, fuse=fuse, max_grad_norm=1.0,
+            loss_scale="dynamic" if dtype == FP16 else None,
+        )  # fmt: skip
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        for step in range(6):
+            for position, param in enumerate(model.parameters()):
+                grad = torch.full_like(param, 0.1 * (step + 1) * (position + 1))
+                grad = grad * math.inf if step == 4 and position == 2 else grad
+                param.grad = grad if param.grad is None else param.grad.copy_(grad)
+            optimizer.scale_loss(torch.ones((), device="cuda"))
+            side.wait_stream(torch.cuda.current_stream())
+            if not captured or step < 2:  # on a side stream, as before every capture
+                with torch.cuda.stream(side) if captured else nullcontext():
+                    optimizer.step()
+            elif step == 2:
+                with torch.cuda.graph(graph, stream=side):
+                    optimizer.step()
+                graph.replay()
+            else:
+                graph.replay()
+            torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        losses.append(([p.detach().clone() for p in model.parameters()], optimizer.skipped_steps))
+    (plain, skipped), (replayed, also) = losses
+    assert skipped == also == 1
+    for left, right in zip(plain, replayed, strict=True):
+        assert torch.equal(left, right)
