@@ -1,6 +1,7 @@
 """Measure shardcast: its update, the collectives behind it, and whole steps beside other systems.
 
     python launch/benchmark.py update                      # against a copy of the same bytes
+    python launch/benchmark.py flatten                     # packs against tensor by tensor
     python launch/benchmark.py collectives --ranks 2
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
@@ -16,7 +17,7 @@ import argparse
 import shlex
 import sys
 
-from benchmarks import collectives, report, step, update
+from benchmarks import collectives, flatten, report, step, update
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 
@@ -32,6 +33,10 @@ def main() -> None:
         title = f"update of {args.elements:,} elements, {args.threads} thread(s), AdamW, bf16"
         lines = update.rows(update.measure(args.elements, args.threads, args.rounds))
         columns: tuple[str, ...] = ("form", "ms", "x")
+    elif args.command == "flatten":
+        title = f"optimizer phase of {WORKLOADS[args.model].title}, {args.threads} thread(s), fp32"
+        lines = update.rows(flatten.measure(args.model, args.threads, args.rounds))
+        columns = ("optimizer runs", "ms", "x")
     elif args.command == "collectives":
         title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
         sizes = args.elements // args.packs, args.packs, args.rounds
@@ -60,13 +65,17 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, rounds in (("update", 9), ("collectives", 9), ("step", 15), ("peers", 15)):
+    rounds_of = {"update": 9, "flatten": 15, "collectives": 9, "step": 15, "peers": 15}
+    for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)
         sub.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-        if name == "update":
-            sub.add_argument("--elements", type=int, default=1 << 24)
+        if name in ("update", "flatten"):
             sub.add_argument("--threads", type=int, default=1)
+            if name == "update":
+                sub.add_argument("--elements", type=int, default=1 << 24)
+            else:
+                sub.add_argument("--model", choices=WORKLOADS, default="ernie")
             continue
         sub.add_argument("--ranks", type=int, default=2)
         if name == "collectives":

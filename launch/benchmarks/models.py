@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +85,13 @@ class Encoder(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def _gpt() -> nn.Module:
-    return GPT(GPTConfig(vocabulary=8192, context=128, width=512, depth=8, heads=8))
+def _gpt(recompute: bool = False) -> nn.Module:
+    return GPT(
+        GPTConfig(
+            vocabulary=8192, context=128, width=512, depth=8, heads=8,
+            checkpoint_activations=recompute,
+        )
+    )  # fmt: skip
 
 
 def _ernie() -> nn.Module:
@@ -102,6 +108,9 @@ def _tiny() -> nn.Module:
 
 WORKLOADS = {
     "gpt": Workload("GPT", _gpt, Block, 8192, 2, 32),
+    "gpt-recompute": Workload(
+        "GPT with activation checkpointing", partial(_gpt, True), Block, 8192, 2, 32
+    ),
     "ernie": Workload("ERNIE-like encoder", _ernie, EncoderLayer, 8192, 2, 16),
     "embedding": Workload(
         "encoder with a huge embedding", _embedding, EncoderLayer, 1 << 17, 2, 16
