@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from shardcast.precision import MASTER_DTYPE
 from shardcast.scaler import Verdict
 
 CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
+PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
+COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.Adadelta,
@@ -77,7 +80,7 @@ class WholeKernel:
     on_host = False
 
     def __init__(self, compile: bool) -> None:
-        self._run: Callable[..., None] = _compiled() if compile else kernels.update_
+        self._run: Callable[..., None] = _compiled() if compile else _by_pieces
 
     def __call__(
         self,
@@ -93,6 +96,12 @@ class WholeKernel:
 Kernel = ChunkedKernel | WholeKernel
 
 
+def _by_pieces(rule: Rule, flat: Flat, *rest: Any) -> None:
+    """The eager form allocates several times the operands: not of more than so much at a time."""
+    for piece in flat.chunks(PIECE):
+        kernels.update_(rule, piece, *rest)
+
+
 @functools.cache  # one compiled function, so that models of one process share its graphs
 def _compiled() -> Callable[..., None]:
     return _compat.compiled(kernels.update_)
@@ -101,7 +110,7 @@ def _compiled() -> Callable[..., None]:
 def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
     """How to run the update on ``device``.
 
-    ``auto`` compiles where Triton is, and stays eager on CPU: there the eager form equals
+    ``auto`` compiles where Triton can, and stays eager on CPU: there the eager form equals
     ``torch.optim`` to the bit, a compiler may be missing, and a short job would not earn its
     compile time back.
 
@@ -111,14 +120,23 @@ def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
     if device.type == "cpu":
         if config.fuse != "compile":
             return ChunkedKernel()
-        if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        if not _has_compiler("cpu", "CXX"):
             raise ValueError(
                 "fuse: expected a C++ compiler on the PATH for 'compile' on CPU, found none; "
                 "install g++ or use fuse 'eager'"
             )
         return WholeKernel(compile=True)
-    triton = importlib.util.find_spec("triton") is not None
-    return WholeKernel(compile=config.fuse == "compile" or (config.fuse == "auto" and triton))
+    return WholeKernel(compile=config.fuse == "compile" or (config.fuse == "auto" and _triton()))
+
+
+def _triton() -> bool:
+    """Whether Triton is installed, with the C compiler that it builds its launchers with."""
+    return importlib.util.find_spec("triton") is not None and _has_compiler("cuda", "CC")
+
+
+def _has_compiler(kind: str, variable: str) -> bool:
+    chosen = os.environ.get(variable, "").split()[:1]  # it may have arguments
+    return any(shutil.which(name) for name in chosen or COMPILERS[kind])
 
 
 @dataclass

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,8 @@ import torch
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import Tensor, nn
 
-from shardcast import kernels
-from shardcast.update import ChunkedKernel, WholeKernel
+from shardcast import ShardcastConfig, kernels
+from shardcast.update import ChunkedKernel, WholeKernel, choose_kernel
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -341,3 +345,77 @@ def test_lengths_places_and_numbers_do_not_compile_anew(
             else:
                 group["betas"] = (0.8 + step / 100, 0.99)
             optimizer.step()
+
+
+COMPILED = """
+import sys, torch
+from torch._dynamo.utils import counters
+import shardcast
+for sizes in [(5, 7), (40, 3)]:
+    model = torch.nn.Linear(*sizes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = shardcast.shard(model, optimizer, fuse="compile")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+found = counters["inductor"]
+print(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@needs_compiler
+def test_the_next_process_finds_the_compiled_update_in_the_cache(tmp_path: Path):
+    """And each of them compiles once for two models of other sizes."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(tuple(int(number) for number in run.stdout.split()))
+    assert found == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("fuse", "triton", "compiler", "compiled"),
+    [
+        ("auto", True, True, True),
+        ("auto", True, False, False),
+        ("auto", False, True, False),
+        ("compile", False, False, True),
+        ("eager", True, True, False),
+    ],
+)
+def test_auto_compiles_on_a_gpu_where_triton_and_its_compiler_are(
+    fuse: str, triton: bool, compiler: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if triton else None)
+    monkeypatch.setattr("shutil.which", lambda name: name if compiler else None)
+    made: list[bool] = []
+    monkeypatch.setattr("shardcast.update.WholeKernel", lambda compile: made.append(compile))
+    choose_kernel(ShardcastConfig(fuse=fuse), torch.device("cuda", 0))
+    assert made == [compiled]
+
+
+def test_compiling_on_cpu_needs_a_compiler_and_says_which(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(ValueError, match=r"fuse: .* install g\+\+ or use fuse 'eager'"):
+        choose_kernel(ShardcastConfig(fuse="compile"), torch.device("cpu"))
+    assert isinstance(choose_kernel(ShardcastConfig(), torch.device("cpu")), ChunkedKernel)
+
+
+def test_the_eager_fallback_of_accelerators_works_by_pieces(monkeypatch: pytest.MonkeyPatch):
+    group, rule, copies = ranges(*RULES["adamw"], 100)
+    results = []
+    for piece in (7, 1 << 24):
+        monkeypatch.setattr("shardcast.update.PIECE", piece)
+        flat = copies()
+        flat.grad.fill_(0.25)
+        whole_run(WholeKernel(False), rule, flat, group, 1)
+        results.append({"master": flat.master, "low": flat.published, "m": flat.state[0]})
+    assert_same_bits(*results)
