@@ -25,8 +25,13 @@ class Sync:
     def add(self, pack: Pack) -> None:
         """Sync ``pack`` too; every rank must add the same packs."""
         self._packs.append(pack)
+        # Spans and slots are in the order of their elements: one walk along both.
+        slots = iter([slot for slot in pack.layout.slots if slot.numel])
+        slot = next(slots, None)
         for span in pack.layout.spans:
-            if pack.layout.fragments(span.owner):  # a span of padding alone says nothing
+            while slot is not None and slot.end <= span.start:
+                slot = next(slots, None)
+            if slot is not None and slot.offset < span.stop:  # else it is padding alone, or empty
                 self._turns.append((pack, span))
 
     def __call__(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardcast.pack import Pack
-from shardcast.testing import SpawnedWorld
+from shardcast.testing import SpawnedWorld, fake_world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -235,3 +235,19 @@ def test_a_step_captured_in_a_cuda_graph_trains_as_one_that_is_not(dtype: torch.
     assert skipped == also == 1
     for left, right in zip(plain, replayed, strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_sync_leaves_out_the_spans_that_hold_nothing_but_padding(partition: str, size: int):
+    with fake_world(size, 0) as group:
+        optimizer = sharded(CASES["scalars"].build(), group, partition=partition, pack_params=2)
+        expected = [
+            (pack.index, span.owner)
+            for pack in optimizer.layout.packs
+            for span in pack.spans
+            if pack.fragments(span.owner)
+        ]
+        turns = [(pack.layout.index, span.owner) for pack, span in optimizer._sync._turns]
+        assert turns == expected
+        assert size < 50 or len(expected) < size * len(optimizer.layout.packs)
