@@ -129,7 +129,7 @@ class Comm:
         The caller must keep both tensors unchanged and alive until ``work.wait()``. The piece
         that stays here need not be in ``output``: read it from ``input``.
         """
-        if self.backend(input.device) == "gloo":
+        if input.device.type == "cpu" and self.backend(input.device) == "gloo":
             return self._send_and_receive(output.split(list(received)), input.split(list(sent)))
         return dist.all_to_all_single(
             output, input, list(received), list(sent), group=self.group, async_op=True

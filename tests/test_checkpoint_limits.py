@@ -1,0 +1,140 @@
+"""Full disks, directories that cannot be written to, and the memory that an export takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits, parts, run_world, sharded
+from torch import nn
+
+from shardcast import checkpoint
+from shardcast.checkpoint import saving
+
+pytestmark = pytest.mark.timeout(60)
+LARGEST = 8 << 20  # bytes of one parameter
+
+
+def mounted(path: Path, options: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not mounted(disk, "size=2m"):
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def job(group: Any = None, width: int = 64) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    optimizer = sharded(model, group, param_dtype=torch.bfloat16)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["foreseen", "not foreseen"])
+def test_a_full_disk_is_told_on_all_ranks_and_the_old_checkpoint_stays(
+    small_disk: Path, known: bool, monkeypatch: pytest.MonkeyPatch
+):
+    run = small_disk / "run"
+    told = []
+
+    def fill(group: Any) -> Any:
+        model, optimizer = job(group, 160)
+        checkpoint.save(run, model, optimizer, step=1)
+        before = parts(optimizer)
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            for step in range(2, 9):
+                checkpoint.save(run, model, optimizer, step=step)
+        told.append((step, str(caught.value)))
+        return before
+
+    if not known:  # the space goes while the save is under way
+        monkeypatch.setattr(saving.shutil, "disk_usage", lambda _path: type("", (), {"free": 1e9}))
+    states = run_world(2, fill)[0]
+    (step, first), (_, second) = told
+    wanted = "bytes free in" if known else "No space left on device"
+    assert wanted in first and wanted in second
+    assert checkpoint.latest(run) == run / f"step-{step - 1:09d}"
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+
+    def load(group: Any) -> Any:
+        model, optimizer = job(group, 160)
+        checkpoint.load(run, model, optimizer)
+        return parts(optimizer)
+
+    for after, before in zip(run_world(2, load)[0], states, strict=True):
+        assert_same_bits(after, before)
+
+
+def test_a_directory_that_is_read_only_is_told_on_all_ranks(tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not mounted(disk, "size=1m,ro"):
+        disk.chmod(0o500)  # enough for users that are not root
+
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group)
+        before = parts(optimizer)
+        with pytest.raises((OSError, RuntimeError), match=r"(?i)cannot be written|read-only"):
+            checkpoint.save(disk / "run", model, optimizer, step=1)
+        assert_same_bits(parts(optimizer), before)
+
+    try:
+        run_world(2, attempt)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], capture_output=True)
+        disk.chmod(0o700)
+
+
+EXPORT = """
+import resource, sys, torch
+from shardcast import checkpoint
+from shardcast.checkpoint import exporting
+checkpoint.inspect(sys.argv[1])
+# Importing torch takes more for a moment than it keeps: reset the peak, as far as the system can.
+open("/proc/self/clear_refs", "w").write("5")
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+checkpoint.export(sys.argv[1], sys.argv[2], optimizer=False)
+status = open("/proc/self/status").read()
+print((int(status.split("VmHWM:")[1].split()[0]) << 10) - before)
+"""
+
+
+def export_peak(folder: Path, count: int) -> int:
+    """Bytes that exporting ``count`` parameters of 8 MB takes at most."""
+    model = nn.Sequential(*[nn.Linear(1024, 2048, bias=False) for _ in range(count)])
+    optimizer = sharded(model, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    checkpoint.save(folder / "run", model, optimizer, step=1)
+    finished = subprocess.run(
+        [sys.executable, "-c", EXPORT, folder / "run", folder / "out"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert (folder / "out" / "model.safetensors").stat().st_size > count * LARGEST
+    return int(finished.stdout)
+
+
+def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path):
+    """A parameter, its chunk of the file and modules imported late, of 24 parameters."""
+    peak = export_peak(tmp_path, 24)
+    assert peak > LARGEST, "the control: what one parameter takes is seen"
+    assert peak < 24 * LARGEST / 3
