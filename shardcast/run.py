@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from typing import Any
 
 USAGE = "usage: python -m shardcast.run script.py [arguments of the script]"
 
@@ -35,8 +36,19 @@ def install() -> None:
 
     from shardcast.accelerate import ShardcastAccelerator
 
-    accelerate.Accelerator = ShardcastAccelerator
-    accelerate.accelerator.Accelerator = ShardcastAccelerator
+    class RunAccelerator(ShardcastAccelerator):
+        """One that finds the Trainer of transformers, where the script has imported it by then."""
+
+        def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+            if "transformers.trainer" in sys.modules:
+                from shardcast.transformers import adapt
+
+                adapt()
+            return super().prepare(*args, device_placement=device_placement)
+
+    RunAccelerator.__name__ = ShardcastAccelerator.__name__
+    accelerate.Accelerator = RunAccelerator
+    accelerate.accelerator.Accelerator = RunAccelerator
 
 
 def _complain(problem: str) -> int:
