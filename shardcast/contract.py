@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast import state
 from shardcast.comm import Comm
@@ -35,6 +35,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     layout: Layout
     config: ShardcastConfig
     _original: torch.optim.Optimizer
+    _model: nn.Module
     _masters: list[Master]
     _comm: Comm
     _scaler: Scaler
@@ -151,6 +152,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         used = (m for m in self._masters if any(by_param.get(p) for p in m.pack.params))
         self._activate_all({master.pack.layout.index for master in used})
         state.take_plain(self._masters, self._update, by_param)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The fp32 values of the parameters by name, tied ones under each; on rank 0's host.
+
+        Every rank must call it; the others get an empty one. What ``model.state_dict()`` has is
+        the cast of it.
+        """
+        names = {param: name for name, param in self._model.named_parameters()}
+        every = self._model.named_parameters(remove_duplicate=False)
+        found = state.gather_masters(self._masters, self._comm)
+        return {n: found[names[param]] for n, param in every if names[param] in found}
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state as the unsharded optimizer's own ``state_dict`` would be; on rank 0.

@@ -184,6 +184,23 @@ def gather_plain(
     return {"state": dict(sorted(state.items())), "param_groups": plain_groups(groups)}
 
 
+def gather_masters(masters: Sequence[Master], comm: Comm) -> dict[str, Tensor]:
+    """All parameters in fp32 by name, on rank 0's host; empty elsewhere. Collective, as above."""
+    found: dict[str, Tensor] = {}
+    for master in masters:
+        mine = [
+            (fragment.slot.name, fragment.param_range, part(master, fragment).detach().cpu())
+            for fragment in master.fragments
+        ]
+        everyone = comm.exchange(mine, master.pack.data.device)
+        if comm.rank == 0:
+            for slot in master.pack.layout.slots:
+                found[slot.name] = torch.zeros(slot.shape)
+            for name, (start, stop), values in (piece for theirs in everyone for piece in theirs):
+                found[name].view(-1)[start:stop] = values
+    return found
+
+
 def _join(
     pieces: list[tuple[tuple[int, int], dict[str, Any]]], shape: tuple[int, ...]
 ) -> dict[str, Any]:

@@ -1,0 +1,206 @@
+"""F4, lightning: Lightning's Trainer with a sharded optimizer in place of DDP.
+
+    import shardcast.lightning
+
+    trainer = Trainer(strategy="shardcast", precision="bf16-true", ...)
+    trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
+
+``precision`` decides ``param_dtype`` (``32-true``, ``bf16-true``, ``16-true``); accumulation,
+clipping by norm and by value, schedulers and validation are Trainer's. A Lightning checkpoint holds
+fp32 weights and the plain torch optimizer state, gathered on rank 0: it resumes at any world size,
+and under any other strategy. The norm is ``optimizer.grad_norm``; ``.grad`` is a mean on the own
+part only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.build import shard
+from shardcast.config import ShardcastConfig
+from shardcast.optimizer import ShardedOptimizer
+
+try:
+    from lightning.fabric.utilities.apply_func import apply_to_collection
+    from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(
+        "shardcast.lightning needs lightning, which is not installed here: "
+        "pip install 'shardcast[lightning]'"
+    ) from error
+
+DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class ShardcastPrecision(Precision):
+    """Leaves casts, loss scale and clipping to the sharded optimizer."""
+
+    def __init__(self, precision: Any) -> None:
+        self.precision = precision
+        self.sharded: ShardedOptimizer | None = None
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors of a batch in ``param_dtype``: steps bypass the root's forward."""
+        if self.sharded is None or not self.sharded.config.cast_forward_inputs:
+            return data
+        return _cast(data, self.sharded.config.param_dtype)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """The loss times the loss scale."""
+        loss: Tensor = super().pre_backward(tensor, module)
+        return loss if self.sharded is None else self.sharded.scale_loss(loss)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """By the global norm over all ranks, in the coming step."""
+        _unwrapped(optimizer).clip_grad_norm_(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Each element of the averaged gradients."""
+        _unwrapped(optimizer).clip_grad_value_(float(clip_val))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale."""
+        return {} if self.sharded is None else {"scaler": self.sharded._scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        if self.sharded is not None and "scaler" in state_dict:
+            self.sharded._scaler.load_state_dict(state_dict["scaler"])
+
+
+class ShardcastStrategy(DDPStrategy):
+    """Lightning's DDP strategy, with the launching and without the wrapper.
+
+    Args:
+        shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment.
+        kwargs: those of ``DDPStrategy`` (``process_group_backend``, ``timeout`` ...).
+
+    Raises:
+        ValueError: at ``fit``, for another precision, for several optimizers, or for a
+            ``param_dtype`` that contradicts ``precision``.
+    """
+
+    strategy_name = "shardcast"
+    model: Any
+    optimizers: list[Any]
+
+    def __init__(self, shardcast_config: Any = None, **kwargs: Any) -> None:
+        self._shardcast_config = shardcast_config
+        super().__init__(**kwargs)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Always a :class:`ShardcastPrecision`."""
+        if self._precision_plugin is None:  # Trainer sets the one that its `precision` asks for
+            return ShardcastPrecision("32-true")
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if type(plugin) in (Precision, HalfPrecision):
+            plugin = ShardcastPrecision(plugin.precision)
+        elif plugin is not None and not isinstance(plugin, ShardcastPrecision):
+            raise ValueError(
+                f"precision: strategy 'shardcast' expects {', '.join(DTYPES)}, got "
+                f"{plugin.precision!r}; the masters are fp32 and nothing is autocast, so mixed "
+                "precision is 'bf16-true' or '16-true' here"
+            )
+        self._precision_plugin = plugin
+
+    def setup(self, trainer: Any) -> None:
+        """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        if self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model_to_device()
+        self.setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers: strategy 'shardcast' expects one optimizer, got "
+                f"{len(self.optimizers)}; use one with several parameter groups"
+            )
+        sharded = shard(self.lightning_module, self.optimizers[0], self._config())
+        self.optimizers = [sharded]
+        self.precision_plugin.sharded = sharded
+        self.setup_precision_plugin()
+
+    def _config(self) -> ShardcastConfig:
+        wanted = DTYPES[self.precision_plugin.precision]
+        if isinstance(self._shardcast_config, ShardcastConfig):
+            config = self._shardcast_config
+        else:
+            config = ShardcastConfig.load(self._shardcast_config)
+        default = ShardcastConfig().param_dtype
+        if config.param_dtype not in (wanted, default):
+            raise ValueError(
+                f"param_dtype: expected {wanted}, as precision={self.precision_plugin.precision!r} "
+                f"says, got {config.param_dtype}; say it in one place"
+            )
+        return config.replace(param_dtype=wanted)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within it gradients accumulate locally; Trainer's accumulation uses it."""
+        sharded = self.precision_plugin.sharded
+        if sharded is None:
+            yield
+        else:
+            with sharded.no_sync():
+                yield
+
+    # -- state: Trainer asks every rank, and writes what rank 0 answers -------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with the fp32 masters as parameters; whole on rank 0. Collective."""
+        found: dict[str, Any] = super().lightning_module_state_dict()
+        sharded = self.precision_plugin.sharded
+        return found if sharded is None else {**found, **sharded.full_parameters()}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of the unsharded optimizer, on rank 0. Collective."""
+        inner = _unwrapped(optimizer)
+        if isinstance(inner, ShardedOptimizer):
+            return inner.full_state_dict()
+        return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
+
+    def teardown(self) -> None:
+        """Take the hooks off the module, which may then be trained again."""
+        sharded = self.precision_plugin.sharded
+        if sharded is not None:
+            sharded.close()
+            self.precision_plugin.sharded = None
+            self.optimizers = []
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its name."""
+        strategy_registry.register(
+            cls.strategy_name, cls, description="Optimizer state sharded over data-parallel ranks"
+        )
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)  # inside a LightningOptimizer
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(value, Tensor, cast)
+
+
+if ShardcastStrategy.strategy_name not in StrategyRegistry:
+    ShardcastStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,242 @@
+"""shardcast.lightning in two real processes, against Lightning's own DDP strategy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from test_accelerate import Casts
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardcast.lightning
+from shardcast import ShardcastConfig
+from shardcast.lightning import ShardcastStrategy
+from shardcast.testing import SpawnedWorld, spawn_world
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Lightning's advice on workers, loggers and devices
+]
+ROOT = Path(__file__).parents[1]
+
+
+class Net(LightningModule):
+    """7 -> 12 -> 1 with a norm; gradients of other sizes on each rank."""
+
+    def __init__(self, count: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 1))
+        self.count = count
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def training_step(self, batch: list[Tensor], _index: int) -> Tensor:
+        loss = (self.net(batch[0]).float() - batch[1]).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], _index: int) -> None:
+        loss = (self.net(batch[0]).float() - batch[1]).square().mean()
+        self.log("validation", loss, sync_dist=True)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(getattr(self.trainer.strategy, "model", None), nn.Module):
+            self.clip_gradients(optimizer, *args, **kwargs)
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.AdamW(self.parameters(), lr=0.05) for _ in range(self.count)]
+        if self.count > 1:
+            return optimizers
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
+
+
+def loader(float64: bool = False) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(48, 7, generator=generator)
+    targets = inputs.sum(dim=1, keepdim=True) / 3
+    return DataLoader(TensorDataset(inputs, targets), batch_size=4)
+
+
+def trainer_of(folder: str, devices: int = 2, **options: Any) -> Trainer:
+    return Trainer(
+        **{
+            "strategy": "shardcast", "accelerator": "cpu", "devices": devices, "max_epochs": 2,
+            "precision": "32-true", "default_root_dir": folder, "logger": False,
+            "enable_progress_bar": False, "enable_model_summary": False,
+            "accumulate_grad_batches": 2, "gradient_clip_val": 0.5,
+            "callbacks": [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)], **options,
+        }
+    )  # fmt: skip
+
+
+def fit(group: Any, folder: str, options: dict[str, Any], resume: str | None = None) -> Any:
+    trainer, module = trainer_of(folder, group.size(), **options), Net()
+    trainer.fit(module, loader(), loader(), ckpt_path=resume)
+    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return module.losses, weights, float(trainer.callback_metrics["validation"])
+
+
+CLIPS = {
+    "norm": {},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "none": {"gradient_clip_val": None, "accumulate_grad_batches": 1},
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_fp32_training_is_that_of_ddp(tmp_path: Path, gloo: SpawnedWorld, clip: str):
+    ddp = gloo.run(fit, str(tmp_path / "ddp"), {"strategy": "ddp", **CLIPS[clip]}, timeout=100)
+    ours = gloo.run(fit, str(tmp_path / "ours"), CLIPS[clip], timeout=100)
+    for mine, theirs in zip(ours, ddp, strict=True):
+        assert len(mine[0]) == 12
+        assert mine[0] == pytest.approx(theirs[0], abs=1e-6)
+        assert mine[2] == pytest.approx(theirs[2], abs=1e-6)
+        for name, value in mine[1].items():
+            assert (value - theirs[1][name]).abs().max() <= 1e-6, name
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
+def test_resume_is_exact(tmp_path: Path, gloo: SpawnedWorld, precision: str):
+    options = {"precision": precision}
+    whole = gloo.run(fit, str(tmp_path / "a"), options, timeout=100)
+    middle = str(tmp_path / "a" / "epoch=0.ckpt")
+    again = gloo.run(fit, str(tmp_path / "b"), options, middle, timeout=100)
+    for mine, theirs in zip(again, whole, strict=True):
+        assert mine[0] == theirs[0][6:], "the losses of the second epoch"
+        assert all(torch.equal(value, theirs[1][name]) for name, value in mine[1].items())
+    first, second = whole
+    assert all(torch.equal(value, second[1][name]) for name, value in first[1].items())
+    if precision != "32-true":
+        assert next(iter(first[1].values())).dtype in (torch.bfloat16, torch.float16)
+
+
+def test_a_checkpoint_goes_on_at_another_world_size_and_under_ddp(
+    tmp_path: Path, gloo: SpawnedWorld
+):
+    options = {"precision": "bf16-true"}
+    gloo.run(fit, str(tmp_path / "a"), options, timeout=100)
+    middle = str(tmp_path / "a" / "epoch=0.ckpt")
+    saved = torch.load(middle, weights_only=True)
+    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
+    assert saved["optimizer_states"][0]["state"][0]["exp_avg"].shape == (12, 7)
+    plain = Net()
+    plain.load_state_dict(saved["state_dict"])
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    ddp = gloo.run(fit, str(tmp_path / "b"), {"strategy": "ddp"}, middle, timeout=100)
+    with spawn_world(1, timeout=100) as alone:
+        one = alone.run(fit, str(tmp_path / "c"), {**options, "max_epochs": 2}, middle)
+    for losses, _, validation in (*ddp, *one):
+        assert len(losses) in (6, 12) and validation < 1.0
+
+
+class Counting(Callback):
+    """Counts the casts of the first forward and backward."""
+
+    casts: Casts | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if self.casts is None:
+            self.casts = Casts(module)
+            self.casts.__enter__()
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 0:
+            self.casts.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_no_parameter_is_cast_in_forward_and_backward(tmp_path: Path, precision: str):
+    counting = Counting()
+    options: dict[str, Any] = {"callbacks": [counting], "max_steps": 1, "precision": precision}
+    if precision == "bf16-mixed":  # the control: autocast casts the weights
+        options["strategy"] = "auto"
+    trainer = trainer_of(
+        str(tmp_path), 1, accumulate_grad_batches=1, enable_checkpointing=False,
+        limit_val_batches=0, **{k: v for k, v in options.items() if k != "max_steps"},
+        max_steps=1,
+    )  # fmt: skip
+    trainer.fit(Net(), loader())
+    found = counting.casts.parameters
+    assert found == 0 if precision == "bf16-true" else found >= 2
+
+
+def test_norms_may_stay_in_fp32(tmp_path: Path):
+    strategy = ShardcastStrategy({"keep_fp32": "norms"})
+    module = Net()
+    trainer = trainer_of(str(tmp_path), 1, strategy=strategy, precision="bf16-true")
+    trainer.fit(module, loader())
+    assert module.net[0].weight.dtype == torch.bfloat16
+    assert module.net[1].weight.dtype == torch.float32
+
+
+def test_a_module_may_be_fitted_twice_and_validated(tmp_path: Path):
+    module = Net()
+    for _ in range(2):
+        trainer_of(str(tmp_path), 1, precision="bf16-true").fit(module, loader())
+    found = trainer_of(str(tmp_path), 1).validate(module.float(), loader())
+    assert found[0]["validation"] < module.losses[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_other_precisions_are_refused(tmp_path: Path, precision: str):
+    with pytest.raises(ValueError, match="expects 32-true, bf16-true, 16-true, got"):
+        trainer_of(str(tmp_path), 1, precision=precision)
+
+
+def test_several_optimizers_are_refused(tmp_path: Path):
+    module = Net(count=2)
+    module.automatic_optimization = False
+    trainer = trainer_of(str(tmp_path), 1, gradient_clip_val=None, accumulate_grad_batches=1)
+    with pytest.raises(ValueError, match="expects one optimizer, got 2"):
+        trainer.fit(module, loader())
+
+
+def test_a_contradicting_param_dtype_is_refused(tmp_path: Path):
+    strategy = ShardcastStrategy(ShardcastConfig(param_dtype="fp16"))
+    with pytest.raises(ValueError, match="say it in one place"):
+        trainer_of(str(tmp_path), 1, strategy=strategy).fit(Net(), loader())
+
+
+def test_without_lightning_the_extra_is_named():
+    script = (
+        "import sys; sys.modules['lightning'] = None\n"
+        "import shardcast\n"
+        "assert 'shardcast.lightning' not in sys.modules\n"
+        "import shardcast.lightning\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'shardcast[lightning]'" in done.stderr
+    assert shardcast.lightning.ShardcastStrategy.strategy_name == "shardcast"
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_the_example_script_trains_on_two_processes(tmp_path: Path, launcher: str):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [
+        *(sys.executable, *(torchrun if launcher == "torchrun" else ())),
+        *("launch/train_lightning.py", "--accelerator", "cpu", "--sequences", "64"),
+        *("--output", str(tmp_path)),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "validation_loss" in done.stdout
+    assert list(tmp_path.rglob("*.ckpt"))
