@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from pathlib import Path
 
 from benchmarks import collectives, flatten, report, step, update
 from benchmarks.models import WORKLOADS
@@ -47,6 +48,8 @@ def main() -> None:
         title = report.title(plan, args.ranks)
         results = spawn(step.measure, args.ranks, plan, timeout=TIMEOUT)
         lines, columns = report.rows(results[0]), report.COLUMNS
+        if args.plot:
+            report.plot(results[0], title, args.plot)
     print("\n".join([title, "", *report.head(command), ""]))
     print(report.table(columns, lines, args.markdown))
 
@@ -84,6 +87,7 @@ def parse() -> argparse.Namespace:
             continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
         sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
+        sub.add_argument("--plot", type=Path, help="also draw the steps, as a PNG")
         sub.add_argument(
             "--systems", nargs="+", metavar="PART", help="only systems with a PART in their name"
         )

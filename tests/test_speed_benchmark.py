@@ -62,6 +62,15 @@ def test_a_table_in_markdown_has_aligned_columns():
     ]  # fmt: skip
 
 
+def test_a_plot_has_a_bar_for_every_system_that_trains(tmp_path: Path):
+    results = {
+        "local, bf16": step.Result(False, [1.0], [0.0]),
+        "shardcast": step.Result(False, [2.0], [1.0]),
+    }
+    report.plot(results, "a model", tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(("name", "tensors", "millions"), [("gpt", 101, 33.6), ("ernie", 393, 5.8)])
 def test_the_models_have_the_sizes_that_the_tables_name(name: str, tensors: int, millions: float):
     params: list[nn.Parameter] = list(WORKLOADS[name].build().parameters())

@@ -84,3 +84,20 @@ def table(columns: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool
         return "\n".join("  ".join(line) for line in padded)
     rule = [("-" * width) if n == 0 else "-" * (width - 1) + ":" for n, width in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
+
+
+def plot(results: dict[str, Result], heading: str, path: Path) -> None:
+    """A bar per system: the compute alone, and what a step takes on top of it."""
+    from matplotlib.figure import Figure  # draws without a display
+
+    names = [name for name in results if name not in LOCAL][::-1]
+    over = [1e3 * statistics.median(exposed(results, name)) for name in names]
+    steps = [1e3 * statistics.median(results[name].step) for name in names]
+    alone = [step - more for step, more in zip(steps, over, strict=True)]
+    figure = Figure(figsize=(9, 0.4 * len(names) + 1.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="milliseconds per step", title=heading)
+    axes.title.set_fontsize("small")
+    axes.barh(names, alone, color="lightgrey", label="the same compute alone")
+    axes.barh(names, over, left=alone, color="C0", label="communication and update")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
