@@ -12,7 +12,8 @@ from shardcast.comm import Comm
 from shardcast.grads import GradPack
 from shardcast.precision import MASTER_DTYPE
 
-CHUNK = 1 << 16  # elements summed at a time: the fp32 accumulator stays in cache
+CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
+PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
 
 
 @dataclass
@@ -92,8 +93,9 @@ class Stage:
         # One size up from the wire, so that the sum of equal fp32 values is exact too.
         exact = torch.float64 if self.wire == MASTER_DTYPE else MASTER_DTYPE
         pieces = self._pieces(received)
-        for start in range(0, own.numel(), CHUNK):
-            stop = min(start + CHUNK, own.numel())
+        chunk = CHUNK if own.device.type == "cpu" else PIECE
+        for start in range(0, own.numel(), chunk):
+            stop = min(start + chunk, own.numel())
             total = pieces[0][start:stop].to(exact, copy=True)
             for piece in pieces[1:]:
                 total += piece[start:stop]

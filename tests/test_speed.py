@@ -55,10 +55,10 @@ class Waits(TorchDispatchMode):
 class Odd(nn.Module):
     """Parameters of several sizes; on ``meta`` nothing can be computed with them."""
 
-    def __init__(self, device: torch.device | str = META) -> None:
+    def __init__(self, device: torch.device | str = META, width: int = 5) -> None:
         super().__init__()
         sizes = (3, 7, 64, 1, 130)
-        self.params = nn.ParameterList(torch.ones(size, 5, device=device) for size in sizes)
+        self.params = nn.ParameterList(torch.ones(size, width, device=device) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -128,6 +128,35 @@ def test_whatever_waits_is_noticed(wait: Callable[[Tensor], Any]):
     tensor = torch.ones(3, device=META)
     with Waits(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         wait(tensor)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations: on an accelerator, kernel launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_launches_of_a_step_on_a_device_do_not_grow_with_the_model(on_meta: None):
+    """Chunks are for the caches of a CPU; elsewhere a pack is one range."""
+    counts = []
+    for width in (5, 50_000):
+        with fake_world(2, 0) as group:
+            model = Odd(width=width)
+            optimizer = sharded(model, group, param_dtype=BF16, pack_mb=1000.0)
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            with Waits(raises=False), Launches() as mode:
+                optimizer.step()
+            counts.append(mode.count)
+    assert counts[0] == counts[1]
 
 
 class Passes(TorchDispatchMode):
