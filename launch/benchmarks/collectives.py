@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.comm import Comm
 
 CHUNK = 1 << 16
 Times = dict[tuple[str, str], list[float]]
@@ -35,6 +36,7 @@ def measure(group: dist.ProcessGroup, elements: int, packs: int, rounds: int) ->
     """Seconds of the slowest rank per round; each round runs every candidate once."""
     world, rank = group.size(), group.rank()
     size = elements // world // 64 * 64
+    comm = Comm(group)
     full = torch.randn(packs, size * world).bfloat16()
     spare, mean = torch.empty_like(full[0]), torch.empty(size, dtype=torch.bfloat16)
 
@@ -43,21 +45,15 @@ def measure(group: dist.ProcessGroup, elements: int, packs: int, rounds: int) ->
         add_up()
 
     def pairs(pack: Tensor) -> None:
-        works = []
-        for distance in range(1, world):
-            to, source = (rank + distance) % world, (rank - distance) % world
-            works.append(dist.isend(pack[to * size : (to + 1) * size], to))
-            works.append(dist.irecv(spare[source * size : (source + 1) * size], source))
-        spare[rank * size : (rank + 1) * size] = pack[rank * size : (rank + 1) * size]
-        for work in works:
-            work.wait()
-        add_up()
+        comm.all_to_all(spare, pack, [size] * world, [size] * world).wait()
+        add_up(own=pack[rank * size : (rank + 1) * size])
 
-    def add_up() -> None:
-        pieces = spare.view(world, size)
+    def add_up(own: Tensor | None = None) -> None:
+        pieces = list(spare.split(size))
+        pieces[rank] = pieces[rank] if own is None else own
         for start in range(0, size, CHUNK):
             part = slice(start, start + CHUNK)
-            total = pieces[0, part].float()
+            total = pieces[0][part].float()
             for piece in pieces[1:]:
                 total += piece[part]
             mean[part] = total / world
@@ -68,7 +64,7 @@ def measure(group: dist.ProcessGroup, elements: int, packs: int, rounds: int) ->
 
     candidates: dict[tuple[str, str], Callable[[Tensor], object]] = {
         ("reduce", "all-to-all + fp32 sum"): exchange,
-        ("reduce", "sends and receives + fp32 sum"): pairs,
+        ("reduce", "sends and receives + fp32 sum, as shardcast does"): pairs,
         ("reduce", "reduce to each owner"): lambda p: owners(p, lambda t, o: dist.reduce(t, o)),
         ("reduce", "all-reduce"): dist.all_reduce,
         ("reduce", "reduce-scatter"): lambda p: _compat.reduce_scatter_flat(mean, p, group),
