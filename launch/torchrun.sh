@@ -7,6 +7,8 @@
 #   NNODES            number of nodes (default: 1); more need RDZV_ENDPOINT
 #   RDZV_ENDPOINT     host:port of one node, the same on all
 #   RDZV_ID           name of the job, the same on all (default: shardcast)
+#   MAX_RESTARTS      starts after a failure (default: 0); with --checkpoint-dir training goes on
+#                     from the newest committed checkpoint, also with fewer nodes (NNODES=1:4)
 #   SHARDCAST_CONFIG  shardcast configuration (default: configs/bf16.yaml)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +16,7 @@ export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 rendezvous=(--standalone)
-if ((${NNODES:-1} > 1)); then
+if [[ ${NNODES:-1} != 1 ]]; then
     rendezvous=(
         --nnodes="$NNODES"
         --rdzv-backend=c10d
@@ -22,4 +24,5 @@ if ((${NNODES:-1} > 1)); then
         --rdzv-id="${RDZV_ID:-shardcast}"
     )
 fi
-exec torchrun "${rendezvous[@]}" --nproc-per-node="${NPROC:-gpu}" launch/train.py "$@"
+exec torchrun "${rendezvous[@]}" --nproc-per-node="${NPROC:-gpu}" \
+    --max-restarts="${MAX_RESTARTS:-0}" launch/train.py "$@"
