@@ -138,3 +138,42 @@ def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path):
     peak = export_peak(tmp_path, 24)
     assert peak > LARGEST, "the control: what one parameter takes is seen"
     assert peak < 24 * LARGEST / 3
+
+
+SAVE = """
+import resource, sys, torch, shardcast
+from torch import nn
+from shardcast import checkpoint
+
+def peak_of(call):
+    open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+    before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    call()
+    status = open("/proc/self/status").read()
+    return (int(status.split("VmHWM:")[1].split()[0]) << 10) - before
+
+model = nn.Sequential(*[nn.Linear(1024, 2048, bias=False) for _ in range(24)])
+optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype="fp32")
+for param in model.parameters():
+    param.grad = torch.ones_like(param)
+optimizer.step()
+small = nn.Linear(3, 3)
+other = shardcast.shard(small, torch.optim.AdamW(small.parameters()))
+for name, pair in (("warm", (small, other)), ("run", (model, optimizer))):
+    folder = sys.argv[1] + "/" + name
+    saved = peak_of(lambda: checkpoint.save(folder, *pair, step=1))
+    loaded = peak_of(lambda: checkpoint.load(folder, *pair))
+print(saved, loaded)
+"""
+
+
+def test_the_memory_of_saving_and_loading_does_not_grow_with_the_model(tmp_path: Path):
+    """576 MB of state are saved and loaded; extra is a chunk, or the state of some packs."""
+    finished = subprocess.run(
+        [sys.executable, "-c", SAVE, tmp_path], capture_output=True, text=True, timeout=50
+    )
+    assert finished.returncode == 0, finished.stderr
+    saved, loaded = map(int, finished.stdout.split())
+    assert saved < 4 * LARGEST
+    of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
+    assert loaded < 3 * of_a_pack
