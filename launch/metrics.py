@@ -25,6 +25,8 @@ class Metrics:
         self._file = None
         if enabled:
             directory.mkdir(parents=True, exist_ok=True)
+            if append and (directory / FILE).is_file():  # a killed run may have left half a line
+                (directory / FILE).write_text("".join(_lines(directory / FILE)), encoding="utf-8")
             self._file = (directory / FILE).open("a" if append else "w", encoding="utf-8")
 
     def write(self, kind: str, **values: Any) -> None:
@@ -37,7 +39,13 @@ def read(directory: Path) -> list[Record]:
     path = directory / FILE
     if not path.is_file():
         raise FileNotFoundError(f"{directory} holds no run: {path} does not exist")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[str]:
+    """Whole lines; the last one may be half written, or being written."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]
 
 
 def curve(records: list[Record], kind: str) -> dict[int, float]:

@@ -304,6 +304,16 @@ def test_the_accelerate_configuration_starts_two_processes(tmp_path: Path) -> No
     check_run(tmp_path, world=2)
 
 
+def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
+    first = metrics.Metrics(tmp_path, enabled=True)
+    first.write("train", step=1, loss=2.0)
+    with (tmp_path / metrics.FILE).open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert metrics.curve(metrics.read(tmp_path), "train") == {1: 2.0}
+    metrics.Metrics(tmp_path, enabled=True, append=True).write("train", step=2, loss=1.0)
+    assert metrics.curve(metrics.read(tmp_path), "train") == {1: 2.0, 2: 1.0}
+
+
 def killed_after(step: int, directory: Path, *command: str, number: int) -> str:
     """Start, wait for a record of ``step``, send ``number`` to the launcher; what it printed."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDCAST_")}
