@@ -7,6 +7,7 @@ optimizer, and broadcasts the low-precision parameters on the compute stream. St
 
 from shardcast.build import shard
 from shardcast.config import ShardcastConfig
+from shardcast.convert import convert_
 from shardcast.optimizer import ShardedOptimizer
 from shardcast.packed import PackedParameters, pack_parameters
 
@@ -16,6 +17,7 @@ __all__ = [
     "PackedParameters",
     "ShardcastConfig",
     "ShardedOptimizer",
+    "convert_",
     "pack_parameters",
     "shard",
 ]

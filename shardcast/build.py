@@ -13,6 +13,7 @@ from torch import nn
 from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
+from shardcast.convert import convert_tensor_
 from shardcast.master import build_master
 from shardcast.optimizer import ShardedOptimizer
 from shardcast.pack import check_params, describe, plan_packs
@@ -213,7 +214,7 @@ def _convert_rest(
         if param not in held:
             param.data = param.data.contiguous()
             comm.broadcast(param.data, 0)
-            param.data = param.data.to(precision.storage_dtype(param))
+            convert_tensor_(param, precision.storage_dtype(param))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             comm.broadcast(buffer, 0)

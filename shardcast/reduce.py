@@ -60,7 +60,7 @@ class Reducer:
         self.touched = False  # a gradient arrived since finish()
         self._stages: list[Stage] = []  # in the order of launching
         self._next = 0  # first stage of this round that was not launched yet
-        self._end: Callable[[], Any] = lambda: None  # weak, to the queued end-of-backward callback
+        self._end: Callable[[], Any] = _nothing  # weak, to the queued end-of-backward callback
         self._backward = -1  # which backward that is
         self._accumulating = -1  # the last backward known to add to gradients
         # Launch packs before the backward ends. Not in the first one, and never after one inside
@@ -270,6 +270,7 @@ class Reducer:
             self._next += 1
 
     def _end_backward(self) -> None:
+        self._end = _nothing  # an engine's thread may keep the callback for a moment longer
         self._flush()
         self._early = not self._nested
         self._land_all()  # whoever edits .grad in place after backward edits the mean
@@ -330,3 +331,7 @@ class Reducer:
 
     def _land(self, stage: Stage) -> None:
         self._spare.append(stage.land(self._comm.size))
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
