@@ -77,7 +77,7 @@ def shard(
         _check_ddp(mine, precision, config)
     groups = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
     infos = describe(mine, config, groups, {p: precision.storage_dtype(p) for p in mine.values()})
-    layout = plan_packs(infos, comm.size, _partition(optimizer, config), config)
+    layout = plan_packs(infos, comm.size, partition_of(optimizer, config), config)
     device = next(iter(mine.values())).device
     facts = layout.lines() + [f"{key} = {value}" for key, value in config.to_dict().items()]
     same_everywhere(comm, facts, device)
@@ -171,7 +171,7 @@ def _check_ddp(
             )
 
 
-def _partition(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
+def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
     """``auto``: even only where the update of an element needs nothing but that element."""
     equal = [
         (name, value)

@@ -1,4 +1,4 @@
-"""F5: the ``shardcast`` command: ``launch``, ``config``, ``env`` and ``test``.
+"""F5: the ``shardcast`` command: see :data:`COMMANDS`.
 
 A command is one function of its arguments that returns the exit status, listed in
 :data:`COMMANDS`; the first line of its docstring is its help.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -251,6 +253,43 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
+def estimate(arguments: list[str]) -> int:
+    """Print what each rank will hold and send, for a model that is built without memory."""
+    from shardcast import estimate as estimating
+
+    parser = argparse.ArgumentParser(prog="shardcast estimate", allow_abbrev=False)
+    parser.add_argument("model", metavar="MODULE:FUNCTION", help="called without arguments")
+    parser.add_argument("--optimizer", choices=["Adam", "AdamW", "SGD"], default="AdamW")
+    parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
+    parser.add_argument("--world_size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256])
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+    parsed = parser.parse_args(arguments)
+    module, _, function = parsed.model.partition(":")
+    sys.path.insert(0, "")  # as python -m does
+    with torch.device("meta"):
+        model = getattr(importlib.import_module(module), function or "model")()
+    optimizer = getattr(torch.optim, parsed.optimizer)(model.parameters(), lr=0.1)
+    settings = ShardcastConfig.load(parsed.config)
+    numel = sum(param.numel() for param in model.parameters())
+    rows = []
+    for size in parsed.world_size:
+        found = estimating.estimate(model, optimizer, size, settings)
+        names = ("parameters", "gradients", "masters", "state", "total", "sent", "collectives")
+        facts = {name: getattr(found, name) for name in names}
+        others = estimating.peers(numel, 0 if parsed.optimizer == "SGD" else 2, size)
+        rows.append({"world_size": size, **facts, "balance": found.balance, **others})
+    if parsed.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    print(f"{numel:,} parameters, {parsed.optimizer}; bytes of the rank that holds most, in MiB")
+    columns = [name for name in rows[0] if name not in ("collectives", "balance")]
+    print(" ".join(f"{name:>14}" for name in columns))
+    for row in rows:
+        cells = [row[n] if n == "world_size" else round(row[n] / 2**20, 1) for n in columns]
+        print(" ".join(f"{cell:>14,}" for cell in cells))
+    return 0
+
+
 def test(arguments: list[str]) -> int:
     """Try this installation: one process, two over gloo, and NCCL where there are GPUs."""
     from shardcast import selftest
@@ -264,6 +303,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "launch": launch,
     "config": config,
     "env": env,
+    "estimate": estimate,
     "export": export,
     "test": test,
 }
