@@ -266,8 +266,15 @@ def estimate(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     module, _, function = parsed.model.partition(":")
     sys.path.insert(0, "")  # as python -m does
+    try:
+        build = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"model: expected MODULE:FUNCTION that can be imported from here, got "
+            f"{parsed.model!r} ({error})"
+        ) from error
     with torch.device("meta"):
-        model = getattr(importlib.import_module(module), function or "model")()
+        model = build()
     optimizer = getattr(torch.optim, parsed.optimizer)(model.parameters(), lr=0.1)
     settings = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())

@@ -110,3 +110,9 @@ def test_the_command_prints_a_table_and_json(
     first, last = json.loads(capsys.readouterr().out)
     assert 0 <= first["state"] - 8 * 900_030_000 < 10_000, "padding aside"
     assert last["masters"] < first["masters"] / 1000 and last["total"] < first["total"]
+
+
+@pytest.mark.parametrize("name", ["nothing_like_that:build", "torch:nothing", "torch", ""])
+def test_a_model_that_cannot_be_imported_is_told(name: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["estimate", name]) == 2
+    assert "expected MODULE:FUNCTION" in capsys.readouterr().err
