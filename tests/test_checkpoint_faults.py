@@ -367,6 +367,67 @@ def test_ranks_with_other_arguments_all_raise(tmp_path: Path):
     assert not commit.steps(tmp_path)
 
 
+class Strange(nn.Linear):
+    """Its extra state could be saved, but not read back with weights_only."""
+
+    def get_extra_state(self) -> Path:
+        return Path("/")
+
+
+def test_extra_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path: Path):
+    model = Strange(2, 2)
+    optimizer = sharded(model)
+    with pytest.raises(ValueError, match=r"what get_extra_state\(\) .* pathlib.*Path that"):
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("act", ["save", "load", "load_plain"])
+def test_a_rank_with_another_model_makes_all_raise(tmp_path: Path, act: str):
+    told: dict[int, str] = {}
+
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group)
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+        mine = nn.Linear(2, 2) if group.rank() == 1 else model
+        with pytest.raises(ValueError, match="model: it is not the one") as caught:
+            if act == "save":
+                checkpoint.save(tmp_path, mine, optimizer, step=2)
+            elif act == "load":
+                checkpoint.load(tmp_path, mine, optimizer)
+            else:
+                checkpoint.load_plain(mine, optimizer, model.state_dict())
+        told[group.rank()] = str(caught.value)
+
+    run_world(2, attempt)
+    assert told[0] == "rank 1: " + told[1]
+
+
+class Picky(nn.Linear):
+    """Takes its extra state on one rank only."""
+
+    refuses = False
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if self.refuses:
+            raise RuntimeError("not mine")
+
+
+def test_a_rank_whose_module_refuses_its_extra_state_makes_all_raise(tmp_path: Path):
+    def attempt(group: Any) -> None:
+        model = Picky(2, 2)
+        model.refuses = group.rank() == 1
+        optimizer = sharded(model, group)
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+        with pytest.raises(RuntimeError, match="not mine.*load again"):
+            checkpoint.load(tmp_path, model, optimizer)
+
+    run_world(2, attempt)
+
+
 def test_metadata_of_a_stranger_runs_nothing(tmp_path: Path):
     import pickle
 

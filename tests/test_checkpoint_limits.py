@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from shardcast.checkpoint import saving
 
 pytestmark = pytest.mark.timeout(60)
 LARGEST = 8 << 20  # bytes of one parameter
+# glibc keeps freed blocks up to 32 MB for itself, which would be counted; these it gives back.
+AT_ONCE = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def mounted(path: Path, options: str) -> bool:
@@ -127,6 +130,7 @@ def export_peak(folder: Path, count: int) -> int:
         capture_output=True,
         text=True,
         timeout=50,
+        env=AT_ONCE,
     )
     assert finished.returncode == 0, finished.stderr
     assert (folder / "out" / "model.safetensors").stat().st_size > count * LARGEST
@@ -168,12 +172,16 @@ print(saved, loaded)
 
 
 def test_the_memory_of_saving_and_loading_does_not_grow_with_the_model(tmp_path: Path):
-    """576 MB of state are saved and loaded; extra is a chunk, or the state of some packs."""
+    """576 MB of state are saved and loaded; extra is a chunk, and to load the state of a pack."""
     finished = subprocess.run(
-        [sys.executable, "-c", SAVE, tmp_path], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", SAVE, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=AT_ONCE,
     )
     assert finished.returncode == 0, finished.stderr
     saved, loaded = map(int, finished.stdout.split())
-    assert saved < 4 * LARGEST
+    assert LARGEST <= saved < 2 * LARGEST
     of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
-    assert loaded < 3 * of_a_pack
+    assert of_a_pack < loaded < of_a_pack + 2 * LARGEST

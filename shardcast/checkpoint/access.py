@@ -24,7 +24,6 @@ class Held:
 
     Raises:
         TypeError: ``optimizer`` is not a sharded one.
-        ValueError: it was made for another model.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -34,10 +33,6 @@ class Held:
                 f"{type(optimizer).__name__}; pass that object, unwrapped"
             )
         self.model = _compat.unwrapped(model)
-        if self.model is not optimizer._model:
-            raise ValueError(
-                "model: it is not the one that the optimizer was sharded with; pass that one"
-            )
         self._optimizer = optimizer
         self._masters, self._update = optimizer._masters, optimizer._update
         self._comm = optimizer._comm
@@ -50,6 +45,13 @@ class Held:
         stored = self.model.state_dict(keep_vars=True)
         self._buffers = {n: b for n, b in self.model.named_buffers() if n in stored}
         self._extra = {n: v for n, v in stored.items() if n.split(".")[-1] == EXTRA_STATE}
+
+    def check_model(self) -> None:
+        """Raise ValueError if the optimizer was made for another model."""
+        if self.model is not self._optimizer._model:
+            raise ValueError(
+                "model: it is not the one that the optimizer was sharded with; pass that one"
+            )
 
     def together(self, act: Callable[[], Any], point: Callable[[], None]) -> list[Any]:
         """Run ``act`` here, tell everybody how it went; all ranks' results, or all raise.

@@ -64,31 +64,35 @@ def resume(
     if folder is None:
         return None
 
-    def compare() -> tuple[Reader, dict[str, Any]]:
+    def compare() -> tuple[Reader, dict[str, Any], Resumed]:
         reader = Reader(folder)
         head = reader.object(("shardcast",))
         head["groups"] = reader.object(("optimizer", "param_groups"))
         _compare(held, reader, head, folder)
-        return reader, head
+        step = commit.manifest_of(folder)["step"]
+        extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
+        return reader, head, Resumed(step, extra, per_rank, folder)
 
-    opened: list[tuple[Reader, dict[str, Any]]] = []
+    opened: list[tuple[Reader, dict[str, Any], Resumed]] = []
     held.together(lambda: opened.append(compare()), _nothing)
-    (reader, head), states = opened[0], _state_names(opened[0][0])
-    held.load_head(head, set(states) | set(head["objects"]))
+    (reader, head, resumed), states = opened[0], _state_names(opened[0][0])
 
     def fresh(name: str, start: int, stop: int) -> tuple[list[Part], dict[str, Any]]:
         return _fresh(held, reader, states.get(name, ()), head["objects"], (name, start, stop))
 
+    def take() -> None:
+        held.load_head(head, set(states) | set(head["objects"]))
+        held.load(reader.read, fresh)
+
     try:
-        held.together(lambda: held.load(reader.read, fresh), _nothing)
+        held.together(take, _nothing)
     except Exception as error:
         raise RuntimeError(
             f"checkpoint {str(folder)!r} could no longer be read after it had been verified "
             f"({error}); model and optimizer are loaded in part: load again before training on"
         ) from error
     held.publish()
-    step = commit.manifest_of(folder)["step"]
-    return Resumed(step, reader.object(("extra",)), reader.object(("per_rank",)), folder)
+    return resumed
 
 
 def _nothing() -> None:
@@ -109,10 +113,11 @@ def _choose(held: Held, path: Path) -> Path | None:
         errors = [error for error in held.together(attempt, _nothing) if error is not None]
         return DamagedCheckpointError(errors[0]) if errors else None
 
-    seen = held.together(
-        lambda: (commit.is_checkpoint(path), [str(p) for p in commit.steps(path).values()]),
-        _nothing,
-    )
+    def look() -> tuple[bool, list[str]]:
+        held.check_model()
+        return commit.is_checkpoint(path), [str(p) for p in commit.steps(path).values()]
+
+    seen = held.together(look, _nothing)
     if any(theirs != seen[0] for theirs in seen):
         raise RuntimeError(
             f"directory: the ranks see different checkpoints in {str(path)!r}; it must be on a "

@@ -92,6 +92,7 @@ def _named(
     held: Held, loaded: Mapping[str, Any]
 ) -> tuple[dict[str, Mapping[str, Any]], list[dict[str, Any]]]:
     """torch's numbered state by name; the order within the groups decides."""
+    held.check_model()
     groups = held.head()["groups"]
     sizes, others = ([len(g["params"]) for g in some] for some in (groups, loaded["param_groups"]))
     if sizes != others:
@@ -116,6 +117,7 @@ def check(held: Held, plain: Plain) -> None:
     Raises:
         ValueError: names the parameter.
     """
+    held.check_model()
     expected, ties = held.shapes(), held.head()["ties"]
     _check_names(plain.where, expected.keys(), plain.weights.keys() - ties.keys())
     for name, shape in expected.items():

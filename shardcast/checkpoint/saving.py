@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,8 +75,11 @@ def save(
     held = Held(model, optimizer)
     begun = begin(held, (os.path.abspath(directory), step, keep), extra, per_rank, prepare)
     _transact(held, begun)
-    if keep is not None and held.rank == 0:
-        commit.retain(begun.target.parent, step, keep)
+    if keep is not None:
+        held.together(
+            lambda: commit.retain(begun.target.parent, step, keep) if held.rank == 0 else None,
+            _point("retained"),
+        )
     return begun.target
 
 
@@ -111,9 +115,8 @@ def begin(
     """
     directory, step, _ = arguments
     base = Path(directory)
-    target = commit.folder_of(base, step) if isinstance(step, int) else base
-    head = held.head()
-    everyone = _agree(held, arguments, head, extra, per_rank)
+    head, everyone = _agree(held, arguments, extra, per_rank)
+    target = commit.folder_of(base, step)
     total = sum(theirs[1] for theirs in everyone)
     found = held.together(
         lambda: make(base, target, total, step) if held.rank == 0 else "", _point("prepare")
@@ -135,19 +138,33 @@ def begin(
 
 
 def _agree(
-    held: Held, arguments: tuple[str, int, int | None], head: Any, extra: Any, per_rank: Any
-) -> list[Any]:
-    """Each rank's arguments, bytes, ``per_rank`` and objects, once all have been checked."""
-    everyone = held.together(
-        lambda: (*_check(held, arguments, head, extra, per_rank), held.objects()),
-        _point("check"),
-    )
+    held: Held, arguments: tuple[str, int, int | None], extra: Any, per_rank: Any
+) -> tuple[dict[str, Any], list[Any]]:
+    """The head; each rank's arguments, bytes, ``per_rank`` and objects. All have been checked."""
+    heads: list[dict[str, Any]] = []
+
+    def check() -> tuple[Any, int, Any, dict[str, Any]]:
+        held.check_model()
+        _check_arguments(arguments)
+        heads.append(held.head())
+        objects = held.objects()
+        for what, value in {
+            "extra": extra,
+            "per_rank": per_rank,
+            "the optimizer's param_groups": heads[0]["groups"],
+            "the optimizer's state": objects,
+            "what get_extra_state() of a module returned": heads[0]["extra_state"],
+        }.items():
+            _check_plain(what, value)
+        return arguments, sum(part.nbytes for part in held.parts()), per_rank, objects
+
+    everyone = held.together(check, _point("check"))
     if any(theirs[0] != everyone[0][0] for theirs in everyone):
         raise ValueError(
             "save: the ranks give other arguments (directory, step, keep): "
             + "; ".join(f"rank {rank}: {theirs[0]}" for rank, theirs in enumerate(everyone))
         )
-    return everyone
+    return heads[0], everyone
 
 
 def _transact(held: Held, begun: Begun) -> None:
@@ -171,17 +188,12 @@ def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for theirs in objects for name, value in theirs.items()}
 
 
-def _check(
-    held: Held, arguments: tuple[str, int, int | None], head: Any, extra: Any, per_rank: Any
-) -> tuple[Any, int, Any]:
+def _check_arguments(arguments: tuple[str, int, int | None]) -> None:
     directory, step, keep = arguments
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: expected a whole number >= 0, got {step!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep: expected None or a whole number >= 1, got {keep!r}")
-    checked = {"extra": extra, "per_rank": per_rank, "the optimizer's param_groups": head["groups"]}
-    for what, value in checked.items():
-        _check_plain(what, value)
     path = Path(directory)
     while not path.exists():
         path = path.parent
@@ -189,7 +201,6 @@ def _check(
         raise ValueError(f"directory: {str(path)!r} is a file; give a directory")
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(f"directory: {str(path)!r} cannot be written to; change its mode")
-    return arguments, sum(part.nbytes for part in held.parts()), per_rank
 
 
 def _check_plain(what: str, value: Any) -> None:
@@ -200,10 +211,11 @@ def _check_plain(what: str, value: Any) -> None:
         stream.seek(0)
         torch.load(stream, weights_only=True)
     except Exception as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))  # torch says much about one class
         raise ValueError(
-            f"{what}: expected tensors, containers and plain values, got something that "
-            f"torch.load(weights_only=True) refuses ({str(error).splitlines()[0]}); "
-            "save its state_dict() instead"
+            f"{what}: expected tensors, containers and plain values, got "
+            f"{named[1] if named else 'something'} that torch.load(weights_only=True) refuses; "
+            "give its state_dict() or plain values instead"
         ) from error
 
 
