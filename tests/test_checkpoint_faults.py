@@ -422,7 +422,7 @@ def test_a_rank_whose_module_refuses_its_extra_state_makes_all_raise(tmp_path: P
         model.refuses = group.rank() == 1
         optimizer = sharded(model, group)
         checkpoint.save(tmp_path, model, optimizer, step=1)
-        with pytest.raises(RuntimeError, match="not mine.*load again"):
+        with pytest.raises(RuntimeError, match=r"not mine.*load again"):
             checkpoint.load(tmp_path, model, optimizer)
 
     run_world(2, attempt)
