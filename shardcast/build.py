@@ -85,7 +85,7 @@ def shard(
     with torch.no_grad():
         _convert_rest(inner, mine, precision, comm)
         masters = [
-            build_master(pack, [mine[slot.name] for slot in pack.slots], comm)
+            build_master(pack, [mine[slot.name] for slot in pack.slots], comm, config)
             for pack in layout.packs
         ]
     for param in mine.values():

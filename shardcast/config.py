@@ -114,6 +114,21 @@ class ShardcastConfig:
         "also under no_sync(), and a rank keeps its own part (.grad then reads NaN)",
         choices=("full", "sharded"),
     )
+    master: str = _option(
+        "fp32",
+        "how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
+        "exact too",
+        choices=("fp32", "split16"),
+    )
+    moments: str = _option(
+        "fp32",
+        "how Adam's moments and SGD's momentum are kept: fp32, bf16 (rounded stochastically) or "
+        "int8 (with a scale per block)",
+        choices=("fp32", "bf16", "int8"),
+    )
+    offload: bool = _option(
+        False, "keep masters and moments in host memory and send the update windows of them"
+    )
     reduce: str = _option(
         "auto",
         "how gradients reach their owner; auto picks per backend",
@@ -180,6 +195,11 @@ class ShardcastConfig:
             "a count >= 1",
         )
         require(self.max_skipped_steps > 0, "max_skipped_steps", "a count >= 1")
+        if self.master == "split16" and self.param_dtype != torch.bfloat16:
+            raise ValueError(
+                f"master: split16 needs param_dtype bf16, whose 16 bits are half of fp32, got "
+                f"{self.param_dtype}; use master 'fp32'"
+            )
         if self.sync == "all_gather" and self.partition == "whole":
             raise ValueError(
                 "sync: all_gather needs equal spans, got partition 'whole'; use sync 'broadcast'"

@@ -271,8 +271,12 @@ class ShardedOptimizer(StatefulOptimizer):
         self.layout = dataclasses.replace(self.layout, packs=self.layout.packs + packs)
         device = next(iter(added.values())).device
         same_everywhere(self._comm, self.layout.lines(), device)
+        params = ([added[slot.name] for slot in pack.slots] for pack in packs)
         self._adopt(
-            [build_master(pack, [added[s.name] for s in pack.slots], self._comm) for pack in packs]
+            [
+                build_master(pack, theirs, self._comm, self.config)
+                for pack, theirs in zip(packs, params, strict=True)
+            ]
         )
 
     def _look_again(self) -> None:
@@ -302,14 +306,17 @@ class ShardedOptimizer(StatefulOptimizer):
         self._verdict = None
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes that this rank holds, by kind: parameters, gradients, masters and state."""
+        """Bytes that this rank holds, by kind: parameters, gradients, masters and state.
+
+        With ``offload`` masters and state are in host memory, the others on the device.
+        """
         report = {"parameters": 0, "gradients": 0, "masters": 0, "state": 0}
         for master in self._masters:
             report["parameters"] += master.pack.data.nbytes
             if master.grads is not None:
                 report["gradients"] += master.grads.nbytes
             if not master.in_place:
-                report["masters"] += master.data.nbytes
+                report["masters"] += master.store.nbytes
         report["state"] = self._update.nbytes()
         return report
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.layout import Fragment
 from shardcast.master import Master
+from shardcast.precision import MASTER_DTYPE
 from shardcast.update import Update
 
 FORMAT = 1  # of the local state
@@ -30,8 +31,14 @@ def owned(masters: Sequence[Master]) -> Iterator[tuple[Master, int, nn.Parameter
 
 
 def part(master: Master, fragment: Fragment) -> Tensor:
-    """The master elements of one fragment, a 1-d view."""
-    return master.data[master.local(fragment.start, fragment.stop)]
+    """The master elements of one fragment, 1-d fp32; :func:`set_part` takes them back."""
+    return master.store.read(master.local(fragment.start, fragment.stop))
+
+
+def set_part(master: Master, fragment: Fragment, values: Tensor) -> None:
+    """Overwrite the master elements of one fragment; 1-d, any floating dtype, any device."""
+    exact = values.to(master.published.device, MASTER_DTYPE)
+    master.store.write(master.local(fragment.start, fragment.stop), exact)
 
 
 def numbered(groups: Groups) -> dict[nn.Parameter, int]:
@@ -100,7 +107,7 @@ def load_local(
             )
         found.append((master, position, exact, _checked(update, fragment, values)))
     for master, position, exact, values in found:
-        part(master, master.fragments[position]).copy_(exact)
+        set_part(master, master.fragments[position], exact)
         update.load_fragment(master, position, values)
 
 

@@ -26,6 +26,7 @@ from shardcast.kernels import Flat, Rule
 from shardcast.master import Master
 from shardcast.precision import MASTER_DTYPE
 from shardcast.scaler import Verdict
+from shardcast.stores import BLOCK, Bf16Store, Blocks8Store, ExactStore, Place, Seed, Store
 
 CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
@@ -51,6 +52,14 @@ def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm:
     """The update for the class of ``optimizer``, whose groups it reads in every step."""
     if type(optimizer) in kernels.STATE_NAMES:
         return FusedUpdate(optimizer, config)
+    plain = ShardcastConfig()
+    for name in ("master", "moments", "offload"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ValueError(
+                f"{name}: {getattr(config, name)!r} needs Adam, AdamW or SGD of torch.optim, got "
+                f"{type(optimizer).__name__}, which keeps its state itself; use the default "
+                f"{getattr(plain, name)!r}"
+            )
     elementwise = type(optimizer) in ELEMENTWISE
     return InnerUpdate(optimizer, comm, elementwise)
 
@@ -59,6 +68,11 @@ class ChunkedKernel:
     """The eager update on CPU, where the step's numbers and verdict are on the host anyway."""
 
     on_host = True
+
+    @property
+    def window(self) -> int:
+        """Elements of which fp32 copies are held at a time, where stores make copies."""
+        return CHUNK * torch.get_num_threads()
 
     def __call__(
         self,
@@ -69,7 +83,7 @@ class ChunkedKernel:
         skip: Tensor,
     ) -> None:
         """See :func:`shardcast.kernels.update_`; a skipped step is not to come here."""
-        size = max(1, min(CHUNK * torch.get_num_threads(), flat.master.numel()))
+        size = max(1, min(self.window, flat.master.numel()))
         scratch = [torch.empty(size, dtype=MASTER_DTYPE) for _ in range(2)]
         kernels.update_in_chunks_(rule, flat, numbers, factor, scratch)
 
@@ -78,6 +92,7 @@ class WholeKernel:
     """:func:`shardcast.kernels.update_`, compiled into one kernel or, as a fallback, eager."""
 
     on_host = False
+    window = 1 << 22
 
     def __init__(self, compile: bool) -> None:
         self._run: Callable[..., None] = _compiled() if compile else _by_pieces
@@ -145,28 +160,61 @@ class _Shard:
 
     Attributes:
         steps: per fragment, a 0-dim fp32 count of its steps, ``None`` before the first one.
-        flat: torch's state by name, fp32, parallel to the master's data; made when first used.
+        flat: torch's state by name, parallel to the master; made when first used.
     """
 
     master: Master
+    config: ShardcastConfig
     steps: list[Tensor | None]
-    flat: dict[str, Tensor] = field(default_factory=dict)
+    flat: dict[str, Store] = field(default_factory=dict)
 
-    def state(self, name: str) -> Tensor:
+    def state(self, name: str) -> Store:
         """One state tensor, zeros at first."""
         if name not in self.flat:
-            self.flat[name] = torch.zeros_like(self.master.data)
+            self.flat[name] = self._store(name)
         return self.flat[name]
+
+    def _store(self, name: str) -> Store:
+        pack, config = self.master.pack, self.config
+        place = Place(pack.data.device, config.offload)
+        if config.moments == "bf16":
+            return Bf16Store(pack.own.numel, pack.own.start, place)
+        if config.moments == "int8":
+            block = min(BLOCK, config.alignment // pack.layout.dtype.itemsize)
+            return Blocks8Store(pack.own.numel, block, not name.endswith("_sq"), place)
+        return ExactStore(place.zeros(pack.own.numel, MASTER_DTYPE), place)
+
+    def windows(self, part: slice, rule: Rule, size: int) -> Iterator[slice]:
+        """Parts of ``part`` of which fp32 copies may be held; one, where there are none."""
+        stores = [self.master.store, *(self.state(name) for name in rule.state)]
+        if all(store.direct for store in stores):
+            yield part
+            return
+        for start in range(part.start, part.stop, size):
+            yield slice(start, min(start + size, part.stop))
 
     def operands(self, part: slice, rule: Rule) -> Flat:
         """The operands of the update of ``part`` of the own span."""
         master = self.master
         assert master.grads is not None
         return Flat(
-            master.data[part], master.grads.own[part],
-            tuple(self.state(name)[part] for name in rule.state),
-            None if master.in_place else master.pack.span(master.pack.own)[part],
+            master.store.read(part), master.grads.own[part],
+            tuple(self.state(name).read(part) for name in rule.state),
+            master.published[part] if master.casts else None,
         )  # fmt: skip
+
+    def keep(self, part: slice, rule: Rule, flat: Flat, step: Tensor) -> None:
+        """Give updated operands back; for those that are the memory itself nothing is done."""
+        self.master.store.write(part, flat.master)
+        for number, (name, values) in enumerate(zip(rule.state, flat.state, strict=True)):
+            store = self.state(name)
+            if not store.direct:
+                store.write(part, values, self._seed(step, number))
+
+    def _seed(self, step: Tensor, number: int) -> Seed:
+        """Another one for each step, pack and state tensor; never the host's, for it may wait."""
+        salt = (self.master.pack.layout.index * 4 + number) * 0x27D4EB2F % (1 << 31)
+        return step.to(torch.int32) * 0x165667B1 + salt
 
     def runs(self, present: Sequence[bool]) -> Iterator[tuple[slice, Tensor]]:
         """Maximal ranges of the own span that take one and the same step.
@@ -211,8 +259,8 @@ class FusedUpdate:
         """Update ``master`` too, from now on."""
         if master.fragments:
             if not self._shards:
-                self._kernel = choose_kernel(self._config, master.data.device)
-            self._shards[master] = _Shard(master, [None] * len(master.fragments))
+                self._kernel = choose_kernel(self._config, master.published.device)
+            self._shards[master] = _Shard(master, self._config, [None] * len(master.fragments))
             self._common = None
 
     @torch.no_grad()
@@ -230,7 +278,7 @@ class FusedUpdate:
         for master, shard in self._shards.items():
             number = master.pack.layout.group
             if everything and self._common is not None:
-                runs = iter([(slice(0, master.data.numel()), self._common)])
+                runs = iter([(slice(0, master.pack.own.numel), self._common)])
             else:
                 runs = shard.runs(present[master])
             for part, step in runs:
@@ -238,8 +286,10 @@ class FusedUpdate:
                 if key not in known:
                     known[key] = self._prepared(number, step)
                 rule, numbers = known[key]
-                flat = shard.operands(part, rule)
-                self._kernel(rule, flat, numbers, verdict.factors[number], verdict.skip)
+                for window in shard.windows(part, rule, self._kernel.window):
+                    flat = shard.operands(window, rule)
+                    self._kernel(rule, flat, numbers, verdict.factors[number], verdict.skip)
+                    shard.keep(window, rule, flat, step)
 
     def _prepared(self, number: int, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
         """The rule of a group, and its numbers in this step."""
@@ -296,17 +346,17 @@ class FusedUpdate:
 
     def nbytes(self) -> int:
         """Bytes of the flat state; the 0-dim steps aside."""
-        return sum(t.nbytes for shard in self._shards.values() for t in shard.flat.values())
+        return sum(s.nbytes for shard in self._shards.values() for s in shard.flat.values())
 
     def fragment_state(self, master: Master, position: int) -> dict[str, Tensor]:
-        """torch's state of one fragment, as 1-d views and a 0-dim ``step``; empty before use."""
+        """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use."""
         shard = self._shards.get(master)
         step = None if shard is None else shard.steps[position]
         if shard is None or step is None:
             return {}
         fragment = master.fragments[position]
         part = master.local(fragment.start, fragment.stop)
-        views = {name: flat[part] for name, flat in shard.flat.items()}
+        views = {name: store.read(part) for name, store in shard.flat.items()}
         if self._kind is torch.optim.SGD:  # torch keeps no step for it
             return views if float(step) else {}
         return {"step": step, **views}
@@ -321,13 +371,14 @@ class FusedUpdate:
         part = master.local(fragment.start, fragment.stop)
         if not state:
             shard.steps[position] = None
-            for flat in shard.flat.values():
-                flat[part].zero_()
+            for store in shard.flat.values():
+                store.write(part, torch.zeros(fragment.numel, device=master.published.device))
             return
         for name in kernels.STATE_NAMES[self._kind]:
             value = state.get(name)
             if value is not None:
-                shard.state(name)[part].copy_(value.reshape(-1))
+                exact = value.reshape(-1).to(master.published.device, MASTER_DTYPE)
+                shard.state(name).write(part, exact)
         started = 2.0  # of SGD, which keeps no step: its buffer is past the first one
         if self._kind is torch.optim.SGD and state.get("momentum_buffer") is None:
             started = 0.0
@@ -339,7 +390,7 @@ class FusedUpdate:
             for step in shard.steps:
                 if step is not None and float(step) == value:
                     return step
-        return torch.tensor(value, dtype=torch.float32, device=master.data.device)
+        return torch.tensor(value, dtype=torch.float32, device=master.published.device)
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.layout import Fragment
 from shardcast.master import Master
+from shardcast.precision import MASTER_DTYPE
 
 MARK = "_shardcast_model"  # attribute of a sharded model: its own id, so copies have another
 
@@ -109,8 +110,8 @@ class Watch:
             value = wanted[param]
             if isinstance(value, Tensor) and value.shape == param.shape and not master.in_place:
                 start, stop = fragment.param_range
-                exact = master.data[master.local(fragment.start, fragment.stop)]
-                exact.copy_(value.reshape(-1)[start:stop])
+                exact = value.reshape(-1)[start:stop].to(param.device, MASTER_DTYPE)
+                master.store.write(master.local(fragment.start, fragment.stop), exact)
 
     def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
         self._stale = True

@@ -212,8 +212,7 @@ def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, st
     for master, position, param in state.owned(optimizer._masters):
         fragment = master.fragments[position]
         key = (fragment.slot.name, *fragment.param_range)
-        part = master.local(fragment.start, fragment.stop)
-        found[(*key, "master")] = master.data[part].detach().clone()
+        found[(*key, "master")] = state.part(master, fragment).detach().clone()
         for name, value in held[param].items():
             found[(*key, name)] = torch.as_tensor(value).detach().clone()
     return found

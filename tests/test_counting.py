@@ -82,7 +82,7 @@ def count_step(
             if not bool((part == 1).all()):
                 wrong.append(fragment.slot.name)
     found["not once"] = wrong
-    found["masters"] = sum(master.data.numel() for master in low)
+    found["masters"] = sum(master.pack.own.numel for master in low)
     found["casts"] = int(sum(c.sum() for c in counter.counts[len(packs) :]))
     return found
 

@@ -177,9 +177,9 @@ def test_originals_that_are_not_freed_are_noticed(monkeypatch: pytest.MonkeyPatc
     kept: list[Tensor] = []
     original = build.build_master
 
-    def hoard(layout: Any, params: list[nn.Parameter], comm: Any) -> Any:
+    def hoard(layout: Any, params: list[nn.Parameter], *rest: Any) -> Any:
         kept.extend(param.data for param in params)
-        return original(layout, params, comm)
+        return original(layout, params, *rest)
 
     monkeypatch.setattr(build, "build_master", hoard)
     with fake_world(4, 0) as group:

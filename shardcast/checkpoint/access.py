@@ -156,7 +156,7 @@ class Held:
         read: Callable[[Sequence[Part]], None],
         fresh: Callable[[str, int, int], tuple[list[Part], dict[str, Any]]],
     ) -> None:
-        """Read masters in place and state pack by pack. Local; :meth:`publish` must follow.
+        """Read masters and state pack by pack. Local; :meth:`publish` must follow.
 
         Args:
             read: fills parts.
@@ -164,16 +164,18 @@ class Held:
                 state made of it.
         """
         for master in self._masters:
-            parts, states = [], []
+            parts, exact, states = [], [], []
             for fragment in master.fragments:
                 slot, (start, stop) = fragment.slot, fragment.param_range
                 own = state.part(master, fragment)
+                exact.append(own)
                 parts.append(Part(model_path(slot.name), slot.shape, start, own))
                 needed, values = fresh(slot.name, start, stop)
                 parts += needed
                 states.append(values)
             read(parts)
             for position, values in enumerate(states):
+                state.set_part(master, master.fragments[position], exact[position])
                 self._update.load_fragment(master, position, values)
         rest = {**self._outside, **self._buffers}
         staged = {name: torch.empty_like(tensor.detach()) for name, tensor in rest.items()}

@@ -1,0 +1,388 @@
+"""How masters and moments are kept: split, in bf16, in 8 bits, on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from torch import Tensor, nn
+
+import shardcast
+from shardcast import checkpoint, stores, update
+from shardcast.stores import Bf16Store, Blocks8Store, ExactStore, Place, SplitStore
+
+pytestmark = pytest.mark.timeout(90)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+HERE = Place(torch.device("cpu"), host=False)
+ALL = slice(None)
+KINDS: dict[str, dict[str, Any]] = {
+    "split16": {"master": "split16"},
+    "bf16": {"moments": "bf16"},
+    "int8": {"moments": "int8"},
+    "offload": {"offload": True},
+    "split16 bf16 offload": {"master": "split16", "moments": "bf16", "offload": True},
+    "split16 int8 offload": {"master": "split16", "moments": "int8", "offload": True},
+}
+EXACT = ("split16", "offload")
+
+
+def seed(number: int) -> Tensor:
+    return torch.tensor(number, dtype=torch.int32)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+# -- split16 ------------------------------------------------------------------------------------
+
+
+def awkward() -> Tensor:
+    """Every upper half with the lower halves that matter: ties, their neighbours, ends, others."""
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xC0DE])
+    bits = (torch.arange(1 << 16)[:, None] << 16 | lower) - (1 << 31)
+    return bits.flatten().to(torch.int32).view(FP32)
+
+
+def split(numel: int) -> tuple[SplitStore, Tensor]:
+    published = torch.zeros(numel, dtype=BF16)
+    return SplitStore(published, HERE), published
+
+
+def test_split_masters_are_exact_for_every_pattern_that_matters():
+    """Subnormals, zeros of both signs, ties, what rounds to infinity, and infinities."""
+    exact = awkward()
+    store, published = split(exact.numel())
+    store.write(ALL, exact)
+    number = ~exact.isnan()
+    assert number.sum() > 500_000
+    assert same_bits(store.read(ALL)[number], exact[number])
+    cast = exact.to(BF16)  # nearest, ties to even
+    assert torch.equal(published.view(torch.int16)[number], cast.view(torch.int16)[number])
+    assert store.read(ALL)[~number].isnan().all() and published[~number].isnan().all()
+
+
+def test_without_the_list_of_ties_some_patterns_would_be_lost():
+    exact = awkward()
+    exact = exact[~exact.isnan()]
+    store, _ = split(exact.numel())
+    store.write(ALL, exact)
+    store._ties = store._ties[:0]
+    wrong = store.read(ALL).view(torch.int32) != exact.view(torch.int32)
+    assert 0 < wrong.sum() < exact.numel() / 8
+    assert (exact[wrong].view(torch.int32) & 0xFFFF == 0x8000).all()
+
+
+def test_ties_come_and_go_with_the_windows_that_are_written():
+    generator = torch.Generator().manual_seed(0)
+    upper = torch.randint(-(1 << 15), 1 << 15, (4096,), generator=generator) << 16
+    tie = (upper | 0x8000).to(torch.int32).view(FP32)
+    plain = upper.to(torch.int32).view(FP32)
+    finite = torch.where(tie.isfinite() & plain.isfinite(), 1.0, 0.0) > 0
+    tie, plain = tie[finite], plain[finite]
+    store, _ = split(tie.numel())
+    expected = torch.zeros_like(tie)
+    for turn in range(200):
+        start, stop = sorted(torch.randint(tie.numel(), (2,), generator=generator).tolist())
+        expected[start:stop] = (tie if turn % 2 else plain)[start:stop]
+        store.write(slice(start, stop), expected[start:stop])
+        assert same_bits(store.read(ALL), expected), turn
+    half = slice(100, 300)
+    assert same_bits(store.read(half), expected[half])
+    store.write(ALL, plain)
+    assert store._ties.numel() == 0
+
+
+def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any, Any]:
+    model = CASES[case].build()
+    optimizer = sharded(model, group, param_dtype=BF16, pack_params=2, **fields)
+    rank = 0 if group is None else group.rank()
+    for step in range(steps):
+        CASES[case].loss(model, CASES[case].batch(97 * rank + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model), parts(optimizer)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_two_hundred_steps_have_the_bits_of_fp32_masters_on_the_device(kind: str, partition: str):
+    run = {"partition": partition, "max_grad_norm": 0.5}
+    kept, _ = run_world(2, lambda group: train(group, 200, **run, **KINDS[kind]))
+    plain, _ = run_world(2, lambda group: train(group, 200, **run))
+    for mine, theirs in zip(kept, plain, strict=True):
+        assert_same_bits(mine[0], theirs[0])
+        assert_same_bits(mine[1], theirs[1])
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_gpt_in_a_world_of_three_too(kind: str):
+    run = {"case": "gpt", "grads": "sharded"}
+    kept, _ = run_world(3, lambda group: train(group, 20, **run, **KINDS[kind]))
+    plain, _ = run_world(3, lambda group: train(group, 20, **run))
+    assert_same_bits(kept[2][1], plain[2][1])
+
+
+# -- fewer bits -----------------------------------------------------------------------------
+
+
+def test_rounding_by_chance_is_right_in_the_mean_and_nearest_is_not():
+    exact = torch.full((256,), 1 + 2**-9)  # a quarter of the way to the next bf16 value
+    store = Bf16Store(256, 0, HERE)
+    total = torch.zeros(256, dtype=torch.float64)
+    for number in range(400):
+        store.write(ALL, exact.clone(), seed(number))
+        total += store.read(ALL)
+    assert set(store.read(ALL).tolist()) <= {1.0, 1 + 2**-7}
+    # 256 x 400 draws with a deviation of 2**-7 * 0.43: the mean is known to 1.1e-5.
+    assert abs((total / 400).mean() - exact[0]) < 5e-5
+    assert (total / 400 - exact[0]).abs().max() < 5 * 2**-7 * 0.44 / 20  # five deviations each
+    store.write(ALL, exact.clone())
+    assert (store.read(ALL) == 1.0).all(), "the control: to nearest the difference is lost"
+
+
+def test_what_bf16_holds_is_not_changed_by_chance():
+    exact = torch.randn(1000).to(BF16).float()
+    exact[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])
+    store = Bf16Store(1000, 7, HERE)
+    for number in range(50):
+        store.write(ALL, exact.clone(), seed(number))
+        assert same_bits(store.read(ALL), exact)
+
+
+def test_chance_depends_on_position_and_seed_alone():
+    whole_range = stores.random16(100, 1000, seed(5), HERE.device)
+    assert torch.equal(stores.random16(350, 10, seed(5), HERE.device), whole_range[250:260])
+    assert whole_range.min() >= 0 and whole_range.max() < 1 << 16
+    other = stores.random16(100, 1000, seed(6), HERE.device)
+    draws = torch.stack([whole_range, other]).double()
+    assert abs(draws.mean() - (1 << 15)) < 5 * (1 << 16) / 12**0.5 / 2000**0.5
+    assert abs(torch.corrcoef(draws)[0, 1]) < 5 / 1000**0.5
+    near = torch.stack([whole_range[1:], whole_range[:-1]]).double()
+    assert abs(torch.corrcoef(near)[0, 1]) < 5 / 1000**0.5
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_byte_holds_a_moment_to_a_step_of_its_root(signed: bool):
+    exact = torch.randn(1000) * torch.rand(1000) ** 4
+    exact = exact if signed else exact.square()
+    exact[64:128] = 0
+    store = Blocks8Store(1000, 64, signed, HERE)
+    store.write(ALL, exact)
+    kept = store.read(ALL)
+    scale = torch.nn.functional.pad(exact, (0, 24)).view(-1, 64).abs().amax(1)
+    scale = scale.repeat_interleave(64)[:1000]
+    power, steps = (2, 127) if signed else (4, 255)
+    root, kept_root = ((x.abs() / scale.clamp_min(1e-38)) ** (1 / power) for x in (exact, kept))
+    off = (root - kept_root).abs()
+    if signed:
+        assert torch.equal(kept.sign(), torch.where(kept == 0, 0.0, exact.sign()))
+    else:
+        assert ((kept > 0) == (exact > 0)).all(), "a second moment never becomes zero"
+        off = off[root > 1 / steps]
+    assert off.max() < 0.51 / steps
+    assert (kept[64:128] == 0).all()
+    store.write(ALL, kept.clone())
+    assert same_bits(store.read(ALL), kept), "written back unchanged it stays"
+
+
+def test_parts_of_blocks_that_end_in_padding_are_read_and_written():
+    store = Blocks8Store(100, 32, True, HERE)
+    store.write(slice(64, 100), torch.ones(36))
+    store.write(slice(32, 40), torch.full((8,), 2.0))
+    assert store.read(slice(32, 40)).tolist() == [2.0] * 8
+    assert store.read(ALL).sum() == 36 + 16
+    assert store.nbytes == 128 + 4 * 4
+
+
+# -- in a training run ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["gpt", "scalars", "tiny"])
+def test_worlds_of_one_two_and_three_have_the_same_bits(kind: str, case: str):
+    def run(group: Any) -> tuple[Any, Any]:
+        model = CASES[case].build()
+        optimizer = sharded(model, group, param_dtype=BF16, pack_params=3, **KINDS[kind])
+        for step in range(5):
+            install(model, step)
+            optimizer.step()
+        return values(model), parts(optimizer)
+
+    alone, _ = run_world(1, run)
+    for size in (2, 3):
+        ranks, _ = run_world(size, run)
+        for mine, _ in ranks:
+            assert_same_bits(mine, alone[0][0])
+        assert_same_bits(whole(found for _, found in ranks), whole([alone[0][1]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_of_accelerators_gives_nearly_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Numbers of the step and the verdict are tensors there, and nothing may ask for them."""
+    chunked = train(None, 5, **KINDS[kind])[1]
+    monkeypatch.setattr(update, "choose_kernel", lambda *_: update.WholeKernel(compile=False))
+    found = train(None, 5, **KINDS[kind])[1]
+    for key, tensor in chunked.items():
+        steps = 2**-6 if "bf16" in kind or "int8" in kind else 1e-5
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=steps * tensor.abs().max())
+
+
+@pytest.mark.parametrize("kernel", ["eager", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_and_absent_gradients_change_nothing(
+    kind: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+):
+    if kernel == "whole":
+        monkeypatch.setattr(update, "choose_kernel", lambda *_: update.WholeKernel(compile=False))
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype=BF16, **KINDS[kind])
+    for step in range(3):
+        install(model, step)
+        optimizer.step()
+    before = parts(optimizer)
+    install(model, 3)
+    assert model.b.weight.grad is not None
+    model.b.weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert_same_bits(parts(optimizer), before)
+    install(model, 4)
+    model.b.weight.grad = None
+    optimizer.step()
+    after = parts(optimizer)
+    still = {key for key in after if key[0] == "b.weight"}
+    assert len(still) == 4
+    assert_same_bits({k: after[k] for k in still}, {k: before[k] for k in still})
+    assert not torch.equal(after["b.bias", 0, 5, "exp_avg"], before["b.bias", 0, 5, "exp_avg"]), (
+        "the control: others moved"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_loads_to_the_bit_on_another_number_of_ranks(kind: str, tmp_path: Path):
+    def run(group: Any, resume: bool) -> tuple[Any, Any]:
+        model = CASES["gpt"].build(seed=int(resume))
+        optimizer = sharded(model, group, param_dtype=BF16, pack_params=3, **KINDS[kind])
+        if resume:
+            checkpoint.load(tmp_path, model, optimizer)
+        for step in range(4 if resume else 0, 6):
+            if step == 4 and not resume:
+                checkpoint.save(tmp_path, model, optimizer, step=4)
+            install(model, step)
+            optimizer.step()
+        return values(model), parts(optimizer)
+
+    first, _ = run_world(2, lambda group: run(group, False))
+    for size in (1, 3):
+        ranks, _ = run_world(size, lambda group: run(group, True))
+        assert_same_bits(ranks[0][0], first[0][0])
+        assert_same_bits(whole(f for _, f in ranks), whole(f for _, f in first))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_and_model_state_dict_come_back(kind: str):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype=BF16, **KINDS[kind])
+    for step in range(3):
+        install(model, step)
+        optimizer.step()
+    state, weights, before = optimizer.state_dict(), optimizer.full_parameters(), parts(optimizer)
+    install(model, 3)
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    assert_same_bits(parts(optimizer), before)
+
+    other = CASES["mlp"].build(seed=1)
+    fresh = sharded(other, param_dtype=BF16, **KINDS[kind])
+    other.load_state_dict(weights)  # fp32: masters take all of it
+    assert_same_bits(fresh.full_parameters(), weights)
+    assert_same_bits(values(other), {name: value.to(BF16) for name, value in weights.items()})
+
+
+def test_windows_that_are_not_written_back_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The negative control of offload: its windows are copies, here as on an accelerator."""
+    monkeypatch.setattr(ExactStore, "write", lambda *_args: None)
+    install_and_step = train(None, 3, offload=True)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        assert_same_bits(install_and_step[1], train(None, 3)[1])
+
+
+# -- bytes --------------------------------------------------------------------------------------
+
+PER_PARAMETER = {  # of parameters, gradients, masters and state, two ranks
+    "fp32": ({}, 2 + 2 + 12 / 2),
+    "split16": (KINDS["split16"], 2 + 2 + 10 / 2),
+    "bf16": (KINDS["bf16"], 2 + 2 + 8 / 2),
+    "split16 bf16": ({"master": "split16", "moments": "bf16"}, 2 + 2 + 6 / 2),
+    "split16 int8": ({"master": "split16", "moments": "int8"}, 2 + 2 + 4.125 / 2),
+    "split16, sharded": ({"master": "split16", "grads": "sharded"}, 2 + 2 / 2 + 10 / 2),
+    "split16 bf16, sharded": (
+        {"master": "split16", "moments": "bf16", "grads": "sharded"},
+        2 + 2 / 2 + 6 / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PER_PARAMETER)
+def test_bytes_per_parameter_after_a_backward_are_those_of_the_formula(name: str):
+    fields, expected = PER_PARAMETER[name]
+
+    def run(group: Any) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+        optimizer = sharded(model, group, param_dtype=BF16, **fields)
+        for _ in range(2):
+            model(torch.randn(4, 256, dtype=BF16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.randn(4, 256, dtype=BF16)).square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)  # waits for the reduction
+        return sum(optimizer.memory_report().values()) / sum(p.numel() for p in model.parameters())
+
+    ranks, _ = run_world(2, run)
+    assert max(ranks) == pytest.approx(expected, rel=1e-3)
+
+
+def test_with_offload_nothing_but_windows_is_on_the_device():
+    """Memory is asked from a place: what lies on the device is counted."""
+    asked: list[tuple[bool, int]] = []
+    zeros = Place.zeros
+
+    def counting(self: Place, numel: int, dtype: torch.dtype) -> Tensor:
+        asked.append((self.host, numel * dtype.itemsize))
+        return zeros(self, numel, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Place, "zeros", counting)
+        model, optimizer = nn.Linear(512, 512), None
+        optimizer = sharded(model, param_dtype=BF16, offload=True)
+        install(model, 0)
+        optimizer.step()
+    assert all(host for host, _ in asked)
+    report = optimizer.memory_report()
+    assert sum(size for _, size in asked) == report["masters"] + report["state"]
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def test_split_masters_need_bf16_parameters():
+    with pytest.raises(ValueError, match=r"master: split16 needs param_dtype bf16.*float16"):
+        shardcast.ShardcastConfig(param_dtype=torch.float16, master="split16")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"master": "split16"}, {"moments": "int8"}, {"offload": True}], ids=str
+)
+def test_optimizers_that_keep_their_state_themselves_are_refused(fields: dict[str, Any]):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=rf"{next(iter(fields))}: .* got RMSprop"):
+        sharded(model, None, lambda m: torch.optim.RMSprop(m.parameters()), **fields,
+                param_dtype=BF16)  # fmt: skip
