@@ -1,0 +1,90 @@
+"""A GPT on real text, trained with every way of keeping masters and moments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from corpus import Corpus
+from gpt import GPT, GPTConfig
+from torch import Tensor
+
+import shardcast
+from shardcast.stores import Blocks8Store
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS, CONTEXT, BATCH = 150, 64, 8
+
+
+@functools.cache
+def corpus() -> Corpus:
+    """Two megabytes of the standard library's source."""
+    return Corpus.load([], CONTEXT, 2 << 20)
+
+
+def trained(steps: int = STEPS, **fields: Any) -> tuple[float, list[Tensor]]:
+    """The loss on held-out text, in nats per byte, and the weights."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=CONTEXT, width=64, depth=2, heads=4))
+    plain = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = shardcast.shard(model, plain, max_grad_norm=1.0, **fields)
+    for step in range(steps):
+        model(*corpus().train_batch(0, step, 0, BATCH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses = [model(*batch) for batch in corpus().held_out_batches(128, 32)]
+    return torch.stack(losses).mean().item(), [p.detach().clone() for p in model.parameters()]
+
+
+@functools.cache
+def exact() -> tuple[float, list[Tensor]]:
+    return trained()
+
+
+@pytest.mark.parametrize(
+    ("fields", "percent"),
+    [
+        ({"moments": "bf16"}, 1),
+        ({"moments": "int8"}, 2),
+        ({"master": "split16", "moments": "bf16", "grads": "sharded"}, 1),
+        ({"master": "split16", "moments": "int8", "offload": True}, 2),
+    ],
+    ids=str,
+)
+def test_fewer_bits_train_as_well(fields: dict[str, Any], percent: float):
+    expected, _ = exact()
+    assert expected < 3.0, "it has learned: random bytes are 5.55"
+    loss, weights = trained(**fields)
+    assert any(not torch.equal(a, b) for a, b in zip(weights, exact()[1], strict=True))
+    assert loss < expected * (1 + percent / 100)
+
+
+@pytest.mark.parametrize("fields", [{"master": "split16"}, {"offload": True}], ids=str)
+def test_exact_stores_give_the_very_same_weights(fields: dict[str, Any]):
+    _, weights = trained(**fields)
+    assert all(torch.equal(a, b) for a, b in zip(weights, exact()[1], strict=True))
+
+
+def test_bytes_without_a_root_train_worse(monkeypatch: pytest.MonkeyPatch):
+    """The negative control: 8 bits in equal steps, so that small second moments become zero."""
+
+    def linear(self: Blocks8Store, part: slice, values: Tensor, seed: Any = None) -> None:
+        codes, scales, numel = self._blocks(part)
+        rows = torch.nn.functional.pad(values, (0, codes.stop - codes.start - numel))
+        rows = rows.view(-1, self._block)
+        self._scales[scales] = rows.abs().amax(1) / 127
+        steps = rows / self._scales[scales].clamp_min(1e-38)[:, None]
+        self._codes[codes] = steps.round().to(self._codes.dtype).view(-1)
+
+    def read(self: Blocks8Store, part: slice) -> Tensor:
+        codes, scales, numel = self._blocks(part)
+        rows = self._codes[codes].float().view(-1, self._block)
+        return (rows * self._scales[scales][:, None]).view(-1)[:numel]
+
+    monkeypatch.setattr(Blocks8Store, "write", linear)
+    monkeypatch.setattr(Blocks8Store, "read", read)
+    assert not trained(moments="int8")[0] < exact()[0] * 1.02
