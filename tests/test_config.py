@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 import shardcast
 from shardcast import ShardcastConfig
+
+ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -187,3 +190,12 @@ def test_callables_of_every_kind_can_be_options():
         shardcast.shard(model, adamw(model), keep_fp32=rule)
         low = [n for n, p in model.named_parameters() if p.dtype != torch.float32]
         assert low == ["b.weight", "b.bias", "c.weight", "c.bias"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_config_file_loads_also_with_what_is_commented_out(path: Path, tmp_path: Path):
+    assert ShardcastConfig.load(path).to_dict() != {}
+    options = "|".join(option.name for option in dataclasses.fields(ShardcastConfig))
+    everything = re.sub(rf"(?m)^# ((?:{options}):)", r"\1", path.read_text())
+    (tmp_path / "all.yaml").write_text(everything)
+    assert ShardcastConfig.load(tmp_path / "all.yaml") == ShardcastConfig.load(path)
