@@ -25,7 +25,6 @@ from shardcast.precision import MASTER_DTYPE
 
 TIE = 1 << 15  # half of the distance between neighbours in bf16, in steps of fp32
 BLOCK = 128  # most elements that share a scale
-Seed = Tensor  # of stochastic rounding; 0-dim int32
 
 
 class Store(Protocol):
@@ -42,11 +41,12 @@ class Store(Protocol):
     def read(self, part: slice) -> Tensor:
         """1-d fp32, on the device where the update runs."""
 
-    def write(self, part: slice, values: Tensor, seed: Seed | None = None) -> None:
+    def write(self, part: slice, values: Tensor, chance: Tensor | None = None) -> None:
         """Take 1-d fp32 values.
 
         Args:
-            seed: of stochastic rounding; ``None`` rounds to nearest.
+            chance: for stochastic rounding, per value a number in [0, 65536), int32, which may be
+                overwritten; ``None`` rounds to nearest.
         """
 
 
@@ -95,7 +95,7 @@ class ExactStore:
     def read(self, part: slice) -> Tensor:
         return self._place.fetch(self.data[part])
 
-    def write(self, part: slice, values: Tensor, seed: Seed | None = None) -> None:
+    def write(self, part: slice, values: Tensor, chance: Tensor | None = None) -> None:
         mine = self.data[part]
         if values.data_ptr() != mine.data_ptr():
             mine.copy_(values, non_blocking=True)
@@ -134,33 +134,29 @@ class SplitStore:
             bits[here] += 2 * TIE
         return bits.view(MASTER_DTYPE)
 
-    def write(self, part: slice, values: Tensor, seed: Seed | None = None) -> None:
+    def write(self, part: slice, values: Tensor, chance: Tensor | None = None) -> None:
         published = self._published[part]
         published.copy_(values)
         rest = values.contiguous().view(torch.int32) - _upper(published)
         self._rest[part].copy_(rest, non_blocking=True)  # the upper tie becomes the lower one
         start, stop, _ = part.indices(self._rest.numel())
-        new = (rest == TIE).nonzero().view(-1) + start
-        if self._ties.numel() or new.numel():
-            kept = self._ties[(self._ties < start) | (self._ties >= stop)]
-            self._ties = torch.cat([kept, new])
+        if self._ties.numel():
+            self._ties = self._ties[(self._ties < start) | (self._ties >= stop)]
+        if rest.numel() and rest.max() >= TIE:  # more than that: a NaN
+            self._ties = torch.cat([self._ties, (rest == TIE).nonzero().view(-1) + start])
 
 
 class Bf16Store:
     """Values rounded to bf16, by chance up or down, so that the mean is the value.
 
     With round-to-nearest a second moment would stand still: it changes by a thousandth per step,
-    and bf16 has steps of a 128th. The chance is a function of seed and position in the pack, so
-    it depends neither on the world size nor on how the update is cut.
-
-    Args:
-        origin: the pack's element at which the span begins.
+    and bf16 has steps of a 128th.
     """
 
     direct = False
 
-    def __init__(self, numel: int, origin: int, place: Place) -> None:
-        self._origin, self._place = origin, place
+    def __init__(self, numel: int, place: Place) -> None:
+        self._place = place
         self._data = place.zeros(numel, torch.bfloat16)
 
     @property
@@ -170,12 +166,11 @@ class Bf16Store:
     def read(self, part: slice) -> Tensor:
         return self._place.fetch(self._data[part]).to(MASTER_DTYPE)
 
-    def write(self, part: slice, values: Tensor, seed: Seed | None = None) -> None:
-        if seed is not None:
-            start = self._origin + part.indices(self._data.numel())[0]
-            bits = random16(start, values.numel(), seed, values.device)
+    def write(self, part: slice, values: Tensor, chance: Tensor | None = None) -> None:
+        if chance is not None:
             # What is added carries into the upper half as often as the lower half is large.
-            values = bits.add_(values.view(torch.int32)).bitwise_and_(-1 << 16).view(MASTER_DTYPE)
+            chance.add_(values.view(torch.int32)).bitwise_and_(-1 << 16)
+            values = chance.view(MASTER_DTYPE)
         self._data[part].copy_(values, non_blocking=True)
 
 
@@ -217,7 +212,7 @@ class Blocks8Store:
         scale = self._place.fetch(self._scales[scales])
         return values.view(-1, self._block).mul_(scale[:, None]).view(-1)[:numel]
 
-    def write(self, part: slice, values: Tensor, seed: Seed | None = None) -> None:
+    def write(self, part: slice, values: Tensor, chance: Tensor | None = None) -> None:
         codes, scales, numel = self._blocks(part)
         missing = codes.stop - codes.start - numel
         if missing:  # the padding behind the last slot
@@ -228,30 +223,37 @@ class Blocks8Store:
         if self._signed:
             steps = share.abs().sqrt_().mul_(127).round_().copysign_(share)
         else:
-            steps = share.sqrt().sqrt_().mul_(255).round_()
-            steps = torch.maximum(steps, (share > 0).to(steps.dtype), out=steps)
+            root = share.sqrt().sqrt_()
+            least = (root * 1e30).clamp_(max=1)  # 1 for all but zeros
+            steps = torch.maximum(root.mul_(255).round_(), least, out=root)
         self._codes[codes].copy_(steps.view(-1), non_blocking=True)
         self._scales[scales].copy_(scale, non_blocking=True)
 
 
 def _upper(published: Tensor) -> Tensor:
     """The bit patterns of bf16 values as fp32, int32."""
-    return published.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return published.to(MASTER_DTYPE).view(torch.int32)
 
 
-def random16(start: int, numel: int, seed: Seed, device: torch.device) -> Tensor:
-    """Numbers in [0, 65536), int32, each a function of its position and ``seed``.
+def chances(start: int, numel: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent numbers in [0, 65536) for each of ``numel`` elements, int32.
 
-    A multiply-and-shift hash in wrapping 32-bit arithmetic, the mixing steps of MurmurHash3.
+    Each is a function of the element's position and of ``seed`` alone, so that rounding depends
+    neither on the world size nor on how an update is cut. A multiply-and-shift hash in wrapping
+    32-bit arithmetic, with the mixing steps of MurmurHash3.
+
+    Args:
+        start: position of the first element in its pack.
+        seed: 0-dim int32; its device is where the numbers are made.
     """
-    bits = torch.arange(numel, dtype=torch.int32, device=device)
+    bits = torch.arange(numel, dtype=torch.int32, device=seed.device)
     bits += _wrapped(start)
     bits *= _wrapped(0x9E3779B1)
     bits ^= seed
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)
+        bits ^= (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         bits *= _wrapped(factor)
-    return (bits >> 16).bitwise_and_(0xFFFF)
+    return (bits >> 16).bitwise_and_(0xFFFF), bits.bitwise_and_(0xFFFF)
 
 
 def _wrapped(number: int) -> int:

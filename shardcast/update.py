@@ -26,7 +26,15 @@ from shardcast.kernels import Flat, Rule
 from shardcast.master import Master
 from shardcast.precision import MASTER_DTYPE
 from shardcast.scaler import Verdict
-from shardcast.stores import BLOCK, Bf16Store, Blocks8Store, ExactStore, Place, Seed, Store
+from shardcast.stores import (
+    BLOCK,
+    Bf16Store,
+    Blocks8Store,
+    ExactStore,
+    Place,
+    Store,
+    chances,
+)
 
 CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
@@ -178,7 +186,7 @@ class _Shard:
         pack, config = self.master.pack, self.config
         place = Place(pack.data.device, config.offload)
         if config.moments == "bf16":
-            return Bf16Store(pack.own.numel, pack.own.start, place)
+            return Bf16Store(pack.own.numel, place)
         if config.moments == "int8":
             block = min(BLOCK, config.alignment // pack.layout.dtype.itemsize)
             return Blocks8Store(pack.own.numel, block, not name.endswith("_sq"), place)
@@ -206,12 +214,14 @@ class _Shard:
     def keep(self, part: slice, rule: Rule, flat: Flat, step: Tensor) -> None:
         """Give updated operands back; for those that are the memory itself nothing is done."""
         self.master.store.write(part, flat.master)
+        chance: list[Tensor] = []
         for number, (name, values) in enumerate(zip(rule.state, flat.state, strict=True)):
-            store = self.state(name)
-            if not store.direct:
-                store.write(part, values, self._seed(step, number))
+            if self.config.moments == "bf16" and not chance:
+                chance += chances(self.master.pack.own.start + part.start, values.numel(),
+                                  self._seed(step, number))  # fmt: skip
+            self.state(name).write(part, values, chance.pop() if chance else None)
 
-    def _seed(self, step: Tensor, number: int) -> Seed:
+    def _seed(self, step: Tensor, number: int) -> Tensor:
         """Another one for each step, pack and state tensor; never the host's, for it may wait."""
         salt = (self.master.pack.layout.index * 4 + number) * 0x27D4EB2F % (1 << 31)
         return step.to(torch.int32) * 0x165667B1 + salt

@@ -72,7 +72,7 @@ def test_exact_stores_give_the_very_same_weights(fields: dict[str, Any]):
 def test_bytes_without_a_root_train_worse(monkeypatch: pytest.MonkeyPatch):
     """The negative control: 8 bits in equal steps, so that small second moments become zero."""
 
-    def linear(self: Blocks8Store, part: slice, values: Tensor, seed: Any = None) -> None:
+    def linear(self: Blocks8Store, part: slice, values: Tensor, chance: Any = None) -> None:
         codes, scales, numel = self._blocks(part)
         rows = torch.nn.functional.pad(values, (0, codes.stop - codes.start - numel))
         rows = rows.view(-1, self._block)

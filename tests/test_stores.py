@@ -30,8 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
 EXACT = ("split16", "offload")
 
 
-def seed(number: int) -> Tensor:
-    return torch.tensor(number, dtype=torch.int32)
+def draws(numel: int, seed: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    return stores.chances(start, numel, torch.tensor(seed, dtype=torch.int32))
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -132,10 +132,10 @@ def test_a_gpt_in_a_world_of_three_too(kind: str):
 
 def test_rounding_by_chance_is_right_in_the_mean_and_nearest_is_not():
     exact = torch.full((256,), 1 + 2**-9)  # a quarter of the way to the next bf16 value
-    store = Bf16Store(256, 0, HERE)
+    store = Bf16Store(256, HERE)
     total = torch.zeros(256, dtype=torch.float64)
     for number in range(400):
-        store.write(ALL, exact.clone(), seed(number))
+        store.write(ALL, exact.clone(), draws(exact.numel(), number)[0])
         total += store.read(ALL)
     assert set(store.read(ALL).tolist()) <= {1.0, 1 + 2**-7}
     # 256 x 400 draws with a deviation of 2**-7 * 0.43: the mean is known to 1.1e-5.
@@ -148,22 +148,34 @@ def test_rounding_by_chance_is_right_in_the_mean_and_nearest_is_not():
 def test_what_bf16_holds_is_not_changed_by_chance():
     exact = torch.randn(1000).to(BF16).float()
     exact[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])
-    store = Bf16Store(1000, 7, HERE)
+    store = Bf16Store(1000, HERE)
     for number in range(50):
-        store.write(ALL, exact.clone(), seed(number))
+        store.write(ALL, exact.clone(), draws(exact.numel(), number)[0])
         assert same_bits(store.read(ALL), exact)
 
 
 def test_chance_depends_on_position_and_seed_alone():
-    whole_range = stores.random16(100, 1000, seed(5), HERE.device)
-    assert torch.equal(stores.random16(350, 10, seed(5), HERE.device), whole_range[250:260])
-    assert whole_range.min() >= 0 and whole_range.max() < 1 << 16
-    other = stores.random16(100, 1000, seed(6), HERE.device)
-    draws = torch.stack([whole_range, other]).double()
-    assert abs(draws.mean() - (1 << 15)) < 5 * (1 << 16) / 12**0.5 / 2000**0.5
-    assert abs(torch.corrcoef(draws)[0, 1]) < 5 / 1000**0.5
-    near = torch.stack([whole_range[1:], whole_range[:-1]]).double()
-    assert abs(torch.corrcoef(near)[0, 1]) < 5 / 1000**0.5
+    both = draws(1000, 5, start=100)
+    for mine, part in zip(both, draws(10, 5, start=350), strict=True):
+        assert torch.equal(part, mine[250:260])
+        assert mine.min() >= 0 and mine.max() < 1 << 16
+
+
+def test_chances_are_independent_of_each_other_of_neighbours_and_of_the_next_step():
+    numel = 100_000
+    first, second = (draw.double() for draw in draws(numel, 5))
+    for draw in (first, second):
+        assert abs(draw.mean() - (1 << 15)) < 5 * (1 << 16) / 12**0.5 / numel**0.5
+        counts = torch.histc(draw, 64, 0, 1 << 16) / (numel / 64)
+        assert (counts - 1).abs().max() < 5 * (64 / numel) ** 0.5
+    later = draws(numel, 5 + 0x165667B1)[0].double()  # the seed of the step after
+    for other in (second, later, first.roll(1), first.roll(64)):
+        assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 5 / numel**0.5
+    # One element over many steps, as its rounding errors would add up.
+    steps = torch.stack([draws(8, n * 0x165667B1 % (1 << 31))[0] for n in range(4000)]).double()
+    assert (steps.mean(0) / (1 << 15) - 1).abs().max() < 5 * 2 / 12**0.5 / 4000**0.5
+    lagged = torch.corrcoef(torch.cat([steps[1:], steps[:-1]], 1).T)[:8, 8:]
+    assert lagged.abs().max() < 5 / 4000**0.5
 
 
 @pytest.mark.parametrize("signed", [True, False])
