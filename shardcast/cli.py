@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -255,46 +253,9 @@ def export(arguments: list[str]) -> int:
 
 def estimate(arguments: list[str]) -> int:
     """Print what each rank will hold and send, for a model that is built without memory."""
-    from shardcast import estimate as estimating
+    from shardcast import _estimate_command
 
-    parser = argparse.ArgumentParser(prog="shardcast estimate", allow_abbrev=False)
-    parser.add_argument("model", metavar="MODULE:FUNCTION", help="called without arguments")
-    parser.add_argument("--optimizer", choices=["Adam", "AdamW", "SGD"], default="AdamW")
-    parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
-    parser.add_argument("--world_size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256])
-    parser.add_argument("--json", action="store_true", help="print it for programs")
-    parsed = parser.parse_args(arguments)
-    module, _, function = parsed.model.partition(":")
-    sys.path.insert(0, "")  # as python -m does
-    try:
-        build = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"model: expected MODULE:FUNCTION that can be imported from here, got "
-            f"{parsed.model!r} ({error})"
-        ) from error
-    with torch.device("meta"):
-        model = build()
-    optimizer = getattr(torch.optim, parsed.optimizer)(model.parameters(), lr=0.1)
-    settings = ShardcastConfig.load(parsed.config)
-    numel = sum(param.numel() for param in model.parameters())
-    rows = []
-    for size in parsed.world_size:
-        found = estimating.estimate(model, optimizer, size, settings)
-        names = ("parameters", "gradients", "masters", "state", "total", "sent", "collectives")
-        facts = {name: getattr(found, name) for name in names}
-        others = estimating.peers(numel, 0 if parsed.optimizer == "SGD" else 2, size)
-        rows.append({"world_size": size, **facts, "balance": found.balance, **others})
-    if parsed.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    print(f"{numel:,} parameters, {parsed.optimizer}; bytes of the rank that holds most, in MiB")
-    columns = [name for name in rows[0] if name not in ("collectives", "balance")]
-    print(" ".join(f"{name:>14}" for name in columns))
-    for row in rows:
-        cells = [row[n] if n == "world_size" else round(row[n] / 2**20, 1) for n in columns]
-        print(" ".join(f"{cell:>14,}" for cell in cells))
-    return 0
+    return _estimate_command.run(arguments)
 
 
 def test(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""F3, estimate: what each rank will hold and send, before a job starts. No tensor is allocated."""
+"""F3, estimate: what each rank will hold and send, before a job starts, without its memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardcast.build import partition_of
 from shardcast.config import ShardcastConfig
 from shardcast.kernels import STATE_NAMES, rule_of
-from shardcast.layout import Layout
+from shardcast.layout import Layout, PackLayout
 from shardcast.pack import describe, plan_packs
 from shardcast.precision import MASTER_DTYPE, Precision, is_packable
+from shardcast.update import ELEMENTWISE
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Estimate:
 
     Attributes:
         layout: the packs that ``shard()`` would make.
+        setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
+            parameters and buffers of the model as they are built, the pack that is being made,
+            and the masters that are there already.
         sent: bytes that all ranks together send in a step.
         collectives: per step, the small all-reduce included.
         balance: the largest share of a rank over the mean one, 1 at best.
@@ -33,13 +37,14 @@ class Estimate:
     gradients: int
     masters: int
     state: int
+    setup_peak: int
     sent: int
     collectives: int
     balance: float
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """All kinds together; the peak of setting up aside."""
         return self.parameters + self.gradients + self.masters + self.state
 
 
@@ -53,17 +58,17 @@ def estimate(
 
     Args:
         model: usually built on ``meta``.
-        optimizer: Adam, AdamW or SGD over its parameters; unchanged.
+        optimizer: an elementwise one of torch over its parameters; unchanged.
         config: a config or a mapping; ``None`` reads the environment.
 
     Raises:
-        ValueError: another optimizer, whose state is not known before it runs.
+        ValueError: another optimizer, whose state depends on more than the number of elements.
     """
-    kind = type(optimizer)
-    if kind not in STATE_NAMES:
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise ValueError(
-            f"optimizer: expected Adam, AdamW or SGD, got {kind.__name__}; the state of others is "
-            "not known before they run: see optimizer.memory_report() after a step"
+            f"optimizer: expected one of {known}, got {type(optimizer).__name__}; the state of "
+            "others is not known before they run: see optimizer.memory_report() after a step"
         )
     if world_size < 1:
         raise ValueError(f"world_size: expected a number of ranks >= 1, got {world_size}")
@@ -75,12 +80,38 @@ def estimate(
     dtypes = {param: precision.storage_dtype(param) for param in named.values()}
     infos = describe(named, config, groups, dtypes)
     layout = plan_packs(infos, world_size, partition_of(optimizer, config), config)
-    moments = [len(rule_of(kind, group).state) for group in optimizer.param_groups]
-    return _summed(layout, precision, config, moments)
+    states = [state_of(optimizer, group) for group in optimizer.param_groups]
+    peak = _setup_peak(layout, model, named, precision)
+    return _summed(layout, precision, config, states, peak)
+
+
+@dataclass(frozen=True)
+class StateOf:
+    """Bytes of state per owned element, 0-dim tensors aside, and whether padding has some too."""
+
+    bytes: int
+    padded: bool
+
+
+def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateOf:
+    """The state that an elementwise optimizer of torch keeps with the options of ``group``."""
+    kind: Any = type(optimizer)
+    if kind in STATE_NAMES:
+        return StateOf(len(rule_of(kind, group).state) * MASTER_DTYPE.itemsize, padded=True)
+    one = nn.Parameter(torch.zeros(1, dtype=MASTER_DTYPE))  # as the masters that it will run on
+    one.grad = torch.zeros_like(one)
+    twin = kind([{**group, "params": [one]}])
+    twin.step()
+    state = [value for value in twin.state[one].values() if isinstance(value, Tensor)]
+    return StateOf(sum(value.nbytes for value in state if value.dim()), padded=False)
 
 
 def _summed(
-    layout: Layout, precision: Precision, config: ShardcastConfig, moments: list[int]
+    layout: Layout,
+    precision: Precision,
+    config: ShardcastConfig,
+    states: list[StateOf],
+    setup_peak: int,
 ) -> Estimate:
     size = layout.world_size
     parameters = gradients = sent = 0
@@ -89,28 +120,106 @@ def _summed(
     kept = [0] * size  # of gradients, where they are sharded
     for pack in layout.packs:
         parameters += pack.numel * pack.dtype.itemsize
+        if pack.dtype != MASTER_DTYPE:  # frozen ones have masters too
+            for span in pack.spans:
+                masters[span.owner] += span.numel * MASTER_DTYPE.itemsize
         if not pack.requires_grad:
             continue
         grad, wire = precision.grad_dtype(pack.dtype), precision.wire_dtype(pack.dtype)
         gradients += pack.numel * grad.itemsize
         sent += (size - 1) * pack.numel * (wire.itemsize + pack.dtype.itemsize)
-        owners = sum(1 for span in pack.spans if pack.fragments(span.owner))
+        elements = _elements(pack)
+        owners = sum(1 for count in elements if count)
         collectives += 1 + (1 if config.sync == "all_gather" else owners)
-        for span in pack.spans:
+        of = states[pack.group]
+        for span, count in zip(pack.spans, elements, strict=True):
             kept[span.owner] += span.numel * grad.itemsize
-            if pack.dtype != MASTER_DTYPE:
-                masters[span.owner] += span.numel * MASTER_DTYPE.itemsize
-            if pack.fragments(span.owner):
-                moment = span.numel * MASTER_DTYPE.itemsize
-                state[span.owner] += moments[pack.group] * moment
+            if count:
+                state[span.owner] += of.bytes * (span.numel if of.padded else count)
     sharded = config.grads == "sharded" and size > 1
     held = [sum(rank) for rank in zip(masters, state, kept if sharded else [0] * size, strict=True)]
     most = max(range(size), key=held.__getitem__)
     balance = held[most] * size / sum(held) if any(held) else 1.0
     return Estimate(
         layout, parameters, kept[most] if sharded else gradients, masters[most], state[most],
-        sent, collectives if size > 1 else 0, balance,
+        setup_peak, sent, collectives if size > 1 else 0, balance,
     )  # fmt: skip
+
+
+def _elements(pack: PackLayout) -> list[int]:
+    """Per rank, how many elements of its span are a parameter's; the others are padding.
+
+    One walk along slots and spans: ``pack.fragments()`` of each of a thousand ranks takes long.
+    """
+    found = [0] * len(pack.spans)
+    position = 0
+    for span in pack.spans:
+        while position < len(pack.slots):
+            slot = pack.slots[position]
+            found[span.owner] += max(0, min(slot.end, span.stop) - max(slot.offset, span.start))
+            if slot.end > span.stop:  # the rest of it is the next rank's
+                break
+            position += 1
+    return found
+
+
+def _setup_peak(
+    layout: Layout, model: nn.Module, named: Mapping[str, nn.Parameter], precision: Precision
+) -> int:
+    """Follows ``shard()``: what the optimizer does not hold is cast, then pack after pack is made.
+
+    At one pack's worst moment either its originals and the fp32 staging of all of it are there,
+    or, originals freed, the staging, the cast pack and a clone of the own span
+    (:func:`shardcast.master.build_master`).
+    """
+    peak, live = _convert_rest(model, set(named.values()), precision)
+    size = layout.world_size
+    masters = [0] * size
+    for pack in layout.packs:
+        params = [named[slot.name] for slot in pack.slots]
+        originals = sum(param.nbytes for param in params)
+        stored = pack.numel * pack.dtype.itemsize
+        staged = pack.numel * MASTER_DTYPE.itemsize
+        if pack.dtype == MASTER_DTYPE:  # what is staged becomes the pack, which has the masters
+            adopted = size == 1 and _adopted(pack, params[0])
+            peak = max(peak, live + max(masters) + (0 if adopted else staged))
+        else:
+            for span in pack.spans:
+                own = span.numel * MASTER_DTYPE.itemsize
+                clone = own if span.numel < pack.numel else 0
+                worst = max(staged, staged - originals + stored + clone)
+                peak = max(peak, live + masters[span.owner] + worst)
+                masters[span.owner] += own
+        live += stored - originals
+    return peak
+
+
+def _adopted(pack: PackLayout, param: nn.Parameter) -> bool:
+    """Whether the storage of a single parameter becomes the pack; see :meth:`Pack.fill`."""
+    alone = len(pack.slots) == 1 and pack.padding == 0
+    return alone and param.is_contiguous() and param.dtype == pack.dtype
+
+
+def _convert_rest(
+    model: nn.Module, held: set[nn.Parameter], precision: Precision
+) -> tuple[int, int]:
+    """Bytes of all parameters and buffers: at most, while those not ``held`` are cast, and after.
+
+    The order is that of ``shard()``: parameters outside of the optimizer, then buffers.
+    """
+    peak = live = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    casts: list[tuple[Tensor, torch.dtype]] = [
+        (param, precision.storage_dtype(param)) for param in model.parameters() if param not in held
+    ]
+    for module in model.modules():
+        for buffer in module.buffers(recurse=False):
+            casts.append((buffer, precision.buffer_dtype(module, buffer)))
+    for tensor, dtype in casts:
+        if tensor.dtype != dtype:
+            cast = tensor.numel() * dtype.itemsize
+            peak = max(peak, live + cast)
+            live += cast - tensor.nbytes
+    return peak, live
 
 
 def peers(numel: int, moments: int, world_size: int) -> dict[str, float]:

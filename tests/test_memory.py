@@ -11,6 +11,7 @@ from models import adamw, install, sharded
 from torch import Tensor, nn
 
 import shardcast
+from shardcast.estimate import estimate
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -184,3 +185,50 @@ def test_originals_that_are_not_freed_are_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build, "build_master", hoard)
     with fake_world(4, 0) as group:
         assert peak_of(lambda: shard_wide(group, BF16)) > allowed(4, BF16)
+
+
+class Mixed(nn.Module):
+    """Parameters that the optimizer does not hold, frozen ones that it does, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = wide(), nn.LayerNorm(300_000)
+        self.frozen, self.outside = nn.Linear(500, 600), nn.Linear(700, 900)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("table", torch.empty(400, 500))
+
+
+def but_outside(model: nn.Module) -> torch.optim.Optimizer:
+    named = model.named_parameters()
+    return torch.optim.AdamW([param for name, param in named if "outside" not in name])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("make", [wide, Mixed])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pack_mb": 0.5},
+        {"param_dtype": FP32, "pack_mb": 0.5},
+        {"param_dtype": FP32, "pack_params": 1},
+        {"partition": "whole", "pack_params": 3},
+        {"keep_fp32": "norms", "cast_buffers": True},
+    ],
+    ids=["bf16", "fp32", "alone", "whole", "kept"],
+)
+def test_the_estimated_peak_of_setting_up_is_the_measured_one(
+    fields: dict[str, Any], make: Any, size: int
+):
+    with torch.device("meta"):
+        model = make()
+    found = estimate(model, but_outside(model), size, fields).setup_peak
+    peaks = []
+    for rank in range(size):
+        with fake_world(size, rank) as group:
+
+            def run(group: Any = group) -> None:
+                model = make()
+                shardcast.shard(model, but_outside(model), process_group=group, **fields)
+
+            peaks.append(peak_of(run))
+    assert found <= max(peaks) <= found + 512, "but for a few scalars"
