@@ -20,7 +20,7 @@ from shardcast.update import ELEMENTWISE
 
 Row = dict[str, Any]  # the figures of one world size
 
-KINDS = ("parameters", "gradients", "masters", "state")
+KINDS = ("parameters", "gradients", "masters", "state", "rest")
 BYTES = (*KINDS, "total", "setup_peak", "sent")
 COUNTS = ("packs", "collectives", "balance")
 PLOTTED = tuple(2**power for power in range(11))  # world sizes 1 ... 1024
@@ -132,7 +132,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     axes = figure.subplots()
     parts = [[row[kind] / 2**30 for row in rows] for kind in KINDS]
     labels = [f"shardcast: {kind}" for kind in KINDS]
-    colors = ["#4477aa", "#66ccee", "#ccbb44", "#ee9966"]
+    colors = ["#4477aa", "#66ccee", "#ccbb44", "#ee9966", "#bbbbbb"]
     axes.stackplot(sizes, parts, labels=labels, colors=colors, alpha=0.85, linewidth=0)
     peak = [row["setup_peak"] / 2**30 for row in rows]
     axes.plot(sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up")

@@ -24,6 +24,7 @@ class Estimate:
 
     Attributes:
         layout: the packs that ``shard()`` would make.
+        rest: parameters that the optimizer does not hold, and buffers; not in the report.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
             parameters and buffers of the model as they are built, the pack that is being made,
             and the masters that are there already.
@@ -37,6 +38,7 @@ class Estimate:
     gradients: int
     masters: int
     state: int
+    rest: int
     setup_peak: int
     sent: int
     collectives: int
@@ -45,7 +47,7 @@ class Estimate:
     @property
     def total(self) -> int:
         """All kinds together; the peak of setting up aside."""
-        return self.parameters + self.gradients + self.masters + self.state
+        return self.parameters + self.gradients + self.masters + self.state + self.rest
 
 
 def estimate(
@@ -81,8 +83,13 @@ def estimate(
     infos = describe(named, config, groups, dtypes)
     layout = plan_packs(infos, world_size, partition_of(optimizer, config), config)
     states = [state_of(optimizer, group) for group in optimizer.param_groups]
-    peak = _setup_peak(layout, model, named, precision)
-    return _summed(layout, precision, config, states, peak)
+    cast_peak, live = _convert_rest(model, set(named.values()), precision)
+    return Estimate(
+        layout,
+        rest=live - sum(param.nbytes for param in named.values()),
+        setup_peak=max(cast_peak, live + _packing_peak(layout, named)),
+        **_summed(layout, precision, config, states),
+    )
 
 
 @dataclass(frozen=True)
@@ -107,12 +114,9 @@ def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Stat
 
 
 def _summed(
-    layout: Layout,
-    precision: Precision,
-    config: ShardcastConfig,
-    states: list[StateOf],
-    setup_peak: int,
-) -> Estimate:
+    layout: Layout, precision: Precision, config: ShardcastConfig, states: list[StateOf]
+) -> dict[str, Any]:
+    """The fields of :class:`Estimate` that are sums over packs."""
     size = layout.world_size
     parameters = gradients = sent = 0
     collectives = 1
@@ -140,10 +144,15 @@ def _summed(
     held = [sum(rank) for rank in zip(masters, state, kept if sharded else [0] * size, strict=True)]
     most = max(range(size), key=held.__getitem__)
     balance = held[most] * size / sum(held) if any(held) else 1.0
-    return Estimate(
-        layout, parameters, kept[most] if sharded else gradients, masters[most], state[most],
-        setup_peak, sent, collectives if size > 1 else 0, balance,
-    )  # fmt: skip
+    return {
+        "parameters": parameters,
+        "gradients": kept[most] if sharded else gradients,
+        "masters": masters[most],
+        "state": state[most],
+        "sent": sent,
+        "collectives": collectives if size > 1 else 0,
+        "balance": balance,
+    }
 
 
 def _elements(pack: PackLayout) -> list[int]:
@@ -163,16 +172,14 @@ def _elements(pack: PackLayout) -> list[int]:
     return found
 
 
-def _setup_peak(
-    layout: Layout, model: nn.Module, named: Mapping[str, nn.Parameter], precision: Precision
-) -> int:
-    """Follows ``shard()``: what the optimizer does not hold is cast, then pack after pack is made.
+def _packing_peak(layout: Layout, named: Mapping[str, nn.Parameter]) -> int:
+    """Bytes that making the packs needs at its worst moment, above the model as it is.
 
-    At one pack's worst moment either its originals and the fp32 staging of all of it are there,
-    or, originals freed, the staging, the cast pack and a clone of the own span
+    At a pack's worst moment either its originals and the fp32 staging of all of it are there, or,
+    originals freed, the staging, the cast pack and a clone of the own span
     (:func:`shardcast.master.build_master`).
     """
-    peak, live = _convert_rest(model, set(named.values()), precision)
+    peak = live = 0
     size = layout.world_size
     masters = [0] * size
     for pack in layout.packs:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpt import GPT, GPTConfig
 from models import CASES, run_world
+from test_memory import live
+from torch import Tensor, nn
 
 import shardcast
+from shardcast import _estimate_command
 from shardcast.cli import main
 from shardcast.estimate import estimate, peers
+from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)
 KINDS = {
@@ -135,6 +145,84 @@ def test_the_collectives_of_a_step_are_as_many(sync: str):
     assert found.collectives == len(names) - begin - 1
 
 
+# -- real runs ----------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """Many small tensors: 40 residual blocks of 8 each, most of them shorter than 100 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 48)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(
+            48, 4, 96, batch_first=True, dropout=0.0) for _ in range(40))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Convolutions(nn.Module):
+    """4-d weights, batch statistics as buffers, a head that the optimizer does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 64, 128, 256)
+        self.body = nn.Sequential(*[
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in itertools.pairwise(widths)])  # fmt: skip
+        self.fixed = nn.Linear(256, 400).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fixed(self.body(x).mean((2, 3)))
+
+
+REAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "gpt": (
+        lambda: GPT(GPTConfig(context=32, width=96, depth=3, tie_head=True)),
+        lambda: torch.randint(256, (2, 32)),
+    ),
+    "encoder": (Encoder, lambda: torch.randint(1000, (2, 16))),
+    "convolutions": (Convolutions, lambda: torch.randn(2, 3, 8, 8)),
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32, whole, small packs": {"param_dtype": "fp32", "partition": "whole", "pack_mb": 0.25},
+    "sharded gradients, fp32 norms": {"grads": "sharded", "keep_fp32": "norms", "pack_mb": 0.5},
+}
+
+
+def trained_by(model: nn.Module) -> torch.optim.Optimizer:
+    named = model.named_parameters()
+    return torch.optim.AdamW([param for name, param in named if "fixed" not in name])
+
+
+def measured(group: Any, name: str, fields: dict[str, Any]) -> int:
+    """Bytes in memory after two steps, as storages of living tensors; inputs aside."""
+    before = sum(live(256).values())
+    make, batch = REAL[name]
+    model = make()
+    optimizer = shardcast.shard(model, trained_by(model), process_group=group, **fields)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(batch()).float().square().mean().backward()
+        optimizer.step()
+    _grads = [param.grad for param in model.parameters()]  # Python must have them to find them
+    return sum(live(256).values()) - before
+
+
+@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("name", REAL)
+def test_real_runs_hold_what_was_estimated(name: str, fields: dict[str, Any], gloo: SpawnedWorld):
+    with torch.device("meta"):
+        model = REAL[name][0]()
+    found = estimate(model, trained_by(model), 2, fields)
+    fullest = max(gloo.run(measured, name, fields))
+    assert fullest == pytest.approx(found.total, rel=0.01)
+
+
 def test_peers_hold_what_is_known_of_them_at_two_ranks():
     held = peers(1, 2, 2)
     assert held == {"DDP + autocast": 16, "ZeRO-1": 10, "ZeRO-2": 9, "FSDP": 8}
@@ -155,7 +243,10 @@ def test_the_command_prints_a_table_and_json(
     monkeypatch.syspath_prepend(str(tmp_path))
     arguments = ["estimate", "mine:build", "--world_size", "1", "1024"]
     assert main(arguments) == 0
-    assert "900,030,000 parameters, AdamW" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "900,030,000 parameters, AdamW; bytes of the rank that holds most, in GiB" in printed
+    for column in ("setup_peak", "rest", "ZeRO-1", "packs", "collectives", "balance"):
+        assert f" {column}" in printed
     assert main([*arguments, "--json"]) == 0
     first, last = json.loads(capsys.readouterr().out)
     assert 0 <= first["state"] - 8 * 900_030_000 < 10_000, "padding aside"
@@ -166,3 +257,92 @@ def test_the_command_prints_a_table_and_json(
 def test_a_model_that_cannot_be_imported_is_told(name: str, capsys: pytest.CaptureFixture[str]):
     assert main(["estimate", name]) == 2
     assert "expected MODULE:FUNCTION" in capsys.readouterr().err
+
+
+LLAMA = """
+import resource, sys
+from shardcast.cli import main
+
+status = main(["estimate", "llama:build", "--world_size", "1024", "--json"])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+sys.exit(status)
+"""
+SEVENTY = """
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self, width=8192, few=1024, wide=28672):
+        super().__init__()
+        sizes = {"q": (width, width), "k": (width, few), "v": (width, few), "o": (width, width),
+                 "gate": (width, wide), "up": (width, wide), "down": (wide, width)}
+        for name, (rows, columns) in sizes.items():
+            setattr(self, name, nn.Linear(rows, columns, bias=False))
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+
+def build():
+    layers = [Layer() for _ in range(80)]
+    return nn.Sequential(nn.Embedding(128256, 8192), *layers, nn.RMSNorm(8192),
+                         nn.Linear(8192, 128256, bias=False))
+"""
+
+
+def test_seventy_billion_parameters_on_a_thousand_ranks_take_a_minute_and_four_gigabytes(
+    tmp_path: Path,
+):
+    (tmp_path / "llama.py").write_text(SEVENTY)
+    finished = subprocess.run(
+        [sys.executable, "-c", LLAMA],
+        capture_output=True,
+        text=True,
+        timeout=55,  # the time limit that is tested
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stderr.split()[-1]) << 10 < 4e9
+    (row,) = json.loads(finished.stdout)
+    numel = 70_553_706_496
+    assert row["world_size"] == 1024
+    assert row["parameters"] == pytest.approx(2 * numel, rel=0.001)
+    assert row["masters"] + row["state"] == pytest.approx(12 * numel / 1024, rel=0.01)
+    assert row["total"] == pytest.approx((4 + 12 / 1024) * numel, rel=0.001)
+    assert 4 * numel < row["setup_peak"] < 4.1 * numel
+
+
+def test_the_picture_is_drawn_over_world_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    picture = tmp_path / "memory.png"
+    seen: list[Any] = []
+    original = _estimate_command._figure
+
+    def figure() -> Any:
+        seen.append(original())
+        return seen[-1]
+
+    monkeypatch.setattr(_estimate_command, "_figure", figure)
+    (tmp_path / "drawn.py").write_text("from gpt import *\ndef build(): return GPT(GPTConfig())\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["estimate", "drawn:build", "--plot", str(picture), "--world_size", "8"]) == 0
+    assert "8 " in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (axes,) = seen[-1].axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert {"DDP + autocast", "ZeRO-1", "ZeRO-2", "FSDP"} < lines.keys()
+    assert list(lines["FSDP"].get_xdata()) == [2**power for power in range(11)]
+    stacked = [area.get_label() for area in axes.collections]
+    assert stacked == [f"shardcast: {kind}" for kind in _estimate_command.KINDS]
+    tops = [area.get_paths()[0].get_extents().y1 for area in axes.collections]
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    most = estimate(model, torch.optim.AdamW(model.parameters()), 1).total
+    assert tops[-1] == pytest.approx(most / 2**30)
+    assert "GiB" in axes.get_ylabel() and axes.get_xscale() == "log"
+
+
+def test_a_missing_matplotlib_is_told_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["estimate", "nothing:there", "--plot", str(tmp_path / "x.png")]) == 2
+    error = capsys.readouterr().err
+    assert "pip install matplotlib" in error and "nothing:there" not in error
