@@ -15,13 +15,12 @@ from torch import nn
 
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import estimate, peers, state_of
-from shardcast.precision import MASTER_DTYPE
 from shardcast.update import ELEMENTWISE
 
 Row = dict[str, Any]  # the figures of one world size
 
 KINDS = ("parameters", "gradients", "masters", "state", "rest")
-BYTES = (*KINDS, "total", "setup_peak", "sent")
+BYTES = (*KINDS, "total", "host", "setup_peak", "sent")
 COUNTS = ("packs", "collectives", "balance")
 PLOTTED = tuple(2**power for power in range(11))  # world sizes 1 ... 1024
 
@@ -92,7 +91,7 @@ def rows_of(
 ) -> list[Row]:
     """Per world size: :data:`BYTES`, :data:`COUNTS` and what others hold, in bytes."""
     numel = sum(param.numel() for param in model.parameters())
-    moments = state_of(optimizer, optimizer.param_groups[0]).bytes // MASTER_DTYPE.itemsize
+    moments = state_of(optimizer, optimizer.param_groups[0]).moments
     rows = []
     for size in sizes:
         found = estimate(model, optimizer, size, config)
@@ -107,7 +106,7 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
     """Lines for people: what a rank holds, what a step sends, and what others hold."""
     scale, unit = (2**30, "GiB") if rows[0]["total"] >= 2**33 else (2**20, "MiB")
     others = [name for name in rows[0] if name not in ("world_size", *BYTES, *COUNTS)]
-    held = ("world_size", *KINDS, "total", "setup_peak")
+    held = ("world_size", *KINDS, "total", "host", "setup_peak")
     lines = [f"{title}; bytes of the rank that holds most, in {unit}"]
     for columns in (held, ("world_size", *others), ("world_size", "sent", *COUNTS)):
         lines += ["", " ".join(f"{name:>14}" for name in columns)]
@@ -131,7 +130,8 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     figure = _figure()
     axes = figure.subplots()
     parts = [[row[kind] / 2**30 for row in rows] for kind in KINDS]
-    labels = [f"shardcast: {kind}" for kind in KINDS]
+    away = ("masters", "state") if rows[0]["host"] else ()
+    labels = [f"shardcast: {kind}{' (host)' * (kind in away)}" for kind in KINDS]
     colors = ["#4477aa", "#66ccee", "#ccbb44", "#ee9966", "#bbbbbb"]
     axes.stackplot(sizes, parts, labels=labels, colors=colors, alpha=0.85, linewidth=0)
     peak = [row["setup_peak"] / 2**30 for row in rows]

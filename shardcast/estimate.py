@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.build import partition_of
+from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.kernels import STATE_NAMES, rule_of
-from shardcast.layout import Layout, PackLayout
+from shardcast.layout import Layout, PackLayout, Span
 from shardcast.pack import describe, plan_packs
 from shardcast.precision import MASTER_DTYPE, Precision, is_packable
-from shardcast.update import ELEMENTWISE
+from shardcast.stores import BLOCK
+from shardcast.update import ELEMENTWISE, make_update
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Estimate:
         rest: parameters that the optimizer does not hold, and buffers; not in the report.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
             parameters and buffers of the model as they are built, the pack that is being made,
-            and the masters that are there already.
+            and the masters that are there already. Host memory of ``offload`` is counted too.
+        host: how much of ``total`` is in host memory by ``offload``.
         sent: bytes that all ranks together send in a step.
         collectives: per step, the small all-reduce included.
         balance: the largest share of a rank over the mean one, 1 at best.
@@ -39,6 +42,7 @@ class Estimate:
     masters: int
     state: int
     rest: int
+    host: int
     setup_peak: int
     sent: int
     collectives: int
@@ -64,7 +68,8 @@ def estimate(
         config: a config or a mapping; ``None`` reads the environment.
 
     Raises:
-        ValueError: another optimizer, whose state depends on more than the number of elements.
+        ValueError: another optimizer, whose state depends on more than the number of elements;
+            or one that ``shard`` refuses with this config.
     """
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
@@ -76,6 +81,7 @@ def estimate(
         raise ValueError(f"world_size: expected a number of ranks >= 1, got {world_size}")
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
+    make_update(optimizer, config, Comm(None))  # refuses what shard() does
     precision = Precision(model, config)
     groups = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
     named = {n: p for n, p in model.named_parameters() if p in groups and is_packable(p)}
@@ -87,30 +93,48 @@ def estimate(
     return Estimate(
         layout,
         rest=live - sum(param.nbytes for param in named.values()),
-        setup_peak=max(cast_peak, live + _packing_peak(layout, named)),
+        setup_peak=max(cast_peak, live + _packing_peak(layout, named, config)),
         **_summed(layout, precision, config, states),
     )
 
 
 @dataclass(frozen=True)
 class StateOf:
-    """Bytes of state per owned element, 0-dim tensors aside, and whether padding has some too."""
+    """State tensors per parameter, 0-dim ones aside, and whether padding has state too."""
 
-    bytes: int
-    padded: bool
+    moments: int
+    flat: bool
+
+    def nbytes(self, pack: PackLayout, owned: int, elements: int, config: ShardcastConfig) -> int:
+        """Bytes for a span of ``owned`` elements, of which ``elements`` are not padding."""
+        if not self.flat:
+            return self.moments * elements * MASTER_DTYPE.itemsize
+        if config.moments == "bf16":
+            return self.moments * owned * torch.bfloat16.itemsize
+        if config.moments == "int8":
+            block = min(BLOCK, config.alignment // pack.dtype.itemsize)
+            return self.moments * -(-owned // block) * (block + MASTER_DTYPE.itemsize)
+        return self.moments * owned * MASTER_DTYPE.itemsize
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateOf:
     """The state that an elementwise optimizer of torch keeps with the options of ``group``."""
     kind: Any = type(optimizer)
     if kind in STATE_NAMES:
-        return StateOf(len(rule_of(kind, group).state) * MASTER_DTYPE.itemsize, padded=True)
+        return StateOf(len(rule_of(kind, group).state), flat=True)
     one = nn.Parameter(torch.zeros(1, dtype=MASTER_DTYPE))  # as the masters that it will run on
     one.grad = torch.zeros_like(one)
     twin = kind([{**group, "params": [one]}])
     twin.step()
     state = [value for value in twin.state[one].values() if isinstance(value, Tensor)]
-    return StateOf(sum(value.nbytes for value in state if value.dim()), padded=False)
+    return StateOf(sum(value.dim() > 0 for value in state), flat=False)
+
+
+def _master_size(pack: PackLayout, config: ShardcastConfig) -> int:
+    """Bytes of a master beside its parameter."""
+    if pack.dtype == MASTER_DTYPE:
+        return 0
+    return torch.int16.itemsize if config.master == "split16" else MASTER_DTYPE.itemsize
 
 
 def _summed(
@@ -124,9 +148,8 @@ def _summed(
     kept = [0] * size  # of gradients, where they are sharded
     for pack in layout.packs:
         parameters += pack.numel * pack.dtype.itemsize
-        if pack.dtype != MASTER_DTYPE:  # frozen ones have masters too
-            for span in pack.spans:
-                masters[span.owner] += span.numel * MASTER_DTYPE.itemsize
+        for span in pack.spans:  # of frozen ones too
+            masters[span.owner] += span.numel * _master_size(pack, config)
         if not pack.requires_grad:
             continue
         grad, wire = precision.grad_dtype(pack.dtype), precision.wire_dtype(pack.dtype)
@@ -135,11 +158,10 @@ def _summed(
         elements = _elements(pack)
         owners = sum(1 for count in elements if count)
         collectives += 1 + (1 if config.sync == "all_gather" else owners)
-        of = states[pack.group]
         for span, count in zip(pack.spans, elements, strict=True):
             kept[span.owner] += span.numel * grad.itemsize
             if count:
-                state[span.owner] += of.bytes * (span.numel if of.padded else count)
+                state[span.owner] += states[pack.group].nbytes(pack, span.numel, count, config)
     sharded = config.grads == "sharded" and size > 1
     held = [sum(rank) for rank in zip(masters, state, kept if sharded else [0] * size, strict=True)]
     most = max(range(size), key=held.__getitem__)
@@ -149,6 +171,7 @@ def _summed(
         "gradients": kept[most] if sharded else gradients,
         "masters": masters[most],
         "state": state[most],
+        "host": masters[most] + state[most] if config.offload else 0,
         "sent": sent,
         "collectives": collectives if size > 1 else 0,
         "balance": balance,
@@ -172,11 +195,13 @@ def _elements(pack: PackLayout) -> list[int]:
     return found
 
 
-def _packing_peak(layout: Layout, named: Mapping[str, nn.Parameter]) -> int:
+def _packing_peak(
+    layout: Layout, named: Mapping[str, nn.Parameter], config: ShardcastConfig
+) -> int:
     """Bytes that making the packs needs at its worst moment, above the model as it is.
 
     At a pack's worst moment either its originals and the fp32 staging of all of it are there, or,
-    originals freed, the staging, the cast pack and a clone of the own span
+    originals freed, the staging, the cast pack and what becomes the masters of the own span
     (:func:`shardcast.master.build_master`).
     """
     peak = live = 0
@@ -192,13 +217,20 @@ def _packing_peak(layout: Layout, named: Mapping[str, nn.Parameter]) -> int:
             peak = max(peak, live + max(masters) + (0 if adopted else staged))
         else:
             for span in pack.spans:
-                own = span.numel * MASTER_DTYPE.itemsize
-                clone = own if span.numel < pack.numel else 0
-                worst = max(staged, staged - originals + stored + clone)
+                added = _filling(pack, span, config)
+                worst = max(staged, staged - originals + stored + added)
                 peak = max(peak, live + masters[span.owner] + worst)
-                masters[span.owner] += own
+                masters[span.owner] += span.numel * _master_size(pack, config)
         live += stored - originals
     return peak
+
+
+def _filling(pack: PackLayout, span: Span, config: ShardcastConfig) -> int:
+    """Bytes that ``Master.fill`` takes beside the staging and the pack."""
+    if config.master == "split16":  # and the bit patterns of both halves, as 32-bit integers
+        return span.numel * (_master_size(pack, config) + 2 * torch.int32.itemsize)
+    stays = span.numel == pack.numel and not config.offload  # the staging becomes the masters
+    return 0 if stays else span.numel * MASTER_DTYPE.itemsize
 
 
 def _adopted(pack: PackLayout, param: nn.Parameter) -> bool:

@@ -57,8 +57,10 @@ def ran(group: Any, kind: str, fields: dict[str, Any]) -> dict[str, int]:
         {"param_dtype": "fp32", "pack_params": 3},
         {"keep_fp32": "norms", "grad_dtype": "fp32", "pack_mb": 0.002},
         {"grads": "sharded", "pack_params": 2},
+        {"moments": "bf16", "offload": True},
+        {"moments": "int8", "keep_fp32": "norms", "alignment": 64},
     ],
-    ids=["bf16", "fp32", "kept", "sharded"],
+    ids=["bf16", "fp32", "kept", "sharded", "bf16 moments", "int8 moments"],
 )
 def test_the_estimate_is_what_the_fullest_rank_holds(
     fields: dict[str, Any], kind: str, size: int, partition: str
@@ -190,6 +192,7 @@ REAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32, whole, small packs": {"param_dtype": "fp32", "partition": "whole", "pack_mb": 0.25},
+    "split masters, 8-bit moments": {"master": "split16", "moments": "int8"},
     "sharded gradients, fp32 norms": {"grads": "sharded", "keep_fp32": "norms", "pack_mb": 0.5},
 }
 

@@ -219,8 +219,10 @@ def but_outside(model: nn.Module) -> torch.optim.Optimizer:
         {"param_dtype": FP32, "pack_params": 1},
         {"partition": "whole", "pack_params": 3},
         {"keep_fp32": "norms", "cast_buffers": True},
+        {"master": "split16", "pack_mb": 0.5},
+        {"offload": True, "pack_mb": 0.5},
     ],
-    ids=["bf16", "fp32", "alone", "whole", "kept"],
+    ids=["bf16", "fp32", "alone", "whole", "kept", "split", "offload"],
 )
 def test_the_estimated_peak_of_setting_up_is_the_measured_one(
     fields: dict[str, Any], make: Any, size: int
