@@ -141,7 +141,8 @@ class ShardcastConfig:
     )
     fuse: str = _option(
         "auto",
-        "fused update: eager (cache-sized chunks), compile (one kernel) or auto",
+        "fused update: eager (cache-sized chunks with the bits of torch.optim), compile (one "
+        "kernel), or auto: compile on a GPU with Triton, torch's fused kernel on CPU",
         choices=("auto", "eager", "compile"),
     )
 

@@ -133,9 +133,9 @@ def _compiled() -> Callable[..., None]:
 def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
     """How to run the update on ``device``.
 
-    ``auto`` compiles where Triton can, and stays eager on CPU: there the eager form equals
-    ``torch.optim`` to the bit, a compiler may be missing, and a short job would not earn its
-    compile time back.
+    ``auto`` compiles where Triton can. On CPU a compiler may be missing, and a short job would not
+    earn its compile time back: there torch's own fused kernel runs over the chunks, and with
+    ``eager`` the operations of ``torch.optim``, to the bit.
 
     Raises:
         ValueError: ``compile`` on CPU without a C++ compiler.
@@ -307,9 +307,15 @@ class FusedUpdate:
         if not self._kernel.on_host:
             rule = kernels.rule_of(self._kind, group)
             return rule, kernels.as_tensors(rule.numbers(group, step.double()), step)
-        rule = kernels.rule_of(self._kind, group, fused=bool(group.get("fused")))
+        rule = kernels.rule_of(self._kind, group, fused=self._by_torch(group))
         numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
         return rule, rule.numbers(numeric, float(step))
+
+    def _by_torch(self, group: Mapping[str, Any]) -> bool:
+        """Whether torch's fused CPU kernel runs: as the group says, else as ``fuse`` does."""
+        if group.get("fused") is not None or group.get("foreach"):
+            return bool(group.get("fused"))
+        return self._config.fuse == "auto"
 
     def _advance(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]] | None) -> None:
         """Count the step for the fragments that take part in it, without asking the device.

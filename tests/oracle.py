@@ -56,7 +56,7 @@ def check(
     Each rank gets its part of :data:`BATCH`, the oracle all of it. ``tol`` is absolute, for
     scripts with a real backward, where the sum over the batch is taken in another order.
     """
-    fields = {"param_dtype": "fp32", "pack_params": 2, **fields}
+    fields = {"param_dtype": "fp32", "pack_params": 2, "fuse": "eager", **fields}
     oracle = mlp()
     script(oracle, build(oracle), BATCH, False)
 

@@ -217,6 +217,38 @@ def test_a_foreach_optimizer_has_the_same_bits(combination: str):
     assert_same_bits(values(model), values(twin))
 
 
+@pytest.mark.parametrize(
+    ("fuse", "options", "by_torch"),
+    [
+        ("auto", {}, True),
+        ("auto", {"fused": True}, True),
+        ("auto", {"fused": False}, False),
+        ("auto", {"foreach": True}, False),
+        ("eager", {}, False),
+        ("eager", {"fused": True}, True),
+    ],
+    ids=str,
+)
+def test_on_a_cpu_auto_runs_torchs_fused_kernel_where_the_group_does_not_say(
+    fuse: str, options: dict[str, Any], by_torch: bool
+):
+    def trained(fuse: str, **options: Any) -> dict[str, Tensor]:
+        model = CASES["gpt"].build()
+        build = lambda m: ADAMW(m.parameters(), lr=1e-2, weight_decay=0.1, **options)  # noqa: E731
+        optimizer = sharded(model, None, build, fuse=fuse)
+        for step in range(5):
+            install(model, step)
+            optimizer.step()
+        return values(model)
+
+    wanted, other = (trained("eager", fused=fused) for fused in (by_torch, not by_torch))
+    found = trained(fuse, **options)
+    assert_same_bits(found, wanted)
+    assert any(not torch.equal(found[name], other[name]) for name in found), "they differ"
+    for name in found:  # by roundings: within 1 ulp of the weight per step
+        torch.testing.assert_close(found[name], other[name], rtol=5 * 2**-23, atol=5e-9)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_chunks_and_their_number_do_not_show_in_the_result(
     fused: bool, monkeypatch: pytest.MonkeyPatch

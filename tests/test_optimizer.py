@@ -56,9 +56,9 @@ def test_schedulers_built_on_either_optimizer_work_without_a_warning(on: str):
         warnings.simplefilter("error")
         if on == "original":
             scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(original, 10)
-            optimizer = shardcast.shard(model, original, param_dtype=torch.float32)
+            optimizer = sharded(model, None, lambda _model: original)
         else:
-            optimizer = shardcast.shard(model, original, param_dtype=torch.float32)
+            optimizer = sharded(model, None, lambda _model: original)
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         expected = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 10)
         for step in range(10):
