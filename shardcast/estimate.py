@@ -14,6 +14,7 @@ from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.kernels import STATE_NAMES, rule_of
 from shardcast.layout import Layout, PackLayout, Span
+from shardcast.master import FILL
 from shardcast.pack import describe, plan_packs
 from shardcast.precision import MASTER_DTYPE, Precision, is_packable
 from shardcast.stores import BLOCK
@@ -228,7 +229,8 @@ def _packing_peak(
 def _filling(pack: PackLayout, span: Span, config: ShardcastConfig) -> int:
     """Bytes that ``Master.fill`` takes beside the staging and the pack."""
     if config.master == "split16":  # and the bit patterns of both halves, as 32-bit integers
-        return span.numel * (_master_size(pack, config) + 2 * torch.int32.itemsize)
+        window = min(span.numel, FILL) * 2 * torch.int32.itemsize
+        return span.numel * _master_size(pack, config) + window
     stays = span.numel == pack.numel and not config.offload  # the staging becomes the masters
     return 0 if stays else span.numel * MASTER_DTYPE.itemsize
 

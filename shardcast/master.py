@@ -18,6 +18,8 @@ from shardcast.pack import Pack
 from shardcast.precision import MASTER_DTYPE
 from shardcast.stores import ExactStore, Place, SplitStore, Store
 
+FILL = 1 << 18  # masters that are split at a time, for each takes 8 bytes on the way
+
 
 class Master:
     """Masters of one pack on this rank.
@@ -64,7 +66,8 @@ class Master:
             self.store = ExactStore(self.published, self._place)
         elif self._split:
             self.store = SplitStore(self.published, self._place)
-            self.store.write(slice(None), own)
+            for start in range(0, own.numel(), FILL):
+                self.store.write(slice(start, start + FILL), own[start : start + FILL])
         elif self._place.host:
             self.store = ExactStore(self._place.zeros(own.numel(), MASTER_DTYPE), self._place)
             self.store.write(slice(None), own)

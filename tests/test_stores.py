@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import checkpoint, stores, update
+from shardcast.master import FILL
 from shardcast.stores import Bf16Store, Blocks8Store, ExactStore, Place, SplitStore
 
 pytestmark = pytest.mark.timeout(90)
@@ -95,6 +96,14 @@ def test_ties_come_and_go_with_the_windows_that_are_written():
     assert same_bits(store.read(half), expected[half])
     store.write(ALL, plain)
     assert store._ties.numel() == 0
+
+
+def test_masters_that_are_split_in_pieces_at_set_up_are_the_models_weights():
+    model = nn.Linear(1000, 600)
+    assert model.weight.numel() > 2 * FILL
+    exact = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = sharded(model, param_dtype=BF16, master="split16")
+    assert_same_bits(optimizer.full_parameters(), exact)
 
 
 def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any, Any]:
