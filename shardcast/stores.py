@@ -69,8 +69,8 @@ class Place:
 
     def fetch(self, kept: Tensor) -> Tensor:
         """A window for the update; a copy where the bytes are on the host."""
-        # Copies in both directions are ordered by the current stream: a window is sent back
-        # before it is fetched anew, and its host memory is never read except by a fetch.
+        # Copies are ordered by the device: a window is sent back before it is fetched anew (see
+        # lanes), and the host never reads this memory except by a fetch.
         return kept.to(self.device, copy=True, non_blocking=True) if self.host else kept
 
 

@@ -7,22 +7,20 @@ hands masters to any other torch optimizer. Both leave absent gradients untouche
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardcast import _compat, kernels
+from shardcast import kernels
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.fuse import ChunkedKernel, Kernel, choose_kernel
 from shardcast.inner import InnerUpdate
 from shardcast.kernels import Flat, Rule
+from shardcast.lanes import Lanes, StreamLanes, through
 from shardcast.master import Master
 from shardcast.precision import MASTER_DTYPE
 from shardcast.scaler import Verdict
@@ -36,9 +34,6 @@ from shardcast.stores import (
     chances,
 )
 
-CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
-PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
-COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.Adadelta,
@@ -70,96 +65,6 @@ def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm:
             )
     elementwise = type(optimizer) in ELEMENTWISE
     return InnerUpdate(optimizer, comm, elementwise)
-
-
-class ChunkedKernel:
-    """The eager update on CPU, where the step's numbers and verdict are on the host anyway."""
-
-    on_host = True
-
-    @property
-    def window(self) -> int:
-        """Elements of which fp32 copies are held at a time, where stores make copies."""
-        return CHUNK * torch.get_num_threads()
-
-    def __call__(
-        self,
-        rule: Rule,
-        flat: Flat,
-        numbers: tuple[Any, ...],
-        factor: Tensor | None,
-        skip: Tensor,
-    ) -> None:
-        """See :func:`shardcast.kernels.update_`; a skipped step is not to come here."""
-        size = max(1, min(self.window, flat.master.numel()))
-        scratch = [torch.empty(size, dtype=MASTER_DTYPE) for _ in range(2)]
-        kernels.update_in_chunks_(rule, flat, numbers, factor, scratch)
-
-
-class WholeKernel:
-    """:func:`shardcast.kernels.update_`, compiled into one kernel or, as a fallback, eager."""
-
-    on_host = False
-    window = 1 << 22
-
-    def __init__(self, compile: bool) -> None:
-        self._run: Callable[..., None] = _compiled() if compile else _by_pieces
-
-    def __call__(
-        self,
-        rule: Rule,
-        flat: Flat,
-        numbers: tuple[Any, ...],
-        factor: Tensor | None,
-        skip: Tensor,
-    ) -> None:
-        self._run(rule, flat.alone(), numbers, factor, skip)
-
-
-Kernel = ChunkedKernel | WholeKernel
-
-
-def _by_pieces(rule: Rule, flat: Flat, *rest: Any) -> None:
-    """The eager form allocates several times the operands: not of more than so much at a time."""
-    for piece in flat.chunks(PIECE):
-        kernels.update_(rule, piece, *rest)
-
-
-@functools.cache  # one compiled function, so that models of one process share its graphs
-def _compiled() -> Callable[..., None]:
-    return _compat.compiled(kernels.update_)
-
-
-def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
-    """How to run the update on ``device``.
-
-    ``auto`` compiles where Triton can. On CPU a compiler may be missing, and a short job would not
-    earn its compile time back: there torch's own fused kernel runs over the chunks, and with
-    ``eager`` the operations of ``torch.optim``, to the bit.
-
-    Raises:
-        ValueError: ``compile`` on CPU without a C++ compiler.
-    """
-    if device.type == "cpu":
-        if config.fuse != "compile":
-            return ChunkedKernel()
-        if not _has_compiler("cpu", "CXX"):
-            raise ValueError(
-                "fuse: expected a C++ compiler on the PATH for 'compile' on CPU, found none; "
-                "install g++ or use fuse 'eager'"
-            )
-        return WholeKernel(compile=True)
-    return WholeKernel(compile=config.fuse == "compile" or (config.fuse == "auto" and _triton()))
-
-
-def _triton() -> bool:
-    """Whether Triton is installed, with the C compiler that it builds its launchers with."""
-    return importlib.util.find_spec("triton") is not None and _has_compiler("cuda", "CC")
-
-
-def _has_compiler(kind: str, variable: str) -> bool:
-    chosen = os.environ.get(variable, "").split()[:1]  # it may have arguments
-    return any(shutil.which(name) for name in chosen or COMPILERS[kind])
 
 
 @dataclass
@@ -248,6 +153,23 @@ class _Shard:
                 begin = None
 
 
+class _Window(NamedTuple):
+    """A part of a shard, and how it is updated."""
+
+    shard: _Shard
+    part: slice
+    rule: Rule
+    numbers: tuple[Any, ...]
+    step: Tensor
+
+
+def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
+    """For transfers beside the update; split masters wait for the device and take turns."""
+    if config.offload and config.master == "fp32" and device.type == "cuda":
+        return StreamLanes(device)
+    return None
+
+
 class FusedUpdate:
     """Adam, AdamW or SGD over flat memory: one call per run of present parameters of a pack.
 
@@ -264,12 +186,14 @@ class FusedUpdate:
         self._shards: dict[Master, _Shard] = {}
         self._common: Tensor | None = None  # the step that all fragments of all masters share
         self._kernel: Kernel = ChunkedKernel()
+        self._lanes: Lanes | None = None
 
     def add(self, master: Master) -> None:
         """Update ``master`` too, from now on."""
         if master.fragments:
             if not self._shards:
                 self._kernel = choose_kernel(self._config, master.published.device)
+                self._lanes = make_lanes(self._config, master.published.device)
             self._shards[master] = _Shard(master, self._config, [None] * len(master.fragments))
             self._common = None
 
@@ -284,6 +208,30 @@ class FusedUpdate:
             return
         everything = all(all(present[master]) for master in self._shards)
         self._advance(verdict, None if everything else present)
+
+        def fetch(window: _Window) -> Flat:
+            return window.shard.operands(window.part, window.rule)
+
+        def update(window: _Window, flat: Flat) -> None:
+            factor = verdict.factors[window.shard.master.pack.layout.group]
+            self._kernel(window.rule, flat, window.numbers, factor, verdict.skip)
+
+        def send(window: _Window, flat: Flat) -> None:
+            window.shard.keep(window.part, window.rule, flat, window.step)
+
+        windows = self._windows(present, everything)
+        if self._lanes is not None:
+            through(self._lanes, windows, fetch, update, send)
+            return
+        for window in windows:
+            flat = fetch(window)
+            update(window, flat)
+            send(window, flat)
+
+    def _windows(
+        self, present: Mapping[Master, Sequence[bool]], everything: bool
+    ) -> Iterator[_Window]:
+        """What is updated at a time: runs of present parameters, cut where copies are made."""
         known: dict[tuple[int, int], tuple[Rule, tuple[Any, ...]]] = {}
         for master, shard in self._shards.items():
             number = master.pack.layout.group
@@ -297,9 +245,7 @@ class FusedUpdate:
                     known[key] = self._prepared(number, step)
                 rule, numbers = known[key]
                 for window in shard.windows(part, rule, self._kernel.window):
-                    flat = shard.operands(window, rule)
-                    self._kernel(rule, flat, numbers, verdict.factors[number], verdict.skip)
-                    shard.keep(window, rule, flat, step)
+                    yield _Window(shard, window, rule, numbers, step)
 
     def _prepared(self, number: int, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
         """The rule of a group, and its numbers in this step."""

@@ -11,7 +11,7 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 import shardcast
-from shardcast import checkpoint, stores, update
+from shardcast import checkpoint, fuse, stores, update
 from shardcast.master import FILL
 from shardcast.stores import Bf16Store, Blocks8Store, ExactStore, Place, SplitStore
 
@@ -248,7 +248,7 @@ def test_the_kernel_of_accelerators_gives_nearly_the_same(
 ):
     """Numbers of the step and the verdict are tensors there, and nothing may ask for them."""
     chunked = train(None, 5, **KINDS[kind])[1]
-    monkeypatch.setattr(update, "choose_kernel", lambda *_: update.WholeKernel(compile=False))
+    monkeypatch.setattr(update, "choose_kernel", lambda *_: fuse.WholeKernel(compile=False))
     found = train(None, 5, **KINDS[kind])[1]
     for key, tensor in chunked.items():
         steps = 2**-6 if "bf16" in kind or "int8" in kind else 1e-5
@@ -261,7 +261,7 @@ def test_a_skipped_step_and_absent_gradients_change_nothing(
     kind: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ):
     if kernel == "whole":
-        monkeypatch.setattr(update, "choose_kernel", lambda *_: update.WholeKernel(compile=False))
+        monkeypatch.setattr(update, "choose_kernel", lambda *_: fuse.WholeKernel(compile=False))
     model = CASES["mlp"].build()
     optimizer = sharded(model, param_dtype=BF16, **KINDS[kind])
     for step in range(3):
@@ -346,6 +346,35 @@ def test_state_dict_and_model_state_dict_come_back(kind: str):
     other.load_state_dict(weights)  # fp32: masters take all of it
     assert_same_bits(fresh.full_parameters(), weights)
     assert_same_bits(values(other), {name: value.to(BF16) for name, value in weights.items()})
+
+
+class OneAfterTheOther:
+    """Lanes of which each waits for the one before; counts what they were given."""
+
+    def __init__(self) -> None:
+        self.counts = {"fetch": 0, "update": 0, "send": 0}
+
+    def __getattr__(self, lane: str) -> Any:
+        def queue(work: Any = lambda: None, after: Any = None) -> tuple[Any, None]:
+            if lane in self.counts:
+                self.counts[lane] += 1
+            return work(), None
+
+        return queue
+
+    def join(self, event: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_windows_through_lanes_give_the_same_bits(moments: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fuse, "CHUNK", 128)
+    expected = train(None, 5, moments=moments)
+    lanes = OneAfterTheOther()
+    monkeypatch.setattr(update, "make_lanes", lambda *_: lanes)
+    found = train(None, 5, moments=moments, offload=True)
+    assert_same_bits(found[1], expected[1])
+    assert len(set(lanes.counts.values())) == 1 and lanes.counts["send"] > 5 * 3
 
 
 def test_windows_that_are_not_written_back_are_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcast import kernels
-from shardcast.update import ChunkedKernel, Kernel, WholeKernel
+from shardcast.fuse import ChunkedKernel, Kernel, WholeKernel
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
 GROUP = {
