@@ -12,7 +12,8 @@ root, ``nn.MultiheadAttention``'s ``out_proj``, a whole block that is compiled o
 graph. So a pack is left to its modules only if the modules of all its parameters were called, by
 ``__call__`` and eagerly, between every two steps so far; all others are waited for by the first
 module that is called, usually the root. An evaluation, of which nothing is known, waits for all
-packs there. A step whose gradients did not come from an eager forward of the root syncs at once.
+packs there. A step whose gradients did not come from an eager forward of the root syncs at once,
+and so do all steps of a model of which any part was compiled since it was sharded.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Overlap:
         self._always: set[nn.Module] | None = None  # between every two steps so far
         self._entered = False  # a module was called since the last step
         self._first: list[Pack] = []  # those that the first module waits for
-        # Traced into a compiled graph a hook would wait for nothing. This runs while it is traced.
-        self._while_tracing = torch.compiler.assume_constant_result(lambda: sync.wait())
+        self._traced = False  # some hook is part of a compiled graph, where it waits for nothing
+        # torch calls what it takes for a constant while it traces, so before the graph runs.
+        self._while_tracing = torch.compiler.assume_constant_result(lambda: self._trace())
         self._handles: list[Any] = []
         for module in model.modules():
             if any(True for _ in module.parameters()):
@@ -71,7 +73,8 @@ class Overlap:
         """
         modules, self._called = self._called, set()
         eager, self._backward = self._backward, False
-        if not eager or _capturing(self._sync.packs):  # a captured graph must end what it starts
+        # A compiled graph would not wait, a captured one must end what it starts.
+        if not eager or self._traced or _capturing(self._sync.packs):
             self._sync()
             return
         if len(self._sync.packs) != self._mapped:
@@ -130,6 +133,10 @@ class Overlap:
             self._sync.wait()
         elif (pack := self._pack_of[param]) is not None:
             pack.wait()
+
+    def _trace(self) -> None:
+        self._traced = True
+        self._sync.wait()
 
     def _wait(self, *_args: Any) -> None:
         self._sync.wait()

@@ -259,3 +259,88 @@ def test_a_forward_that_reads_past_a_call_it_always_made_is_an_error_in_backward
         optimizer.wait_sync()
 
     run_world(2, run)
+
+
+def test_an_evaluation_may_read_what_no_training_forward_has_shown():
+    """As nn.TransformerEncoderLayer does, whose fused path reads the weights of its layers."""
+
+    class Fused(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and torch.is_grad_enabled():
+                return super().forward(x)
+            return F.linear(x, self.layers[-1].weight)
+
+    def run(group: Any, overlap: bool) -> list[Tensor]:
+        model = Fused()
+        optimizer = started(group, model, X, steps=2, overlap_sync=overlap)
+        with torch.no_grad():
+            found = [model(X)]
+        train(model, optimizer, X)
+        found.append(model.eval()(X).detach())
+        optimizer.close()
+        return found
+
+    plain, _ = run_world(2, run, False)
+    assert str(plain) == str(run_world(2, run, True)[0])
+    assert all(out.isfinite().all() for rank in plain for out in rank)
+
+
+def test_only_forwards_of_the_root_make_the_next_sync_overlap():
+    """Parts that a script strings together may read anything before they call a module."""
+
+    def run(group: Any) -> list[bool]:
+        model = Layers(2)
+        optimizer = started(group, model, X)
+        found = [bool(pending(optimizer))]
+        for forward in (model, lambda x: model.layers[1](model.layers[0](x)), model):
+            train(forward, optimizer, X)  # type: ignore[arg-type]
+            found.append(bool(pending(optimizer)))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return [*found, bool(pending(optimizer))]
+
+    assert run_world(2, run)[0] == [[True, True, False, True, False]] * 2
+
+
+def test_hooks_that_compute_a_weight_find_its_parts():
+    """weight_norm's hook runs before every forward, and was there before ours."""
+
+    def run(group: Any, overlap: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Layers(3)
+        for layer in model.layers:
+            torch.nn.utils.weight_norm(layer)
+        optimizer = started(group, model, X, steps=3, overlap_sync=overlap)
+        optimizer.close()
+        return [param.detach() for param in model.parameters()]
+
+    plain, _ = run_world(2, run, False)
+    overlapped, _ = run_world(2, run, True)
+    assert str(plain) == str(overlapped) and "nan" not in str(plain)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_without_the_option_or_a_second_rank_nothing_is_hooked_or_started(size: int):
+    def run(group: Any) -> None:
+        fields = {"overlap_sync": group.size() == 1}
+        model = Layers()
+        hooks = len(model.layers[0]._forward_pre_hooks)
+        optimizer = started(group, model, X, **fields)
+        assert not pending(optimizer) and len(model.layers[0]._forward_pre_hooks) == hooks
+        assert not optimizer._sync.started
+        optimizer.wait_sync()
+
+    run_world(size, run)
+
+
+def test_close_removes_the_hooks_and_waits():
+    def run(group: Any) -> None:
+        model = Layers()
+        optimizer = started(group, model, X)
+        optimizer.close()
+        for module in model.modules():
+            assert not module._forward_pre_hooks and not module._state_dict_pre_hooks
+        assert not pending(optimizer)
+
+    run_world(2, run)
