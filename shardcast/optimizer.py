@@ -230,7 +230,8 @@ class ShardedOptimizer(StatefulOptimizer):
         Call it before you read or write parameters by hand, outside of a forward (an EMA, weight
         norms, a copy of a part of the model). Forwards, ``state_dict()`` and ``load_state_dict()``
         of the model, a copy of all of it, and everything of this optimizer and of checkpoints
-        wait by themselves. On a GPU it is the current stream that waits, not the host.
+        wait by themselves. On a GPU it is the current stream that waits, not the host: call it
+        before forwards on other streams branch off.
 
         Raises:
             RuntimeError: from the process group, where another rank was lost on the way.
