@@ -268,9 +268,16 @@ ACTS = [load, load_a_part, load_optimizer, surgery, add_group, save, save_and_lo
         closure, report, two_forwards]  # fmt: skip
 
 
-def go_on(group: Any, act: Callable[..., None], path: Path, overlap: bool, dtype: str) -> Any:
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"param_dtype": "bf16"},
+    "split": {"param_dtype": "bf16", "master": "split16", "sync": "all_gather"},
+}
+
+
+def go_on(group: Any, act: Callable[..., None], path: Path, overlap: bool, kind: str) -> Any:
     """Two steps, the act, two more steps; parameters, and what this rank owns."""
-    model, optimizer = trained(group, overlap, param_dtype=dtype)
+    model, optimizer = trained(group, overlap, **KINDS[kind])
     act(model, optimizer, path)
     for step in range(2):
         train(model, optimizer, X * (step + 2))
@@ -278,11 +285,11 @@ def go_on(group: Any, act: Callable[..., None], path: Path, overlap: bool, dtype
     return tensors(dict(model.named_parameters())), parts(optimizer)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-def test_training_goes_on_as_without_overlap(act: Callable[..., None], dtype: str, tmp_path: Path):
-    plain, _ = run_world(2, go_on, act, tmp_path / "plain", False, dtype)
-    overlapped, _ = run_world(2, go_on, act, tmp_path / "overlapped", True, dtype)
+def test_training_goes_on_as_without_overlap(act: Callable[..., None], kind: str, tmp_path: Path):
+    plain, _ = run_world(2, go_on, act, tmp_path / "plain", False, kind)
+    overlapped, _ = run_world(2, go_on, act, tmp_path / "overlapped", True, kind)
     for (mine, own), (theirs, their_own) in zip(plain, overlapped, strict=True):
         assert_same_bits(mine, theirs)
         assert_same_bits(own, their_own)
@@ -307,7 +314,7 @@ def test_writers_that_do_not_wait_are_found_out(
 # -- errors and other ranks ---------------------------------------------------------------------
 
 
-def test_a_lost_rank_is_an_error_where_its_values_are_waited_for_and_in_close():
+def test_a_lost_rank_is_an_error_where_its_values_are_waited_for():
     told: list[str] = []
 
     def run(group: Any, dying: bool) -> int:
