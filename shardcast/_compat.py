@@ -48,6 +48,14 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def own_params(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that ``module`` itself holds, those inside it not; for hot hooks.
+
+    ``module.parameters(recurse=False)`` says the same and takes ten times as long.
+    """
+    return [param for param in module._parameters.values() if param is not None]
+
+
 def accumulates() -> bool:
     """Whether the backward that is running, seen from a tensor hook, adds to ``.grad``.
 

@@ -1,8 +1,9 @@
 """F1: the collectives of shardcast, and nothing else that talks to other ranks.
 
-Every tensor collective runs on the current stream: with ``async_op=False`` the process group
-launches on the stream that computes (torch >= 2.8, PyTorch PR 148590), so no event, no
-``record_stream`` and no side stream is needed, and whatever runs next sees the result.
+Tensor collectives run on the current stream: with ``async_op=False`` the process group launches
+on the stream that computes (torch >= 2.8, PyTorch PR 148590), so no event, no ``record_stream``
+and no side stream is needed, and whatever runs next sees the result. Those that return a work run
+beside it until the work is waited for.
 """
 
 from __future__ import annotations
@@ -107,6 +108,13 @@ class Comm:
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
             tensor[once].copy_(received[once])
 
+    def start_broadcast(self, tensor: Tensor, source: int) -> Any:
+        """Start to overwrite a contiguous float ``tensor``; returns the work.
+
+        Nobody may write it on ``source``, or use it elsewhere, until ``work.wait()``.
+        """
+        return dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by the sum over ranks."""
         if self.size > 1:
@@ -116,6 +124,11 @@ class Comm:
         """Concatenate the ranks' 1-d ``input`` of equal length; it may be a view of ``output``."""
         if self.group is not None and self.size > 1:
             _compat.all_gather_flat(output, input, self.group)
+
+    def start_all_gather(self, output: Tensor, input: Tensor) -> Any:
+        """Start :meth:`all_gather`; returns the work, before whose end nobody may use either."""
+        assert self.group is not None
+        return _compat.all_gather_flat(output, input, self.group, async_op=True)
 
     def all_to_all(
         self,

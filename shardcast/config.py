@@ -139,6 +139,11 @@ class ShardcastConfig:
         "how updated parameters reach everybody; all_gather needs the even partition",
         choices=("broadcast", "all_gather"),
     )
+    overlap_sync: bool = _option(
+        False,
+        "sync beside the next forward, where each module waits for its own parameters; call "
+        "wait_sync() before you read parameters outside of a forward",
+    )
     fuse: str = _option(
         "auto",
         "fused update: eager (cache-sized chunks with the bits of torch.optim), compile (one "

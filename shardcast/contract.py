@@ -82,6 +82,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self._sync.wait()
         result: dict[str, Any] = {
             "state": state.local_state(self._masters, self._update, self.param_groups),
             "param_groups": state.plain_groups(self.param_groups),
@@ -107,6 +108,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is another rank's, or of another layout, format or model.
         """
+        self._sync.wait()
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
@@ -161,6 +163,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         names = {param: name for name, param in self._model.named_parameters()}
         every = self._model.named_parameters(remove_duplicate=False)
+        self._sync.wait()
         found = state.gather_masters(self._masters, self._comm)
         return {n: found[names[param]] for n, param in every if names[param] in found}
 
@@ -187,6 +190,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Every rank must call it; the parameters are published and synced. Others ignore it.
         """
+        self._sync.wait()
         if self._update.switch("train" if mode else "eval"):
             self._sync()
 

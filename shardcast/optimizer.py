@@ -16,6 +16,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.contract import StatefulOptimizer
 from shardcast.layout import Layout
 from shardcast.master import Master, build_master
+from shardcast.overlap import Overlap
 from shardcast.pack import check_params, describe, plan_packs
 from shardcast.precision import Precision
 from shardcast.reduce import Reducer
@@ -38,6 +39,7 @@ class ShardedOptimizer(StatefulOptimizer):
     # would skip the step on the ranks that saw an infinity and leave the others waiting.
     _step_supports_amp_scaling = True
     _last_norm: Tensor | None = None
+    _overlap: Overlap | None = None
 
     def __init__(
         self,
@@ -102,11 +104,15 @@ class ShardedOptimizer(StatefulOptimizer):
         verdict = self._verdict
         if verdict is None or self._reduce.touched:
             verdict = self._combine(self.config.max_grad_norm)
+        self._sync.wait()  # what an overlapped one still sends is what the update writes
         self._update(verdict, self._present(verdict))
         self._scaler.update(verdict)
-        self._sync()
         if self.config.broadcast_buffers:
             self._broadcast_buffers()
+        if self._overlap is None:
+            self._sync()
+        else:
+            self._overlap()
         self._last_norm = verdict.norm
         self._reduce.show(verdict.present)
         self._reduce.used()
@@ -218,6 +224,20 @@ class ShardedOptimizer(StatefulOptimizer):
         """Steps skipped for non-finite gradients. Reading it waits for the device."""
         return self._scaler.skipped_steps
 
+    def wait_sync(self) -> None:
+        """With ``overlap_sync``: have the updated parameters here. Local; else it does nothing.
+
+        Call it before you read or write parameters by hand, outside of a forward (an EMA, weight
+        norms, a copy of a part of the model). Forwards, ``state_dict()`` and ``load_state_dict()``
+        of the model, a copy of all of it, and everything of this optimizer and of checkpoints
+        wait by themselves. On a GPU it is the current stream that waits, not the host: call it
+        before forwards on other streams branch off.
+
+        Raises:
+            RuntimeError: from the process group, where another rank was lost on the way.
+        """
+        self._sync.wait()
+
     def resync_masters(self) -> None:
         """Take model parameters that were changed by hand (surgery, EMA swap) as masters. Local.
 
@@ -225,6 +245,7 @@ class ShardedOptimizer(StatefulOptimizer):
         ``model.load_state_dict`` is noticed by itself. Unchanged ones keep their full precision;
         changed ones have what ``param_dtype`` can hold.
         """
+        self.wait_sync()
         for master in self._masters:
             master.absorb()
 
@@ -287,17 +308,24 @@ class ShardedOptimizer(StatefulOptimizer):
         self._hook()
 
     def _hook(self) -> None:
-        averaged = self._reduce.averaged
-        self._watch = Watch(self._model, self._masters, self._reduce.begin, averaged)
+        averaged, begin = self._reduce.averaged, self._reduce.begin
+        if self.config.overlap_sync and self._comm.size > 1:
+            self._overlap = Overlap(self._model, self._sync)
+            begin = self._overlap.noting(begin)
+        self._watch = Watch(self._model, self._masters, begin, averaged)
         self._handles = self._precision.install_casts(self._model)
 
     def _unhook(self) -> None:
+        if self._overlap is not None:
+            self._overlap.close()
         self._watch.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._sync.wait()  # last: it raises where another rank was lost
 
     def _publish(self) -> None:
+        self._sync.wait()
         everything = Sync(self._comm, self.config)  # packs that are still frozen too
         for master in self._masters:
             master.publish()
@@ -328,8 +356,8 @@ class ShardedOptimizer(StatefulOptimizer):
         The optimizer must not be used afterwards; the parameters stay as they are.
         """
         self._reduce.close()
-        self._unhook()
         unmark(self._model)
+        self._unhook()
 
     def _check_call(self) -> None:
         by_scaler = self.__dict__.pop("found_inf", None) is not None

@@ -8,6 +8,7 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,14 @@ class Pack:
         self.params = params
         self.own = own
         self.data = torch.empty(0)
+        self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
+
+    def wait(self) -> None:
+        """Return when no collective uses the storage; on a GPU it is the stream that waits."""
+        if self.pending:
+            for work in self.pending:
+                work.wait()
+            self.pending.clear()  # not before: a work that failed must not pass for a done one
 
     def fill(self, source: Tensor | None = None) -> None:
         """Allocate the pack, copy the parameters in (cast to its dtype), make them views.

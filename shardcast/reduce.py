@@ -242,6 +242,14 @@ class Reducer:
             return
         self.begin()
         self.touched = True
+        if stage.grads.pack.pending:
+            raise RuntimeError(
+                "overlap_sync: a backward reached "
+                f"{stage.grads.pack.layout.slots[0].name!r} or a parameter packed with it, whose "
+                "values of the last step were still on their way: a forward read it without its "
+                "module being called, or was made before that step; call optimizer.wait_sync() "
+                "before such a forward, or leave overlap_sync off"
+            )
         if stage.reduced or stage.work is not None:
             if self._armed() and self._launched_in_this_round(stage):
                 # To launch it again would be a collective that the other ranks may not issue.
