@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardcast.testing import SpawnedWorld, spawn_world
 
@@ -14,11 +15,17 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No option and no launcher's variable from outside reaches a test."""
-    for name in list(os.environ):
+def clean_environment() -> Iterator[None]:
+    """No option, launcher's variable or process group reaches a test, or the one after it."""
+    before = dict(os.environ)
+    for name in before:
         if name.startswith("SHARDCAST_") or name in LAUNCHER:
-            monkeypatch.delenv(name)
+            del os.environ[name]
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    if dist.is_initialized():  # by Lightning, which leaves it to the end of the process
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
