@@ -55,11 +55,13 @@ def main() -> None:
 
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:
-    """The systems to measure: always the compute alone and shardcast, what ratios refer to."""
+    """The systems to measure: always shardcast, what ratios refer to."""
     wanted = list(OWN if args.command == "step" else SYSTEMS)
     if args.systems:
         wanted = [name for name in SYSTEMS if any(part in name for part in args.systems)]
-    return tuple(name for name in SYSTEMS if name in wanted or name in [*LOCAL, "shardcast"])
+    return tuple(
+        name for name in SYSTEMS if name not in LOCAL and (name in wanted or name == "shardcast")
+    )
 
 
 def parse() -> argparse.Namespace:
