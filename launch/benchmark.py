@@ -3,6 +3,7 @@
     python launch/benchmark.py update                      # against a copy of the same bytes
     python launch/benchmark.py flatten                     # packs against tensor by tensor
     python launch/benchmark.py collectives --ranks 2
+    python launch/benchmark.py cost                        # per parameter, of more and more
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
 
@@ -18,7 +19,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks import collectives, flatten, report, step, update
+from benchmarks import collectives, cost, flatten, report, step, update
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 
@@ -38,6 +39,10 @@ def main() -> None:
         title = f"optimizer phase of {WORKLOADS[args.model].title}, {args.threads} thread(s), fp32"
         lines = update.rows(flatten.measure(args.model, args.threads, args.rounds))
         columns = ("optimizer runs", "ms", "x")
+    elif args.command == "cost":
+        title = "processor time of shardcast alone, per parameter, 1 thread, AdamW, bf16"
+        more, finer = cost.measure(args.most, args.total, args.rounds)
+        lines, columns = cost.rows(more) + cost.rows(finer), cost.COLUMNS
     elif args.command == "collectives":
         title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
         sizes = args.elements // args.packs, args.packs, args.rounds
@@ -70,11 +75,15 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    rounds_of = {"update": 9, "flatten": 15, "collectives": 9, "step": 15, "peers": 15}
+    rounds_of = {"update": 9, "flatten": 15, "cost": 5, "collectives": 9, "step": 15, "peers": 15}
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)
         sub.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+        if name == "cost":
+            sub.add_argument("--most", type=int, default=10**8, help="parameters")
+            sub.add_argument("--total", type=int, default=10**8, help="of 10 to 10,000 tensors")
+            continue
         if name in ("update", "flatten"):
             sub.add_argument("--threads", type=int, default=1)
             if name == "update":

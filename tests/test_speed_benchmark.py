@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import counters, report, step, systems
+from benchmarks import cost, counters, report, step, systems
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
@@ -124,6 +124,18 @@ def test_the_highest_moment_is_seen_after_it_has_passed():
     assert nothing.bytes < 1 << 24
 
 
+def test_costs_are_per_parameter_and_relative_to_the_first_row_in_the_same_round():
+    few = cost.Cost(10, 100, setup=[1e-6, 2e-6], backward=[1e-6] * 2, step=[1e-6] * 2)
+    many = cost.Cost(20, 100, setup=[4e-6, 8e-6], backward=[2e-6] * 2, step=[3e-6] * 2)
+    assert cost.rows([few, many])[1][1:] == ("20", "3.00", "2.00", "1.00", "1.00", "1.50", "1.50")
+
+
+def test_every_parameter_is_given_its_gradient():
+    model = nn.ParameterList(torch.zeros(3) for _ in range(4))
+    cost.Given.apply(torch.arange(3.0), *model).backward()
+    assert all(torch.equal(param.grad, torch.arange(3.0)) for param in model)
+
+
 def test_a_table_in_markdown_has_aligned_columns():
     lines = report.table(("name", "ms"), [("a", "1.5"), ("long", "22.0")], markdown=True)
     assert lines.split("\n") == [
@@ -154,6 +166,7 @@ def test_the_models_have_the_sizes_that_the_tables_name(name: str, tensors: int,
     [
         ["update", "--elements", "4096", "--rounds", "1"],
         ["flatten", "--model", "tiny", "--rounds", "1"],
+        ["cost", "--most", "3000000", "--total", "1000000", "--rounds", "1"],
         ["collectives", "--elements", "4096", "--rounds", "1"],
         ["peers", "--model", "tiny", "--rounds", "1", "--micros", "2", "--systems", "floor",
          "plain", "DDP", "Zero", "FSDP2"],
