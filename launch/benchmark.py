@@ -49,7 +49,7 @@ def main() -> None:
         lines = collectives.rows(spawn(collectives.measure, args.ranks, *sizes, timeout=TIMEOUT)[0])
         columns = ("collective", "ms", "x")
     else:
-        plan = step.Plan(args.model, names(args), args.rounds, args.micros)
+        plan = step.Plan(args.model, names(args), args.rounds, args.micros, args.clock)
         title = report.title(plan, args.ranks)
         results = spawn(step.measure, args.ranks, plan, timeout=TIMEOUT)
         lines, columns = report.rows(results[0]), report.COLUMNS
@@ -98,6 +98,10 @@ def parse() -> argparse.Namespace:
             continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
         sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
+        sub.add_argument(
+            "--clock", choices=step.CLOCKS, default="wall",
+            help="what times are of; on a busy machine: processor",
+        )  # fmt: skip
         sub.add_argument("--plot", type=Path, help="also draw the steps, as a PNG")
         sub.add_argument(
             "--systems", nargs="+", metavar="PART", help="only systems with a PART in their name"

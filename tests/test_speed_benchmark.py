@@ -87,8 +87,8 @@ def _count(_group: dist.ProcessGroup) -> dict[str, step.Result]:
     small = Encoder(vocabulary=1 << 15, width=32, depth=0, heads=1, context=8)
     workload = replace(WORKLOADS["tiny"], build=lambda: deepcopy(small), vocabulary=1 << 15)
     systems.SYSTEMS["hoarder"] = partial(Hoarder, compute="fp32")
-    names = "shardcast", "DDP, fp32", "hoarder", "ZeroRedundancyOptimizer"
-    return {name: step.prepare(name, workload, 1)[1] for name in names}
+    plan = step.Plan("", ("shardcast", "DDP, fp32", "hoarder", "ZeroRedundancyOptimizer"), 1)
+    return {name: step.prepare(name, workload, plan)[1] for name in plan.names}
 
 
 @pytest.mark.slow
@@ -168,8 +168,8 @@ def test_the_models_have_the_sizes_that_the_tables_name(name: str, tensors: int,
         ["flatten", "--model", "tiny", "--rounds", "1"],
         ["cost", "--most", "3000000", "--total", "1000000", "--rounds", "1"],
         ["collectives", "--elements", "4096", "--rounds", "1"],
-        ["peers", "--model", "tiny", "--rounds", "1", "--micros", "2", "--systems", "floor",
-         "plain", "DDP", "Zero", "FSDP2"],
+        ["peers", "--model", "tiny", "--rounds", "1", "--micros", "2", "--clock", "processor",
+         "--systems", "floor", "plain", "DDP", "Zero", "FSDP2"],
     ],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip

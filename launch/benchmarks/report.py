@@ -77,9 +77,10 @@ def title(plan: Plan, ranks: int) -> str:
     numel = sum(param.numel() for param in params)
     local = f"{workload.sequences} x {workload.tokens} tokens"
     accumulated = f", {plan.micros} micro-batches per step" if plan.micros > 1 else ""
+    clock = "" if plan.clock == "wall" else f" of {plan.clock} time"
     return (
         f"{workload.title}: {numel / 1e6:.1f} M parameters in {len(params)} tensors, "
-        f"{ranks} ranks, {local} per rank{accumulated}, medians of {plan.rounds} rounds"
+        f"{ranks} ranks, {local} per rank{accumulated}, medians of {plan.rounds} rounds{clock}"
     )
 
 

@@ -18,13 +18,22 @@ from benchmarks.systems import LR, SYSTEMS, System
 WARM_UP = 6  # steps whose losses are compared with the reference
 
 
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    # What this process keeps processors busy, the collectives' threads and the kernel included.
+    # Waiting does not count, nor does what other programs take.
+    "processor": time.process_time,
+}
+
+
 @dataclass
 class Result:
     """What was measured of one system; lists have one entry per round, in the same order.
 
     Attributes:
         local: the system that does the same compute alone.
-        step, phase: seconds of the slowest rank: of the step, and of its optimizer phase.
+        step, phase: seconds of the slowest rank, by the plan's clock: of the step, and of its
+            optimizer phase.
         sent: bytes that all ranks together sent in a step, the least seen.
         casts: of parameters, in forward and backward, with 1 and with 4 micro-batches.
         collectives: that a rank takes part in during a step, and messages that it sends.
@@ -48,12 +57,23 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. ``names`` are of systems that train; the compute alone is run beside them."""
+    """What to run.
+
+    Attributes:
+        names: of systems that train; the compute alone is run beside them.
+        clock: of :data:`CLOCKS`.
+    """
 
     model: str
     names: tuple[str, ...]
     rounds: int
     micros: int = 1
+    clock: str = "wall"
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock: of the wall, or the seconds that this process has kept processors busy."""
+        return CLOCKS[self.clock]
 
 
 def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
@@ -62,22 +82,22 @@ def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
     expected = reference(workload, plan.micros, group.size())
     systems, results = {}, {}
     for name in plan.names:
-        systems[name], results[name], losses = prepare(name, workload, plan.micros)
+        systems[name], results[name], losses = prepare(name, workload, plan)
         pairs = zip(losses, expected, strict=True)
         results[name].off = max(abs(mine - theirs) for mine, theirs in pairs)
     for name in sorted({result.local for result in results.values()}):
-        systems[name], results[name], _ = prepare(name, workload, plan.micros)
+        systems[name], results[name], _ = prepare(name, workload, plan)
     names = list(systems)
     for number in range(plan.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            record(results[name], systems[name], workload, plan.micros, WARM_UP + number)
+            record(results[name], systems[name], workload, plan, WARM_UP + number)
     return results
 
 
-def prepare(name: str, workload: Workload, micros: int) -> tuple[System, Result, list[float]]:
+def prepare(name: str, workload: Workload, plan: Plan) -> tuple[System, Result, list[float]]:
     """A system after its first steps, what can be counted of it, and its losses."""
     # Once for nothing: imports, compiled code and the kernels' own buffers belong to no system.
-    one_step(SYSTEMS[name](workload.build(), workload), workload, micros, 0)
+    one_step(SYSTEMS[name](workload.build(), workload), workload, plan, 0)
     before = in_use()
     torch.manual_seed(0)
     model = workload.build()
@@ -85,11 +105,11 @@ def prepare(name: str, workload: Workload, micros: int) -> tuple[System, Result,
     system = SYSTEMS[name](model, workload)
     del model
     held: list[int | None] = []
-    losses = [one_step(system, workload, micros, n)[2] for n in range(WARM_UP - 1)]
+    losses = [one_step(system, workload, plan, n)[2] for n in range(WARM_UP - 1)]
     with Growth() as growth:
-        last = one_step(system, workload, micros, WARM_UP - 1, lambda: held.append(in_use()))
+        last = one_step(system, workload, plan, WARM_UP - 1, lambda: held.append(in_use()))
     with Collectives() as collectives:
-        one_step(system, workload, micros, WARM_UP)
+        one_step(system, workload, plan, WARM_UP)
     result = Result(
         system.local,
         casts=(casts(system, workload, 1), casts(system, workload, 4)),
@@ -112,7 +132,7 @@ def fullest(now: int | None, before: int | None, numel: int) -> float | None:
 def one_step(
     system: System,
     workload: Workload,
-    micros: int,
+    plan: Plan,
     number: int,
     between: Callable[[], object] | None = None,
 ) -> tuple[float, float, Tensor]:
@@ -120,28 +140,28 @@ def one_step(
 
     ``between`` is called after the last backward; the times mean nothing then.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, micros, now = dist.get_rank(), dist.get_world_size(), plan.micros, plan.now
     batches = [workload.batch((number * micros + m) * world + rank) for m in range(micros)]
     dist.barrier()
-    start = time.perf_counter()
+    start = now()
     losses = [
         system.micro(batch, position + 1 == micros, micros)
         for position, batch in enumerate(batches)
     ]
-    middle = time.perf_counter()
+    middle = now()
     if between is not None:
         between()
     system.step()
-    end = time.perf_counter()
+    end = now()
     return end - start, end - middle, torch.stack(losses).float().mean()
 
 
-def record(result: Result, system: System, workload: Workload, micros: int, number: int) -> None:
+def record(result: Result, system: System, workload: Workload, plan: Plan, number: int) -> None:
     """Time one step after an unmeasured one, which brings the system's memory into the caches."""
-    one_step(system, workload, micros, number)
+    one_step(system, workload, plan, number)
     dist.barrier()
     before = sent()
-    step, phase, _ = one_step(system, workload, micros, number)
+    step, phase, _ = one_step(system, workload, plan, number)
     slowest = torch.tensor([step, phase], dtype=torch.float64)
     dist.barrier()
     after = sent()
