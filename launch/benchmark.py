@@ -3,6 +3,7 @@
     python launch/benchmark.py update                      # against a copy of the same bytes
     python launch/benchmark.py flatten                     # packs against tensor by tensor
     python launch/benchmark.py collectives --ranks 2
+    python launch/benchmark.py cost                        # per parameter, of more and more
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
 
@@ -18,7 +19,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks import collectives, flatten, report, step, update
+from benchmarks import collectives, cost, flatten, report, step, update
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 
@@ -38,13 +39,17 @@ def main() -> None:
         title = f"optimizer phase of {WORKLOADS[args.model].title}, {args.threads} thread(s), fp32"
         lines = update.rows(flatten.measure(args.model, args.threads, args.rounds))
         columns = ("optimizer runs", "ms", "x")
+    elif args.command == "cost":
+        title = "processor time of shardcast alone, per parameter, 1 thread, AdamW, bf16"
+        more, finer = cost.measure(args.most, args.total, args.rounds)
+        lines, columns = cost.rows(more) + cost.rows(finer), cost.COLUMNS
     elif args.command == "collectives":
         title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
         sizes = args.elements // args.packs, args.packs, args.rounds
         lines = collectives.rows(spawn(collectives.measure, args.ranks, *sizes, timeout=TIMEOUT)[0])
         columns = ("collective", "ms", "x")
     else:
-        plan = step.Plan(args.model, names(args), args.rounds, args.micros)
+        plan = step.Plan(args.model, names(args), args.rounds, args.micros, args.clock)
         title = report.title(plan, args.ranks)
         results = spawn(step.measure, args.ranks, plan, timeout=TIMEOUT)
         lines, columns = report.rows(results[0]), report.COLUMNS
@@ -55,11 +60,13 @@ def main() -> None:
 
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:
-    """The systems to measure: always the compute alone and shardcast, what ratios refer to."""
+    """The systems to measure: always shardcast, what ratios refer to."""
     wanted = list(OWN if args.command == "step" else SYSTEMS)
     if args.systems:
         wanted = [name for name in SYSTEMS if any(part in name for part in args.systems)]
-    return tuple(name for name in SYSTEMS if name in wanted or name in [*LOCAL, "shardcast"])
+    return tuple(
+        name for name in SYSTEMS if name not in LOCAL and (name in wanted or name == "shardcast")
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -68,11 +75,15 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    rounds_of = {"update": 9, "flatten": 15, "collectives": 9, "step": 15, "peers": 15}
+    rounds_of = {"update": 9, "flatten": 15, "cost": 5, "collectives": 9, "step": 15, "peers": 15}
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)
         sub.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+        if name == "cost":
+            sub.add_argument("--most", type=int, default=10**8, help="parameters")
+            sub.add_argument("--total", type=int, default=10**8, help="of 10 to 10,000 tensors")
+            continue
         if name in ("update", "flatten"):
             sub.add_argument("--threads", type=int, default=1)
             if name == "update":
@@ -87,6 +98,10 @@ def parse() -> argparse.Namespace:
             continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
         sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
+        sub.add_argument(
+            "--clock", choices=step.CLOCKS, default="wall",
+            help="what times are of; on a busy machine: processor",
+        )  # fmt: skip
         sub.add_argument("--plot", type=Path, help="also draw the steps, as a PNG")
         sub.add_argument(
             "--systems", nargs="+", metavar="PART", help="only systems with a PART in their name"

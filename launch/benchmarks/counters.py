@@ -1,16 +1,23 @@
-"""What is counted beside the clock: casts of parameters, bytes on the wire."""
+"""What is counted beside the clock: casts of parameters, collectives, memory, bytes on the wire."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import time
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LOOPBACK = Path("/proc/net/dev")
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+GLIBC = ctypes.CDLL(None)
 
 
 class Casts(TorchDispatchMode):
@@ -40,6 +47,85 @@ class Casts(TorchDispatchMode):
         if source.is_floating_point() and source.dtype != target.dtype and source.numel():
             place = bisect_right(self.ranges, (source.data_ptr(), 1 << 64)) - 1
             self.count += place >= 0 and source.data_ptr() < self.ranges[place][1]
+
+
+class Collectives:
+    """Counts what this rank gives to the process group within it, as torch's profiler sees it.
+
+    Attributes:
+        count: collectives that it took part in.
+        messages: that it sent to a single rank.
+    """
+
+    def __enter__(self) -> Collectives:
+        self._profile = profile(activities=[ProfilerActivity.CPU])
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._profile.__exit__(*raised)
+        calls = {e.key: e.count for e in self._profile.key_averages() if e.key[:6] == "c10d::"}
+        del self._profile
+        self.messages = calls.pop("c10d::send", 0)
+        calls.pop("c10d::recv_", None)  # the other end of a message
+        calls.pop("c10d::barrier", None)  # the benchmark's own
+        self.count = sum(calls.values())
+
+
+def in_use() -> int | None:
+    """Bytes that this process holds from glibc's allocator; ``None`` where there is none.
+
+    All ranks must call it. The difference of two calls is what was allocated in between and not
+    freed, to the byte, whoever holds it and whichever thread frees it: every storage counts
+    once, whatever the number of views of it, also DDP's buckets, which no Python object holds.
+    Memory that the allocator keeps for reuse does not count.
+    """
+    gc.collect()
+    dist.barrier()
+    time.sleep(0.05)  # the threads of the collectives drop their tensors a moment after the end
+    if not hasattr(GLIBC, "mallinfo2"):
+        return None
+    GLIBC.mallinfo2.restype = _MallInfo
+    info = GLIBC.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2``: ``hblkhd`` in blocks mapped alone, ``uordblks`` in the heaps."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+class Growth:
+    """How far the resident memory of this process rises within it, at its highest moment.
+
+    Memory that the allocator keeps for reuse is given back first, so that using it shows.
+
+    Attributes:
+        bytes: ``None`` where the kernel does not let a process reset its peak, or without glibc.
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> Growth:
+        gc.collect()
+        try:
+            GLIBC.malloc_trim(0)
+            RESET.write_text("5")
+            self._before = _resident("VmRSS")
+        except (AttributeError, OSError):
+            self._before = None
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._before is not None:
+            self.bytes = _resident("VmHWM") - self._before
+
+
+def _resident(key: str) -> int:
+    lines = STATUS.read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def sent() -> int | None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import WORKLOADS
-from benchmarks.step import Plan, Result, exposed, ratio
+from benchmarks.step import Plan, Result, compute, exposed, ratio
 from benchmarks.systems import LOCAL
 
 WRONG = 0.05  # difference of losses beyond which a system does not train as it should
 COLUMNS = (
-    "system", "step ms", "x", "optimizer ms", "step - local ms", "x", "sent MB", "casts 1 / 4",
-    "loss off by",
+    "system", "step ms", "x", "fwd+bwd ms", "x", "optimizer ms", "step - local ms", "x", "sent MB",
+    "collectives", "casts 1 / 4", "held B", "rise B", "loss off by",
 )  # fmt: skip
 
 
@@ -35,27 +35,39 @@ def head(command: str) -> list[str]:
 
 def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
     """One row per system that trains; ratios are to shardcast in the same round."""
-    base = "shardcast"
+    base = results["shardcast"]
+    own = statistics.median(exposed(results, "shardcast"))
     found = []
     for name, result in results.items():
         if name in LOCAL:
             continue
-        over = exposed(results, name)
+        over = statistics.median(exposed(results, name))
+        collectives, messages = result.collectives
         wrong = " WRONG" if result.off > WRONG else ""
         found.append(
             (
                 name,
                 f"{1e3 * statistics.median(result.step):.0f}",
-                f"{ratio(result.step, results[base].step):.2f}",
+                f"{ratio(result.step, base.step):.2f}",
+                f"{1e3 * statistics.median(compute(result)):.0f}",
+                f"{ratio(compute(result), compute(base)):.2f}",
                 f"{1e3 * statistics.median(result.phase):.0f}",
-                f"{1e3 * statistics.median(over):.0f}",
-                f"{statistics.median(over) / statistics.median(exposed(results, base)):.2f}",
-                "?" if result.sent is None else f"{result.sent / 1e6:.0f}",
+                f"{1e3 * over:.0f}",
+                f"{over / own:.2f}",
+                number(result.sent, 1e6, 0),
+                f"{collectives} + {messages}" if messages else f"{collectives}",
                 f"{result.casts[0]} / {result.casts[1]}",
+                number(result.held, 1, 1),
+                number(result.growth, 1, 1),
                 f"{result.off:.3f}{wrong}",
             )
         )
     return found
+
+
+def number(value: float | None, unit: float, digits: int) -> str:
+    """A figure, where it could be measured."""
+    return "?" if value is None else f"{value / unit:.{digits}f}"
 
 
 def title(plan: Plan, ranks: int) -> str:
@@ -65,9 +77,10 @@ def title(plan: Plan, ranks: int) -> str:
     numel = sum(param.numel() for param in params)
     local = f"{workload.sequences} x {workload.tokens} tokens"
     accumulated = f", {plan.micros} micro-batches per step" if plan.micros > 1 else ""
+    clock = "" if plan.clock == "wall" else f" of {plan.clock} time"
     return (
         f"{workload.title}: {numel / 1e6:.1f} M parameters in {len(params)} tensors, "
-        f"{ranks} ranks, {local} per rank{accumulated}, medians of {plan.rounds} rounds"
+        f"{ranks} ranks, {local} per rank{accumulated}, medians of {plan.rounds} rounds{clock}"
     )
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.counters import Casts, sent
+from benchmarks.counters import Casts, Collectives, Growth, in_use, sent
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.systems import LOCAL, LR, SYSTEMS, System
+from benchmarks.systems import LR, SYSTEMS, System
 
 WARM_UP = 6  # steps whose losses are compared with the reference
+
+
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    # What this process keeps processors busy, the collectives' threads and the kernel included.
+    # Waiting does not count, nor does what other programs take.
+    "processor": time.process_time,
+}
 
 
 @dataclass
@@ -22,28 +31,49 @@ class Result:
     """What was measured of one system; lists have one entry per round, in the same order.
 
     Attributes:
-        step, phase: seconds of the slowest rank: of the step, and of its optimizer phase.
+        local: the system that does the same compute alone.
+        step, phase: seconds of the slowest rank, by the plan's clock: of the step, and of its
+            optimizer phase.
         sent: bytes that all ranks together sent in a step, the least seen.
         casts: of parameters, in forward and backward, with 1 and with 4 micro-batches.
+        collectives: that a rank takes part in during a step, and messages that it sends.
+        held: bytes per parameter on the fullest rank between the last backward and the optimizer
+            phase of a later step than the first, beyond what was held before the model was built.
+        growth: bytes per parameter by which resident memory rises in a step, on the fullest rank:
+            gradients that were freed, activations, buffers.
         off: largest difference of the mean loss from one process in fp32, warm-up steps.
     """
 
-    autocast: bool
+    local: str
     step: list[float] = field(default_factory=list)
     phase: list[float] = field(default_factory=list)
     sent: int | None = None
     casts: tuple[int, int] = (0, 0)
+    collectives: tuple[int, int] = (0, 0)
+    held: float | None = None
+    growth: float | None = None
     off: float = 0.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. ``names`` are those of :data:`benchmarks.systems.SYSTEMS`."""
+    """What to run.
+
+    Attributes:
+        names: of systems that train; the compute alone is run beside them.
+        clock: of :data:`CLOCKS`.
+    """
 
     model: str
     names: tuple[str, ...]
     rounds: int
     micros: int = 1
+    clock: str = "wall"
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock: of the wall, or the seconds that this process has kept processors busy."""
+        return CLOCKS[self.clock]
 
 
 def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
@@ -52,48 +82,86 @@ def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
     expected = reference(workload, plan.micros, group.size())
     systems, results = {}, {}
     for name in plan.names:
-        torch.manual_seed(0)
-        system = SYSTEMS[name](workload.build(), workload)
-        losses = [mean_loss(one_step(system, workload, plan.micros, n)[2]) for n in range(WARM_UP)]
-        systems[name], results[name] = system, Result(system.autocast)
-        if name not in LOCAL:
-            pairs = zip(losses, expected, strict=True)
-            results[name].off = max(abs(mine - theirs) for mine, theirs in pairs)
-        results[name].casts = (
-            casts(system, workload, 1),
-            casts(system, workload, 4),
-        )
-    names = list(plan.names)
+        systems[name], results[name], losses = prepare(name, workload, plan)
+        pairs = zip(losses, expected, strict=True)
+        results[name].off = max(abs(mine - theirs) for mine, theirs in pairs)
+    for name in sorted({result.local for result in results.values()}):
+        systems[name], results[name], _ = prepare(name, workload, plan)
+    names = list(systems)
     for number in range(plan.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            record(results[name], systems[name], workload, plan.micros, WARM_UP + number)
+            record(results[name], systems[name], workload, plan, WARM_UP + number)
     return results
 
 
+def prepare(name: str, workload: Workload, plan: Plan) -> tuple[System, Result, list[float]]:
+    """A system after its first steps, what can be counted of it, and its losses."""
+    # Once for nothing: imports, compiled code and the kernels' own buffers belong to no system.
+    one_step(SYSTEMS[name](workload.build(), workload), workload, plan, 0)
+    before = in_use()
+    torch.manual_seed(0)
+    model = workload.build()
+    numel = sum(param.numel() for param in model.parameters())
+    system = SYSTEMS[name](model, workload)
+    del model
+    held: list[int | None] = []
+    losses = [one_step(system, workload, plan, n)[2] for n in range(WARM_UP - 1)]
+    with Growth() as growth:
+        last = one_step(system, workload, plan, WARM_UP - 1, lambda: held.append(in_use()))
+    with Collectives() as collectives:
+        one_step(system, workload, plan, WARM_UP)
+    result = Result(
+        system.local,
+        casts=(casts(system, workload, 1), casts(system, workload, 4)),
+        collectives=(collectives.count, collectives.messages),
+        held=fullest(held[0], before, numel),
+        growth=fullest(growth.bytes, 0, numel),
+    )
+    return system, result, [mean_loss(loss) for loss in [*losses, last[2]]]
+
+
+def fullest(now: int | None, before: int | None, numel: int) -> float | None:
+    """Bytes per parameter on the rank that has most."""
+    if now is None or before is None:
+        return None
+    most = torch.tensor((now - before) / numel, dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
+
+
 def one_step(
-    system: System, workload: Workload, micros: int, number: int
+    system: System,
+    workload: Workload,
+    plan: Plan,
+    number: int,
+    between: Callable[[], object] | None = None,
 ) -> tuple[float, float, Tensor]:
-    """Seconds of a step on this rank and of its optimizer phase, and the mean loss here."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Seconds of a step on this rank and of its optimizer phase, and the mean loss here.
+
+    ``between`` is called after the last backward; the times mean nothing then.
+    """
+    rank, world, micros, now = dist.get_rank(), dist.get_world_size(), plan.micros, plan.now
     batches = [workload.batch((number * micros + m) * world + rank) for m in range(micros)]
     dist.barrier()
-    start = time.perf_counter()
+    start = now()
     losses = [
         system.micro(batch, position + 1 == micros, micros)
         for position, batch in enumerate(batches)
     ]
-    middle = time.perf_counter()
+    middle = now()
+    if between is not None:
+        between()
     system.step()
-    end = time.perf_counter()
+    end = now()
     return end - start, end - middle, torch.stack(losses).float().mean()
 
 
-def record(result: Result, system: System, workload: Workload, micros: int, number: int) -> None:
+def record(result: Result, system: System, workload: Workload, plan: Plan, number: int) -> None:
     """Time one step after an unmeasured one, which brings the system's memory into the caches."""
-    one_step(system, workload, micros, number)
+    one_step(system, workload, plan, number)
     dist.barrier()
     before = sent()
-    step, phase, _ = one_step(system, workload, micros, number)
+    step, phase, _ = one_step(system, workload, plan, number)
     slowest = torch.tensor([step, phase], dtype=torch.float64)
     dist.barrier()
     after = sent()
@@ -144,5 +212,10 @@ def ratio(times: list[float], of: list[float]) -> float:
 
 def exposed(results: dict[str, Result], name: str) -> list[float]:
     """Per round, the step minus the same compute without communication or update."""
-    local = results["local, autocast" if results[name].autocast else "local, bf16"]
+    local = results[results[name].local]
     return [step - alone for step, alone in zip(results[name].step, local.step, strict=True)]
+
+
+def compute(result: Result) -> list[float]:
+    """Per round, forward and backward: the step without the optimizer phase."""
+    return [step - phase for step, phase in zip(result.step, result.phase, strict=True)]

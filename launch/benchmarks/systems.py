@@ -1,6 +1,7 @@
 """The systems that are compared, each as its own documentation says it is to be used.
 
-All train in bf16 with AdamW, its ``fused`` form where the system takes one, and without clipping.
+All train with AdamW, its ``fused`` form where the system takes one, and without clipping; in bf16,
+but for one that shows what fp32 costs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,18 +26,20 @@ from benchmarks.models import Workload
 LR = 1e-3
 BF16 = torch.bfloat16
 Batch = tuple[Tensor, Tensor]
+Compute = Literal["bf16", "autocast", "fp32"]
 
 
 class System:
     """A model that is trained on every rank; this one trains alone and makes no step.
 
     Args:
-        autocast: of forward passes; otherwise the model itself is in low precision.
+        compute: the precision of forward and backward: of the model itself, or under autocast.
     """
 
-    def __init__(self, model: nn.Module, autocast: bool) -> None:
+    def __init__(self, model: nn.Module, compute: Compute) -> None:
         self.model: Any = model
-        self.autocast = autocast
+        self.autocast = compute == "autocast"
+        self.local = f"local, {compute}"  # the same compute without communication or update
         self.optimizer: Any = None
 
     def micro(self, batch: Batch, last: bool, of: int) -> Tensor:
@@ -64,13 +67,13 @@ class System:
 class Local(System):
     """The compute alone; its weights never change."""
 
-    def __init__(self, model: nn.Module, _workload: Workload, *, low: bool) -> None:
-        super().__init__(model.to(BF16) if low else model, autocast=not low)
+    def __init__(self, model: nn.Module, _workload: Workload, *, compute: Compute) -> None:
+        super().__init__(model.to(BF16) if compute == "bf16" else model, compute)
 
 
 class DDP(System):
-    def __init__(self, model: nn.Module, _workload: Workload, *, autocast: bool = True) -> None:
-        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True), autocast)
+    def __init__(self, model: nn.Module, _workload: Workload, *, compute: Compute) -> None:
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True), compute)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     def quiet(self) -> AbstractContextManager[Any]:
@@ -79,7 +82,7 @@ class DDP(System):
 
 class TorchZeRO(System):
     def __init__(self, model: nn.Module, _workload: Workload, *, views: bool) -> None:
-        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=views), True)
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=views), "autocast")
         self.optimizer = ZeroRedundancyOptimizer(
             self.model.parameters(), torch.optim.AdamW, lr=LR, fused=True,
             parameters_as_bucket_view=views,
@@ -98,7 +101,7 @@ class FSDP2(System):
             if isinstance(module, workload.block):
                 fully_shard(module, mp_policy=policy, reshard_after_forward=False)
         fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-        super().__init__(model, autocast=False)
+        super().__init__(model, "bf16")
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def micro(self, batch: Batch, last: bool, of: int) -> Tensor:
@@ -113,7 +116,7 @@ class Fairscale(System):
 
         self.optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
         optimizer = self.optimizer
-        super().__init__(ShardedDataParallel(model, optimizer), autocast=True)
+        super().__init__(ShardedDataParallel(model, optimizer), "autocast")
         self.optimizer = optimizer
 
     def quiet(self) -> AbstractContextManager[Any]:
@@ -137,7 +140,7 @@ class DeepSpeed(System):
             model=model, config=config, dist_init_required=False,
             optimizer=torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
         )  # fmt: skip
-        super().__init__(engine, autocast=False)
+        super().__init__(engine, "bf16")
 
     def micro(self, batch: Batch, last: bool, of: int) -> Tensor:
         if self.model.gradient_accumulation_steps() != of:
@@ -157,7 +160,7 @@ class Crude(System):
 
     def __init__(self, model: nn.Module, _workload: Workload) -> None:
         self.floor = Floor(model, LR)
-        super().__init__(model, autocast=False)
+        super().__init__(model, "bf16")
 
     def step(self) -> None:
         self.floor.step()
@@ -165,7 +168,7 @@ class Crude(System):
 
 class Shardcast(System):
     def __init__(self, model: nn.Module, _workload: Workload, **fields: Any) -> None:
-        super().__init__(model, autocast=False)
+        super().__init__(model, "bf16")
         plain = torch.optim.AdamW(model.parameters(), lr=LR, fused=fields.pop("fused", True))
         self.optimizer = shardcast.shard(model, plain, param_dtype=BF16, **fields)
 
@@ -180,8 +183,9 @@ class Shardcast(System):
 Build = Callable[[nn.Module, Workload], System]
 
 LOCAL: dict[str, Build] = {
-    "local, bf16": partial(Local, low=True),
-    "local, autocast": partial(Local, low=False),
+    "local, bf16": partial(Local, compute="bf16"),
+    "local, autocast": partial(Local, compute="autocast"),
+    "local, fp32": partial(Local, compute="fp32"),
 }
 OWN: dict[str, Build] = {
     "shardcast": Shardcast,
@@ -190,7 +194,8 @@ OWN: dict[str, Build] = {
     "crude floor": Crude,
 }
 PEERS: dict[str, Build] = {
-    "DDP + autocast": DDP,
+    "DDP, fp32": partial(DDP, compute="fp32"),
+    "DDP + autocast": partial(DDP, compute="autocast"),
     "ZeroRedundancyOptimizer": partial(TorchZeRO, views=False),
     "ZeroRedundancyOptimizer, bucket views": partial(TorchZeRO, views=True),
     "FSDP2, reduce in bf16": partial(FSDP2, reduce=torch.bfloat16),
