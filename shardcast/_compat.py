@@ -72,18 +72,18 @@ def accumulates() -> bool:
         return False
 
 
-def weak_hook(call: Callable[..., None], *held: Any) -> Callable[[Tensor], None]:
-    """A tensor hook that runs ``call(*held, tensor)`` and keeps nothing of ``held`` alive.
+def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
+    """A tensor hook that runs ``call(held, tensor)`` and does not keep ``held`` alive.
 
     torch keeps post-accumulate hooks where the garbage collector cannot look: one that leads back
     to its own parameter would never be freed, nor would the parameter.
     """
-    references = [weakref.ref(item) for item in held]
+    reference = weakref.ref(held)
 
     def hook(tensor: Tensor) -> None:
-        alive = [reference() for reference in references]
-        if all(item is not None for item in alive):
-            call(*alive, tensor)
+        alive = reference()
+        if alive is not None:
+            call(alive, tensor)
 
     return hook
 

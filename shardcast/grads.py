@@ -104,17 +104,18 @@ class GradPack:
         ours = self._marks if self.released else self._views
         return bool(ours) and self.pack.params[position].grad is ours[position]
 
-    @torch.no_grad()  # a backward with create_graph runs hooks with gradients on
     def adopt(self, position: int) -> None:
         """Copy the ``.grad`` at ``position`` in and make it ours; nothing if it is already.
 
         Raises:
             TypeError: the gradient is sparse.
         """
-        param = self.pack.params[position]
-        grad = param.grad
-        if grad is None or self.holds(position):
-            return
+        grad = self.pack.params[position].grad
+        if grad is not None and not self.holds(position):
+            self._adopt(position, grad)
+
+    @torch.no_grad()  # a backward with create_graph runs hooks with gradients on
+    def _adopt(self, position: int, grad: Tensor) -> None:
         slot = self.pack.layout.slots[position]
         if grad.layout != torch.strided:
             raise TypeError(

@@ -59,6 +59,7 @@ class Reducer:
         self.grads: list[GradPack] = []  # in the order of add()
         self.touched = False  # a gradient arrived since finish()
         self._stages: list[Stage] = []  # in the order of launching
+        self._numbered: list[Stage] = []  # as grads
         self._next = 0  # first stage of this round that was not launched yet
         self._end: Callable[[], Any] = _nothing  # weak, to the queued end-of-backward callback
         self._backward = -1  # which backward that is
@@ -86,6 +87,8 @@ class Reducer:
         wire = self._precision.wire_dtype(pack.layout.dtype)
         stage = Stage(grads, wire, self._scatters(pack, wire))
         self.grads.append(grads)
+        number = len(self._numbered)
+        self._numbered.append(stage)
         for param in pack.params:
             if param.dtype != grads.dtype:  # or it was set so before
                 grad, param.grad = param.grad, None
@@ -94,14 +97,14 @@ class Reducer:
         # Gradients arrive roughly from the last parameter to the first.
         self._stages.insert(0, stage)
         if not self.averaged:
+            before = _compat.weak_hook(partial(Reducer._before_accumulate, number=number), self)
             for position, param in enumerate(pack.params):
                 trains = param.requires_grad
                 param.requires_grad_(True)  # else it takes no hooks, and may be unfrozen later
-                before = _compat.weak_hook(Reducer._before_accumulate, self, stage)
-                after = partial(Reducer._after_accumulate, position=position)
+                after = partial(Reducer._after_accumulate, number=number, position=position)
                 self._handles += [
                     param.register_hook(before),
-                    param.register_post_accumulate_grad_hook(_compat.weak_hook(after, self, stage)),
+                    param.register_post_accumulate_grad_hook(_compat.weak_hook(after, self)),
                 ]
                 param.requires_grad_(trains)
             if not self._due:
@@ -148,12 +151,14 @@ class Reducer:
         that flushes, not one that a re-entrant checkpoint runs inside; the first gradient hook
         does the same for models whose submodules are called directly.
         """
-        if self._armed() or self.averaged or not self._sync or self._comm.size == 1:
+        if self._local or self._armed() or self.averaged:
             return
         if not self._accumulates():  # what autograd.grad returns is no gradient of ours yet
             return
         self._backward = _compat.current_backward()
         self._next = 0  # not so if an exception ended the backward before
+        for stage in self._stages:  # nor this; and under no_sync() not all of a pack may have come
+            stage.arrived.clear()
         end = partial(Reducer._end_backward, self)
         self._end = weakref.ref(end)
         _compat.at_end_of_backward(end)
@@ -237,11 +242,17 @@ class Reducer:
             self._accumulating = running
         return running == self._accumulating
 
-    def _before_accumulate(self, stage: Stage, _grad: Tensor) -> None:
+    @property
+    def _local(self) -> bool:
+        """Whether backwards send nothing at present."""
+        return not self._sync or self._comm.size == 1
+
+    def _before_accumulate(self, _grad: Tensor, number: int) -> None:
         if not self._accumulates():
             return
         self.begin()
         self.touched = True
+        stage = self._numbered[number]
         if stage.grads.pack.pending:
             raise RuntimeError(
                 "overlap_sync: a backward reached "
@@ -264,13 +275,16 @@ class Reducer:
     def _launched_in_this_round(self, stage: Stage) -> bool:
         return any(stage is other for other in self._stages[: self._next])
 
-    def _after_accumulate(self, stage: Stage, _param: Tensor, position: int) -> None:
-        local = not self._sync or self._comm.size == 1
-        if local or self._sharded:  # elsewhere all of a pack at once, when it is launched
+    def _after_accumulate(self, _param: Tensor, number: int, position: int) -> None:
+        stage = self._numbered[number]
+        if self._sharded:  # elsewhere all of a pack at once, which takes one call
             stage.grads.adopt(position)
-        if local:
-            return
         stage.arrived.add(position)
+        if self._local:
+            if stage.complete:  # else when it is collected
+                stage.grads.adopt_all()
+                stage.arrived.clear()
+            return
         if _compat.current_backward() != self._backward:
             self._early, self._nested = self._sharded, not self._sharded
         while self._early and self._next < len(self._stages) and self._stages[self._next].complete:

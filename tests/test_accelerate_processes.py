@@ -121,7 +121,8 @@ def native(gloo: SpawnedWorld) -> Iterator[list[dict[str, Any]]]:
 
 
 def test_fp32_equals_native_ddp(gloo: SpawnedWorld, native: list[dict[str, Any]]) -> None:
-    ours = gloo.run(train, "shardcast")
+    # torch's fused kernel, the default on a CPU, rounds in other places than plain AdamW.
+    ours = gloo.run(train, "shardcast", "no", {"fuse": "eager"})
     assert len(native[0]["norm"]) == STEPS
     assert min(native[0]["norm"]) > CLIP, "every step is clipped"
     for rank in range(2):

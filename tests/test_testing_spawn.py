@@ -85,6 +85,11 @@ def facts(group: Group) -> dict[str, Any]:
     }
 
 
+def tamper(group: Group) -> None:
+    os.environ["RANK"] = "7"
+    del os.environ["LOCAL_WORLD_SIZE"]
+
+
 def draw(group: Group) -> float:
     return torch.rand(1).item()
 
@@ -154,7 +159,9 @@ def test_each_run_finds_what_a_launcher_would_set_and_a_seed_of_its_own(
     assert second["group"] == (1, 2, "gloo")
     assert second["default"] == (1, 2)
     assert first["threads"] == 1
+    world.run(tamper)
     again, _ = world.run(facts)
+    assert again["env"] == first["env"]
     assert first["draw"] == again["draw"] != second["draw"]
     assert [first["draw"], second["draw"]] == threaded_world(2, draw)
 

@@ -50,11 +50,14 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
     )
+    environment = dict(os.environ)
     while True:
         try:
             task = pipe.recv()
             if task is None:
                 return
+            os.environ.clear()  # launchers and trainers change it
+            os.environ.update(environment)
             torch.manual_seed(rank)
             pipe.send(_answer(task, rank, world_size))
             # Only when all ranks have answered: closing the sockets of a rank that finished
