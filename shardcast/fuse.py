@@ -30,7 +30,7 @@ class ChunkedKernel:
     @property
     def window(self) -> int:
         """Elements of which fp32 copies are held at a time, where stores make copies."""
-        return CHUNK * torch.get_num_threads()
+        return 2 * CHUNK * torch.get_num_threads()
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class ChunkedKernel:
         skip: Tensor,
     ) -> None:
         """See :func:`shardcast.kernels.update_`; a skipped step is not to come here."""
-        size = max(1, min(self.window, flat.master.numel()))
+        size = max(1, min(CHUNK * torch.get_num_threads(), flat.master.numel()))
         scratch = [torch.empty(size, dtype=MASTER_DTYPE) for _ in range(2)]
         kernels.update_in_chunks_(rule, flat, numbers, factor, scratch)
 

@@ -16,6 +16,8 @@ Values that were read and are written back unchanged stay the same in all of the
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from typing import Protocol
 
 import torch
@@ -109,7 +111,7 @@ class SplitStore:
     that round to it, its two ties among them, and :attr:`_ties` lists those at the upper one; of
     weights without a pattern it is one in 131,072. NaN stays NaN but loses its payload.
 
-    The list has no fixed length, so on an accelerator :meth:`write` waits for the device.
+    The list has no fixed length and lies on the host, so on an accelerator :meth:`write` waits.
 
     Args:
         published: 1-d bf16, the owned span of the pack; :meth:`write` casts into it.
@@ -120,18 +122,22 @@ class SplitStore:
     def __init__(self, published: Tensor, place: Place) -> None:
         self._published, self._place = published, place
         self._rest = place.zeros(published.numel(), torch.int16)
-        self._ties = torch.empty(0, dtype=torch.int64, device=published.device)
+        self._ties = array("q")  # positions in the span, ascending
 
     @property
     def nbytes(self) -> int:
-        return self._rest.nbytes + self._ties.nbytes
+        return self._rest.nbytes + self._ties.itemsize * len(self._ties)
+
+    def _listed(self, part: slice) -> tuple[slice, int]:
+        """Where in the list the ties of a part are, and where the part begins."""
+        start, stop, _ = part.indices(self._rest.numel())
+        return slice(bisect_left(self._ties, start), bisect_left(self._ties, stop)), start
 
     def read(self, part: slice) -> Tensor:
         bits = _upper(self._published[part]).add_(self._place.fetch(self._rest[part]))
-        if self._ties.numel():
-            start, stop, _ = part.indices(self._rest.numel())
-            here = self._ties[(self._ties >= start) & (self._ties < stop)] - start
-            bits[here] += 2 * TIE
+        listed, start = self._listed(part)
+        if listed.start < listed.stop:
+            bits[torch.tensor(self._ties[listed], device=bits.device) - start] += 2 * TIE
         return bits.view(MASTER_DTYPE)
 
     def write(self, part: slice, values: Tensor, chance: Tensor | None = None) -> None:
@@ -139,11 +145,11 @@ class SplitStore:
         published.copy_(values)
         rest = values.contiguous().view(torch.int32) - _upper(published)
         self._rest[part].copy_(rest, non_blocking=True)  # the upper tie becomes the lower one
-        start, stop, _ = part.indices(self._rest.numel())
-        if self._ties.numel():
-            self._ties = self._ties[(self._ties < start) | (self._ties >= stop)]
+        listed, start = self._listed(part)
+        new = array("q")
         if rest.numel() and rest.max() >= TIE:  # more than that: a NaN
-            self._ties = torch.cat([self._ties, (rest == TIE).nonzero().view(-1) + start])
+            new.extend((rest.eq_(TIE).nonzero().view(-1) + start).tolist())
+        self._ties[listed] = new
 
 
 class Bf16Store:

@@ -191,6 +191,10 @@ OWN: dict[str, Build] = {
     "shardcast": Shardcast,
     "shardcast, plain AdamW": partial(Shardcast, fused=False),
     "shardcast, fuse=compile": partial(Shardcast, fuse="compile"),
+    "shardcast, overlap_sync": partial(Shardcast, overlap_sync=True),
+    "shardcast, configs/lean.yaml": partial(
+        Shardcast, grads="sharded", master="split16", moments="bf16"
+    ),
     "crude floor": Crude,
 }
 PEERS: dict[str, Build] = {
