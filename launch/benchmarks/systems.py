@@ -192,6 +192,7 @@ OWN: dict[str, Build] = {
     "shardcast, plain AdamW": partial(Shardcast, fused=False),
     "shardcast, fuse=compile": partial(Shardcast, fuse="compile"),
     "shardcast, overlap_sync": partial(Shardcast, overlap_sync=True),
+    "shardcast, overlap_sync, compile": partial(Shardcast, overlap_sync=True, fuse="compile"),
     "shardcast, configs/lean.yaml": partial(
         Shardcast, grads="sharded", master="split16", moments="bf16"
     ),
