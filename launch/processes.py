@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 
@@ -47,7 +48,13 @@ class Processes:
         return values
 
     def stop(self) -> None:
+        """Leave the process group, for good before the interpreter ends.
+
+        A model and its optimizer are full of cycles, and while they are there so is the group, with
+        threads that may want the interpreter when it is gone: the process would abort.
+        """
         if self.world > 1:
+            gc.collect()
             dist.destroy_process_group()
 
 

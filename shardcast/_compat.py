@@ -19,6 +19,12 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.dlpack import from_dlpack
 
+if dist.is_available():
+    # Its functions have the default group of the moment at which they are imported as a default
+    # argument. torch imports them with the first optimizer, usually when there is a group, which
+    # then outlives destroy_process_group(), with threads that a process may not end with.
+    import torch.distributed.nn.functional
+
 
 def own_storage(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor over the memory of the contiguous 1-d ``flat``, with a storage object of its own.

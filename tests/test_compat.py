@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,35 @@ def test_a_hook_can_tell_a_backward_from_autograd_grad():
     torch.autograd.grad(second(first(inputs)).sum(), first.weight)
     handle.remove()
     assert seen == [True, False]
+
+
+FREED = """
+import gc, sys, weakref, torch, torch.distributed as dist, shardcast
+from torch import nn
+
+def train():
+    model = nn.Linear(3, 3)
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+train()
+gc.collect()
+dist.destroy_process_group()
+print(group() is None)
+"""
+
+
+def test_nothing_keeps_a_process_group_that_is_destroyed(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", FREED, tmp_path / "store"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_weak_hook_calls_while_what_it_holds_lives():

@@ -117,7 +117,7 @@ def test_the_highest_moment_is_seen_after_it_has_passed():
         torch.ones(1 << 24)
     if growth.bytes is None:
         pytest.skip("this kernel does not let a process reset its peak")
-    assert growth.bytes >= 4 << 24
+    assert growth.bytes > 0.9 * (4 << 24)  # resident memory is counted in batches of pages
     with counters.Growth() as nothing:
         torch.ones(1 << 10)
     assert nothing.bytes is not None

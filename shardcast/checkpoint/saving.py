@@ -53,8 +53,9 @@ def save(
     """Save a checkpoint that is either committed whole or not there at all.
 
     Every rank of the optimizer's group must call it with the same arguments, between steps; it
-    returns on all of them, or raises on all of them. Each rank writes what it owns, once; extra
-    memory is one chunk of one parameter, on the host.
+    returns on all of them, or raises on all of them. Each rank writes what it owns, once, in fp32
+    however it is kept; extra memory is one chunk of one parameter, on the host, and for what is
+    not kept in fp32 on the device the state of one parameter there.
 
     Args:
         directory: holds the checkpoints of one run, on a file system that all ranks share; made
