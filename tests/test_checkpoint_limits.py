@@ -182,6 +182,6 @@ def test_the_memory_of_saving_and_loading_does_not_grow_with_the_model(tmp_path:
     )
     assert finished.returncode == 0, finished.stderr
     saved, loaded = map(int, finished.stdout.split())
-    assert LARGEST <= saved < 2 * LARGEST
+    assert 0.9 * LARGEST < saved < 2 * LARGEST  # pages are counted in batches
     of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
     assert of_a_pack < loaded < of_a_pack + 2 * LARGEST
