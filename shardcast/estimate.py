@@ -17,7 +17,7 @@ from shardcast.layout import Layout, PackLayout, Span
 from shardcast.master import FILL
 from shardcast.pack import describe, plan_packs
 from shardcast.precision import MASTER_DTYPE, Precision, is_packable
-from shardcast.stores import BLOCK
+from shardcast.stores import block_of
 from shardcast.update import ELEMENTWISE, make_update
 
 
@@ -113,7 +113,7 @@ class StateOf:
         if config.moments == "bf16":
             return self.moments * owned * torch.bfloat16.itemsize
         if config.moments == "int8":
-            block = min(BLOCK, config.alignment // pack.dtype.itemsize)
+            block = block_of(config.alignment, pack.dtype)
             return self.moments * -(-owned // block) * (block + MASTER_DTYPE.itemsize)
         return self.moments * owned * MASTER_DTYPE.itemsize
 

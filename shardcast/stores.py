@@ -134,10 +134,14 @@ class SplitStore:
         return slice(bisect_left(self._ties, start), bisect_left(self._ties, stop)), start
 
     def read(self, part: slice) -> Tensor:
-        bits = _upper(self._published[part]).add_(self._place.fetch(self._rest[part]))
+        upper = _upper(self._published[part])
+        bits = upper + self._place.fetch(self._rest[part])
         listed, start = self._listed(part)
         if listed.start < listed.stop:
             bits[torch.tensor(self._ties[listed], device=bits.device) - start] += 2 * TIE
+        # Only of a weight that was set to zero by hand the sign can change: it would be a NaN.
+        wrong = (bits ^ upper).bitwise_right_shift_(31)  # all ones there, else zero
+        bits -= wrong.bitwise_and_(bits - upper)
         return bits.view(MASTER_DTYPE)
 
     def write(self, part: slice, values: Tensor, chance: Tensor | None = None) -> None:
@@ -234,6 +238,11 @@ class Blocks8Store:
             steps = torch.maximum(root.mul_(255).round_(), least, out=root)
         self._codes[codes].copy_(steps.view(-1), non_blocking=True)
         self._scales[scales].copy_(scale, non_blocking=True)
+
+
+def block_of(alignment: int, dtype: torch.dtype) -> int:
+    """Elements that share a scale in a pack of ``dtype``; ``alignment`` is in bytes."""
+    return min(BLOCK, alignment // dtype.itemsize)
 
 
 def _upper(published: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ from shardcast.master import Master
 from shardcast.precision import MASTER_DTYPE
 from shardcast.scaler import Verdict
 from shardcast.stores import (
-    BLOCK,
     Bf16Store,
     Blocks8Store,
     ExactStore,
     Place,
     Store,
+    block_of,
     chances,
 )
 
@@ -93,7 +93,7 @@ class _Shard:
         if config.moments == "bf16":
             return Bf16Store(pack.own.numel, place)
         if config.moments == "int8":
-            block = min(BLOCK, config.alignment // pack.layout.dtype.itemsize)
+            block = block_of(config.alignment, pack.layout.dtype)
             return Blocks8Store(pack.own.numel, block, not name.endswith("_sq"), place)
         return ExactStore(place.zeros(pack.own.numel, MASTER_DTYPE), place)
 

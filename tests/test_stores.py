@@ -106,6 +106,17 @@ def test_masters_that_are_split_in_pieces_at_set_up_are_the_models_weights():
     assert_same_bits(optimizer.full_parameters(), exact)
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_weights_set_to_zero_by_hand_have_masters_near_zero(zero: float):
+    """What was kept beside the weight before would be the bits of a NaN beside a zero."""
+    exact = torch.cat([torch.randn(4096), torch.tensor([1 + 2**-8, -1 - 2**-8])])
+    store, published = split(exact.numel())
+    store.write(ALL, exact)
+    published.fill_(zero)
+    assert store.read(ALL).abs().max() < 1e-40
+    assert torch.equal(store.read(ALL).signbit(), torch.full_like(exact, zero).signbit())
+
+
 def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any, Any]:
     model = CASES[case].build()
     optimizer = sharded(model, group, param_dtype=BF16, pack_params=2, **fields)
