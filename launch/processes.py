@@ -50,8 +50,8 @@ class Processes:
     def stop(self) -> None:
         """Leave the process group, for good before the interpreter ends.
 
-        A model and its optimizer are full of cycles, and while they are there so is the group, with
-        threads that may want the interpreter when it is gone: the process would abort.
+        While a DDP model is there, which is full of cycles, so is the group, with threads that may
+        want the interpreter when it is gone: the process would abort.
         """
         if self.world > 1:
             gc.collect()

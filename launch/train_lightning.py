@@ -90,6 +90,8 @@ def main() -> None:
     )
     if trainer.is_global_zero:
         print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     print(trainer.evaluate())
     trainer.save_model()
+    trainer.accelerator.end_training()  # destroys the process group
 
 
 if __name__ == "__main__":

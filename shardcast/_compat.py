@@ -38,6 +38,19 @@ def own_storage(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     return from_dlpack(flat).view(shape)
 
 
+def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:
+    """Gives ``group`` until ``destroy_process_group()``; None for None.
+
+    torch keeps the groups that it has made in a private map. Nobody else may keep one that was
+    made otherwise (a mock): that one is held.
+    """
+    if group is None:
+        return None
+    if group in dist.distributed_c10d._world.pg_map:
+        return weakref.ref(group)
+    return lambda: group
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running on this thread ends.
 

@@ -54,10 +54,26 @@ class Comm:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        # Held weakly: a model that outlives destroy_process_group() must not keep the threads of
+        # gloo, which take the interpreter when they let go of a tensor. A process that ends while
+        # they do is aborted ("terminate called without an active exception").
+        self._group = _compat.weak_group(group)
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self._turn = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for this process alone."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the process group of the sharded model was destroyed: destroy it when training "
+                "is over, or shard the model again with a new group"
+            )
+        return group
 
     @classmethod
     def resolve(cls, process_group: dist.ProcessGroup | None) -> Comm:
@@ -122,7 +138,8 @@ class Comm:
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         """Concatenate the ranks' 1-d ``input`` of equal length; it may be a view of ``output``."""
-        if self.group is not None and self.size > 1:
+        if self.size > 1:
+            assert self.group is not None  # so says the size; for the type checker
             _compat.all_gather_flat(output, input, self.group)
 
     def start_all_gather(self, output: Tensor, input: Tensor) -> Any:
@@ -187,12 +204,13 @@ class Comm:
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""
-        if self.group is None:
+        group = self.group
+        if group is None:
             return "none"
         try:
-            return self.group._get_backend(device).name()
+            return group._get_backend(device).name()
         except RuntimeError:  # a mock group has no backend objects
-            return self.group.name()
+            return group.name()
 
 
 def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> None:

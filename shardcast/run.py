@@ -13,6 +13,8 @@ import runpy
 import sys
 from typing import Any
 
+import torch
+
 USAGE = "usage: python -m shardcast.run script.py [arguments of the script]"
 
 
@@ -28,6 +30,11 @@ def main() -> None:
     sys.argv = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
     runpy.run_path(script, run_name="__main__")
+    # Scripts of Accelerate and the Trainer seldom do. A thread of gloo that lets go of a tensor
+    # while the interpreter ends would abort the process. Not after an error: it could wait there
+    # for ranks that wait for this one.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def install() -> None:

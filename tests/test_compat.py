@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardcast import _compat
 from shardcast.testing import SpawnedWorld, ThreadedWorld
+from shardcast.testing.fake import FakeGroup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -201,32 +203,42 @@ def test_a_hook_can_tell_a_backward_from_autograd_grad():
 
 
 FREED = """
-import gc, sys, weakref, torch, torch.distributed as dist, shardcast
+import sys, weakref, torch, torch.distributed as dist, shardcast
+from pathlib import Path
 from torch import nn
 
-def train():
-    model = nn.Linear(3, 3)
-    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
+def workers():
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 group = weakref.ref(dist.group.WORLD)
-train()
-gc.collect()
+model = nn.Linear(3, 3)
+optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+model(torch.ones(2, 3)).sum().backward()
+optimizer.step()
+before = workers()
 dist.destroy_process_group()
-print(group() is None)
+print(before > 0, group() is None, workers())
 """
 
 
-def test_nothing_keeps_a_process_group_that_is_destroyed(tmp_path: Path):
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux")
+def test_a_model_does_not_keep_the_threads_of_a_process_group_that_is_destroyed(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", FREED, tmp_path / "store"],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.stdout == "True\n", done.stderr
+    assert done.stdout == "True True 0\n", done.stderr
+
+
+def test_a_group_that_torch_does_not_keep_is_held():
+    mock, nobody = _compat.weak_group(FakeGroup(0, 2)), _compat.weak_group(None)
+    gc.collect()
+    assert mock is not None and mock() is not None
+    assert nobody is None
 
 
 def test_a_weak_hook_calls_while_what_it_holds_lives():
