@@ -304,7 +304,9 @@ def test_setting_up_takes_the_fp32_model_one_pack_and_the_shard_of_resident_memo
 ):
     for peak, expected, staged in resident_peaks(tmp_path, size, count):
         assert peak <= granted(size, count, staged)
-        assert peak == pytest.approx(expected, rel=0.01)
+        assert peak >= 0.99 * expected
+        # A thread of gloo lets go of what it broadcast when it next runs, maybe a pack later.
+        assert peak <= 1.01 * expected + (staged if size > 1 else 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
