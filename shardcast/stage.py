@@ -13,6 +13,7 @@ from shardcast.grads import GradPack
 from shardcast.precision import MASTER_DTYPE
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
+LOW = (torch.bfloat16, torch.float16)
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
 
 
@@ -90,20 +91,14 @@ class Stage:
         self.work.wait()
         received, carry, own = self.received, self.carry, self.grads.own
         assert received is not None
-        # One size up from the wire, so that the sum of equal fp32 values is exact too.
-        exact = torch.float64 if self.wire == MASTER_DTYPE else MASTER_DTYPE
         pieces = self._pieces(received)
-        chunk = CHUNK if own.device.type == "cpu" else PIECE
-        for start in range(0, own.numel(), chunk):
-            stop = min(start + chunk, own.numel())
-            total = pieces[0][start:stop].to(exact, copy=True)
-            for piece in pieces[1:]:
-                total += piece[start:stop]
-            # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
-            total /= size
-            if carry is not None:
-                total += carry[start:stop]
-            own[start:stop].copy_(total)
+        if size == 2 and len(pieces) == 2 and carry is None and own.dtype == self.wire in LOW:
+            # In fp32, where the difference and its half are exact, and rounded once: the bits of
+            # the sum's half, unless values exceed 1.7e38. There, and where one is infinite, what
+            # comes out may be NaN, which skips the step as an infinity does.
+            torch.lerp(pieces[0], pieces[1], 0.5, out=own)
+        else:
+            _mean(pieces, size, self.wire, carry, out=own)
         self.work = self.received = self.sent = self.carry = None
         self.reduced = True
         if self.grads.sharded:
@@ -119,3 +114,22 @@ class Stage:
         pieces = list(received.split(span.numel))
         pieces[span.owner] = self.sent[span.start : span.stop]
         return pieces
+
+
+def _mean(
+    pieces: list[Tensor], size: int, wire: torch.dtype, carry: Tensor | None, out: Tensor
+) -> None:
+    """The sum of ``pieces`` over ``size``, plus the carry; it may overwrite one of the pieces."""
+    # One size up from the wire, so that the sum of equal fp32 values is exact too.
+    exact = torch.float64 if wire == MASTER_DTYPE else MASTER_DTYPE
+    chunk = CHUNK if out.device.type == "cpu" else PIECE
+    for start in range(0, out.numel(), chunk):
+        stop = min(start + chunk, out.numel())
+        total = pieces[0][start:stop].to(exact, copy=True)
+        for piece in pieces[1:]:
+            total += piece[start:stop]
+        # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
+        total /= size
+        if carry is not None:
+            total += carry[start:stop]
+        out[start:stop].copy_(total)
