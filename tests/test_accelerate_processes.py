@@ -110,7 +110,8 @@ def train(group: Any, kind: str, precision: str = "no", config: Any = None) -> d
 
 def close(left: dict[str, Any], right: dict[str, Any], tolerance: float) -> None:
     for key in ("loss", "norm", "lr"):
-        assert left[key] == pytest.approx(right[key], abs=tolerance, rel=0), key
+        # Relative too: of a loss of 13 in fp32 the neighbours are 1e-6 away.
+        assert left[key] == pytest.approx(right[key], abs=tolerance, rel=tolerance), key
     for name, tensor in left["weights"].items():
         torch.testing.assert_close(tensor, right["weights"][name], atol=tolerance, rtol=0)
 
