@@ -100,7 +100,7 @@ class RecordedGroup(dist.ProcessGroup):
     def __init__(self, rank: int, world_size: int, backend: str) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
-        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        super().__init__(rank, world_size)  # type: ignore[call-arg, unused-ignore]
         self._backend_name = backend
         self.log = []
 
