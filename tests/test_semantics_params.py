@@ -110,6 +110,9 @@ def two_groups(kind: Any, **options: Any) -> Any:
     ],
 )
 def test_groups_can_be_added_and_changed_between_steps(kind: Any, options: dict[str, Any]):
+    if kind is torch.optim.Adagrad and torch.__version__ < (2, 13):
+        pytest.skip("the oracle, torch's own Adagrad, makes no state for groups that are added")
+
     def before(step: int, model: nn.Module, optimizer: Any) -> None:
         if step == 2:
             optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 5e-3})
