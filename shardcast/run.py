@@ -29,7 +29,11 @@ def main() -> None:
     install()
     sys.argv = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     # Scripts of Accelerate and the Trainer seldom do. A thread of gloo that lets go of a tensor
     # while the interpreter ends would abort the process. Not after an error: it could wait there
     # for ranks that wait for this one.

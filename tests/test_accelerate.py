@@ -148,6 +148,21 @@ def test_run_makes_an_unedited_script_shard(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no.py" in done.stderr
 
 
+@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(3)"])
+def test_run_destroys_the_process_group_that_a_script_leaves(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys\n"
+        "import torch.distributed as dist\n"
+        "atexit.register(lambda: print(dist.is_initialized()))\n"
+        f"dist.init_process_group('gloo', f'file://{tmp_path}/store', rank=0, world_size=1)\n{end}"
+    )
+    command = [sys.executable, "-m", "shardcast.run", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    failed = end == "sys.exit(3)"  # then it might wait for ranks that wait for this one
+    assert (done.returncode, done.stdout) == (3 if failed else 0, f"{failed}\n"), done.stderr
+
+
 # -- configuration ----------------------------------------------------------------------------
 
 
