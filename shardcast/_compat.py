@@ -26,16 +26,15 @@ if dist.is_available():
     import torch.distributed.nn.functional
 
 
-def own_storage(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor over the memory of the contiguous 1-d ``flat``, with a storage object of its own.
+def own_storage(view: Tensor) -> Tensor:
+    """A tensor over the memory of the contiguous ``view``, with a storage object of its own.
 
     Views of one storage are taken for tied weights by everything that saves models (safetensors,
     ``save_pretrained``, Accelerate keep only the first). A DLPack round trip gives a storage that
-    begins and ends with the view and keeps the memory of ``flat`` alive.
+    begins and ends with the view and keeps its memory alive. By way of a capsule, for which torch
+    does not ask again what is known: the same device, the same stream.
     """
-    if flat.is_meta:
-        return flat.view(shape)
-    return from_dlpack(flat).view(shape)
+    return view if view.is_meta else from_dlpack(torch._C._to_dlpack(view))
 
 
 def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:

@@ -72,20 +72,23 @@ def shard(
     if materialize is not None:
         with _compat.swapped_params():
             materialize(inner)
-    mine = _check_groups(inner, optimizer)
+    names = {param: name for name, param in inner.named_parameters()}
+    groups = _check_groups(names, optimizer)
+    mine = {name: param for param, name in names.items() if param in groups}
+    rest = {name: param for param, name in names.items() if param not in groups}
+    check_params(mine)
     comm = Comm.resolve(process_group)
     precision = Precision(inner, config)
     if _compat.is_ddp(model):
         _check_ddp(mine, precision, config)
-    groups = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    infos = describe(mine, config, groups, {p: precision.storage_dtype(p) for p in mine.values()})
+    infos = describe(mine, config, groups, precision.storage_dtype)
     layout = plan_packs(infos, comm.size, partition_of(optimizer, config), config)
     device = next(iter(mine.values())).device
     facts = layout.lines() + [f"{key} = {value}" for key, value in config.to_dict().items()]
     same_everywhere(comm, facts, device)
 
     with torch.no_grad(), _without_collector():
-        _convert_rest(inner, mine, precision, comm)
+        _convert_rest(inner, rest, precision, comm)
         masters = [
             build_master(pack, [mine[slot.name] for slot in pack.slots], comm, config)
             for pack in layout.packs
@@ -144,27 +147,27 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by name, in model order, after checking that they can be used."""
-    named = dict(model.named_parameters())
-    names = {param: name for name, param in named.items()}
-    seen: set[nn.Parameter] = set()
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
-        if param not in names:
-            raise ValueError(
-                f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not one "
-                "of the model's; build the optimizer from model.parameters() of this very model"
-            )
-        if param in seen:
-            raise ValueError(
-                f"optimizer: parameter {names[param]!r} is in its groups twice; list it once"
-            )
-        seen.add(param)
-    if not seen:
+def _check_groups(
+    names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer
+) -> dict[nn.Parameter, int]:
+    """The number of the group of each of the optimizer's parameters, all among ``names``."""
+    groups: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in names:
+                raise ValueError(
+                    f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not "
+                    "one of the model's; build the optimizer from model.parameters() of this very "
+                    "model"
+                )
+            if param in groups:
+                raise ValueError(
+                    f"optimizer: parameter {names[param]!r} is in its groups twice; list it once"
+                )
+            groups[param] = number
+    if not groups:
         raise ValueError("optimizer: its groups hold no parameter; add the model's parameters")
-    mine = {name: param for name, param in named.items() if param in seen}
-    check_params(mine)
-    return mine
+    return groups
 
 
 def _check_ddp(
@@ -214,21 +217,19 @@ def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> s
 
 
 def _convert_rest(
-    model: nn.Module, mine: Mapping[str, nn.Parameter], precision: Precision, comm: Comm
+    model: nn.Module, rest: Mapping[str, nn.Parameter], precision: Precision, comm: Comm
 ) -> None:
     """Make equal on all ranks, and cast, what the optimizer does not hold: parameters, buffers."""
-    held = set(mine.values())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*rest.items(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
                 f"model: {name!r} is on the meta device and was never materialised; let "
                 "materialize= give every parameter and buffer its storage, frozen ones too"
             )
-    for param in model.parameters():
-        if param not in held:
-            param.data = param.data.contiguous()
-            comm.broadcast(param.data, 0)
-            convert_tensor_(param, precision.storage_dtype(param))
+    for param in rest.values():
+        param.data = param.data.contiguous()
+        comm.broadcast(param.data, 0)
+        convert_tensor_(param, precision.storage_dtype(param))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             comm.broadcast(buffer, 0)

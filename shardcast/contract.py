@@ -46,7 +46,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Go on with the hooks and the state of ``original``, which can make no step any more."""
         for hooks in HOOKS:
             getattr(self, hooks).update(getattr(original, hooks))
-        self._take_plain(original.state)
+        if original.state:
+            self._take_plain(original.state)
         original.state = defaultdict(dict)
         for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
             setattr(original, name, _refused(name))

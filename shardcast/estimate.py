@@ -86,8 +86,7 @@ def estimate(
     precision = Precision(model, config)
     groups = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
     named = {n: p for n, p in model.named_parameters() if p in groups and is_packable(p)}
-    dtypes = {param: precision.storage_dtype(param) for param in named.values()}
-    infos = describe(named, config, groups, dtypes)
+    infos = describe(named, config, groups, precision.storage_dtype)
     layout = plan_packs(infos, world_size, partition_of(optimizer, config), config)
     states = [state_of(optimizer, group) for group in optimizer.param_groups]
     cast_peak, live = _convert_rest(model, set(named.values()), precision)

@@ -42,9 +42,7 @@ class GradPack:
         if self._data is None:
             layout = self.pack.layout
             self._data = torch.zeros(layout.numel, dtype=self.dtype, device=self._device)
-            self._views = [
-                self._data[slot.offset : slot.end].view(slot.shape) for slot in layout.slots
-            ]
+            self._views = self.pack.views(self._data)
         return self._data
 
     @property

@@ -21,14 +21,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 MIB = 1024 * 1024
 
 
-@dataclass(frozen=True)
-class ParamInfo:
+class ParamInfo(NamedTuple):
     """What planning needs to know of one parameter, in model order.
 
     ``dtype`` is the storage dtype after the precision policy; ``group`` the index of its
@@ -49,8 +49,7 @@ class ParamInfo:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One parameter's place in a pack; ``offset`` and ``numel`` in elements."""
 
     name: str
@@ -63,8 +62,7 @@ class Slot:
         return self.offset + self.numel
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The contiguous range ``[start, stop)`` of a pack that rank ``owner`` updates."""
 
     owner: int
@@ -76,8 +74,7 @@ class Span:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """The part ``[start, stop)`` (pack elements) of one slot that lies in one rank's span."""
 
     slot: Slot

@@ -103,7 +103,7 @@ def build_master(
 ) -> Master:
     """One pack and its masters: stage in fp32, broadcast from rank 0, keep, cast, free.
 
-    Originals are freed one by one as they are staged, so no more than one pack is held twice.
+    Originals are freed when they are staged, so no more than one pack is held twice.
     Every rank must call it, with equal layouts.
     """
     pack = Pack(layout, params, layout.spans[comm.rank])
@@ -114,9 +114,10 @@ def build_master(
         return master
     device = params[0].device
     staged = torch.zeros(layout.numel, dtype=MASTER_DTYPE, device=device)
-    for slot, param in zip(layout.slots, params, strict=True):
-        staged[slot.offset : slot.end].view(slot.shape).copy_(param.data)
-        param.data = torch.empty(0, dtype=layout.dtype, device=device)
+    torch._foreach_copy_(pack.views(staged), [param.detach() for param in params])
+    nothing = torch.empty(0, dtype=layout.dtype, device=device)
+    for param in params:
+        param.data = nothing
     comm.broadcast(staged, 0)
     pack.fill(staged)
     master.fill(staged)

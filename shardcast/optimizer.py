@@ -284,8 +284,8 @@ class ShardedOptimizer(StatefulOptimizer):
         if not added:
             return
         self._look_again()
-        dtypes = {param: self._precision.storage_dtype(param) for param in added.values()}
-        infos = describe(added, self.config, dict.fromkeys(added.values(), number), dtypes)
+        groups = dict.fromkeys(added.values(), number)
+        infos = describe(added, self.config, groups, self._precision.storage_dtype)
         new = plan_packs(infos, self._comm.size, self.layout.partition, self.config)
         first = len(self.layout.packs)
         packs = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in new.packs)

@@ -7,7 +7,7 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.layout import Layout, PackLayout, ParamInfo, Slot, Span, plan
+from shardcast.layout import Layout, PackLayout, ParamInfo, Span, plan
 from shardcast.precision import is_packable
 
 
@@ -47,8 +47,7 @@ class Pack:
 
         Args:
             source: 1-d, ``layout.numel`` elements of any dtype, padding zero; becomes the storage
-                itself if its dtype is the pack's. ``None`` takes the parameters' present values,
-                freeing each as it is copied.
+                itself if its dtype is the pack's. ``None`` takes the parameters' present values.
         """
         layout = self.layout
         device = self.params[0].device
@@ -58,11 +57,11 @@ class Pack:
             self.data = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         else:
             self.data = source.to(layout.dtype)
-        for slot, param in zip(layout.slots, self.params, strict=True):
-            if source is None:
-                self.view(slot).copy_(param.detach())
-            if source is None or self.data is not param.data:
-                param.data = _compat.own_storage(self.data[slot.offset : slot.end], slot.shape)
+        views = self.views(self.data)
+        if source is None:
+            torch._foreach_copy_(views, [param.detach() for param in self.params])
+        for param, view in zip(self.params, views, strict=True):
+            param.data = _compat.own_storage(view)
 
     def _only(self) -> Tensor | None:
         """The storage of the single parameter of a pack of one, which then stays as it is."""
@@ -71,9 +70,9 @@ class Pack:
             return param.detach().view(-1)
         return None
 
-    def view(self, slot: Slot) -> Tensor:
-        """The elements of one slot in its parameter's shape."""
-        return self.data[slot.offset : slot.end].view(slot.shape)
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each slot's elements of ``flat``, which is laid out like the pack, in their shape."""
+        return [flat[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
     def span(self, span: Span) -> Tensor:
         """The elements of one span, 1-d."""
@@ -113,25 +112,26 @@ def describe(
     named: Mapping[str, nn.Parameter],
     config: ShardcastConfig,
     groups: Mapping[nn.Parameter, int],
-    dtypes: Mapping[nn.Parameter, torch.dtype] | None = None,
+    storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
 ) -> list[ParamInfo]:
     """The planner's view of parameters, in the order of ``named`` (model order).
 
     Args:
         groups: index of each parameter's optimizer group.
-        dtypes: storage dtype of each parameter; ``None`` keeps the present ones.
+        storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
     for param in named.values():
-        kind = param.device.type
-        count = sum(device.type == kind for device in devices)
-        devices.setdefault(param.device, f"{kind} {count + 1}" if count else kind)
+        if param.device not in devices:
+            kind = param.device.type
+            count = sum(device.type == kind for device in devices)
+            devices[param.device] = f"{kind} {count + 1}" if count else kind
     return [
         ParamInfo(
             name,
             tuple(param.shape),
-            param.dtype if dtypes is None else dtypes[param],
+            param.dtype if storage_dtype is None else storage_dtype(param),
             devices[param.device],
             param.requires_grad,
             groups[param],

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast._compat import own_params
 from shardcast.config import KeepRule, ShardcastConfig
 
 MASTER_DTYPE = torch.float32
@@ -60,9 +61,7 @@ class Precision:
                 for module in model.modules()
                 if isinstance(module, NORMS) and any(map(is_packable, module.buffers()))
             )
-        self._kept_params = {
-            param for module in self._kept for param in module.parameters(recurse=False)
-        }
+        self._kept_params = {param for module in self._kept for param in own_params(module)}
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which forward and backward see ``param``."""
@@ -152,11 +151,11 @@ def _kept_modules(model: nn.Module, rules: tuple[KeepRule, ...]) -> dict[nn.Modu
             inside = module.modules() if isinstance(rule, type) else [module]
             kept.update(dict.fromkeys(inside))
     while True:
-        shared = {param for module in kept for param in module.parameters(recurse=False)}
+        shared = {param for module in kept for param in own_params(module)}
         tied = [
             module
             for module in model.modules()
-            if module not in kept and shared.intersection(module.parameters(recurse=False))
+            if module not in kept and shared.intersection(own_params(module))
         ]
         if not tied:
             return kept

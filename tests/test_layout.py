@@ -125,16 +125,14 @@ def test_whole_balances_over_all_packs_not_in_each():
 
 changes = st.sampled_from(
     [
-        lambda p: dataclasses.replace(p, shape=(*p.shape, 2)),
-        lambda p: dataclasses.replace(p, shape=(1, *p.shape)),
-        lambda p: dataclasses.replace(p, name=p.name + "x"),
-        lambda p: dataclasses.replace(
-            p, dtype=torch.float16 if p.dtype != torch.float16 else torch.bfloat16
-        ),
-        lambda p: dataclasses.replace(p, requires_grad=not p.requires_grad),
-        lambda p: dataclasses.replace(p, group=p.group + 1),
-        lambda p: dataclasses.replace(p, key=p.key + "k"),
-        lambda p: dataclasses.replace(p, device="meta"),
+        lambda p: p._replace(shape=(*p.shape, 2)),
+        lambda p: p._replace(shape=(1, *p.shape)),
+        lambda p: p._replace(name=p.name + "x"),
+        lambda p: p._replace(dtype=torch.float16 if p.dtype != torch.float16 else torch.bfloat16),
+        lambda p: p._replace(requires_grad=not p.requires_grad),
+        lambda p: p._replace(group=p.group + 1),
+        lambda p: p._replace(key=p.key + "k"),
+        lambda p: p._replace(device="meta"),
     ]
 )
 
@@ -147,7 +145,7 @@ def test_the_digest_is_equal_for_equal_plans_and_different_after_any_change(
     change: Any,
 ):  # fmt: skip
     layout = plan(params, size, partition, **chosen)
-    again = plan([dataclasses.replace(p) for p in params], size, partition, **chosen)
+    again = plan([p._replace() for p in params], size, partition, **chosen)
     assert layout == again and hash(layout) == hash(again)
     assert layout.digest() == again.digest()
     changed = list(params)
@@ -179,7 +177,7 @@ def test_layouts_are_frozen():
     layout = plan([ParamInfo("p", (3,), torch.float32)], 2, "even", **OPTIONS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.world_size = 3  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         layout.packs[0].slots[0].offset = 3  # type: ignore[misc]
 
 
