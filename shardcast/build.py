@@ -72,22 +72,22 @@ def shard(
     if materialize is not None:
         with _compat.swapped_params():
             materialize(inner)
-    names = {param: name for name, param in inner.named_parameters()}
-    groups = _check_groups(names, optimizer)
-    mine = {name: param for param, name in names.items() if param in groups}
-    rest = {name: param for param, name in names.items() if param not in groups}
-    check_params(mine)
-    comm = Comm.resolve(process_group)
-    precision = Precision(inner, config)
-    if _compat.is_ddp(model):
-        _check_ddp(mine, precision, config)
-    infos = describe(mine, config, groups, precision.storage_dtype)
-    layout = plan_packs(infos, comm.size, partition_of(optimizer, config), config)
-    device = next(iter(mine.values())).device
-    facts = layout.lines() + [f"{key} = {value}" for key, value in config.to_dict().items()]
-    same_everywhere(comm, facts, device)
-
     with torch.no_grad(), _without_collector():
+        names = {param: name for name, param in inner.named_parameters()}
+        groups = _check_groups(names, optimizer)
+        mine = {name: param for param, name in names.items() if param in groups}
+        rest = {name: param for param, name in names.items() if param not in groups}
+        check_params(mine)
+        comm = Comm.resolve(process_group)
+        precision = Precision(inner, config)
+        if _compat.is_ddp(model):
+            _check_ddp(mine, precision, config)
+        infos = describe(mine, config, groups, precision.storage_dtype)
+        layout = plan_packs(infos, comm.size, partition_of(optimizer, config), config)
+        device = next(iter(mine.values())).device
+        facts = layout.lines() + [f"{key} = {value}" for key, value in config.to_dict().items()]
+        same_everywhere(comm, facts, device)
+
         _convert_rest(inner, rest, precision, comm)
         masters = [
             build_master(pack, [mine[slot.name] for slot in pack.slots], comm, config)

@@ -72,7 +72,8 @@ class Pack:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each slot's elements of ``flat``, which is laid out like the pack, in their shape."""
-        return [flat[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+        slots = self.layout.slots  # size=: or torch looks first whether it is a dtype
+        return [flat[slot.offset : slot.end].view(size=slot.shape) for slot in slots]
 
     def span(self, span: Span) -> Tensor:
         """The elements of one span, 1-d."""
