@@ -390,10 +390,4 @@ class ShardedOptimizer(StatefulOptimizer):
                 "optimizer.scale_loss(loss).backward()"
             )
         for master in self._masters:
-            name = master.pack.strayed()
-            if name is not None:
-                raise RuntimeError(
-                    f"parameter {name!r} was moved out of its pack after shardcast.shard (by "
-                    "model.to, model.half, load_state_dict(assign=True) or the like); do that "
-                    "before sharding"
-                )
+            master.pack.check()
