@@ -61,18 +61,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """Per model parameter, this rank's part of torch's state: 1-d views, 0-dim ``step``."""
-        found: defaultdict[Tensor, Any] = defaultdict(dict)
-        for master, position, param in state.owned(self._masters):
-            values = self._update.fragment_state(master, position)
-            if values:
-                found[param] = values
-        return found
+    def state(self) -> Any:
+        """Per model parameter, this rank's part of torch's state: 1-d tensors, 0-dim ``step``.
+
+        What is assigned or removed, here or in the state of one parameter, is so from the next
+        step on; do the same on every rank. ``state.clear()`` has all moments begin anew. Edits of
+        a tensor in place count where moments are kept in fp32 on the device.
+        """
+        return state.States(self._masters, self._update)
 
     @state.setter
-    def state(self, value: Any) -> None:
-        """The base class assigns an empty one; ours is a view of the shards."""
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        if self._masters:  # else the base class is being initialised
+            found = self.state
+            found.clear()
+            found.update(value)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: local, without collectives, tensors and plain scalars only.

@@ -3,12 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import re
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardcast.pack import Pack
+
+IN_PLACE = re.compile(r"__i(?!nvert|ndex|nt)\w+__|__setitem__|\w*[^_]_")  # names of functions
+HARMLESS = ("requires_grad_", "detach_")
+
+
+class Mark(Tensor):
+    """Stands as ``.grad`` for a sharded gradient: all NaN, without memory of its own.
+
+    To zero it zeroes the gradient; any other edit would be lost and is refused.
+    """
+
+    grads: weakref.ref[GradPack]  # weak: a parameter holds its .grad where no collector looks
+    position: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch._foreach_zero_:
+            return [tensor.zero_() for tensor in args[0]]
+        if IN_PLACE.fullmatch(func.__name__) and func.__name__ not in HARMLESS:
+            raise RuntimeError(
+                f"{func.__name__}: with grads 'sharded' .grad is only a mark after backward, and "
+                "an edit of it would be lost; use optimizer.clip_grad_norm_ or clip_grad_value_, "
+                "edit gradients in hooks (register_post_accumulate_grad_hook), or use grads 'full'"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    @property
+    def data(self) -> Mark:  # type: ignore[override]
+        """The mark itself, to which edits come too."""
+        return self
+
+    def detach(self) -> Mark:
+        """The mark itself, to which edits come too."""
+        return self
+
+    def zero_(self) -> Mark:
+        """Zero the gradient that it stands for, if it still does."""
+        grads = self.grads()
+        if grads is not None and grads.holds(self.position):
+            grads.clear(self.position)
+        return self
+
+    def __deepcopy__(self, _memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
 
 class GradPack:
@@ -34,7 +87,7 @@ class GradPack:
         self._data: Tensor | None = None
         self._views: list[Tensor] = []
         self._own: Tensor | None = None
-        self._marks: list[Tensor] = []
+        self._marks: list[Mark] = []
 
     @property
     def data(self) -> Tensor:
@@ -82,7 +135,10 @@ class GradPack:
         """Give the storage back; mark the gradients that were there, and ``marked`` ones."""
         if not self._marks:
             nan = torch.full((), math.nan, dtype=self.dtype, device=self._device)
-            self._marks = [nan.expand(slot.shape) for slot in self.pack.layout.slots]
+            for position, slot in enumerate(self.pack.layout.slots):
+                mark = nan.expand(slot.shape).as_subclass(Mark)
+                mark.grads, mark.position = weakref.ref(self), position
+                self._marks.append(mark)
         for position, param in enumerate(self.pack.params):
             if position in marked or self.holds(position):
                 param.grad = self._marks[position]
@@ -99,7 +155,7 @@ class GradPack:
 
     def holds(self, position: int) -> bool:
         """Whether ``.grad`` of the parameter at ``position`` is ours: the view, or the mark."""
-        ours = self._marks if self.released else self._views
+        ours: Sequence[Tensor] = self._marks if self.released else self._views
         return bool(ours) and self.pack.params[position].grad is ours[position]
 
     def adopt(self, position: int) -> None:
@@ -159,7 +215,7 @@ class GradPack:
         """Set the ``.grad`` at ``position`` to the view into this storage, or to the mark."""
         if not self.released:
             _ = self.data
-        ours = self._marks if self.released else self._views
+        ours: Sequence[Tensor] = self._marks if self.released else self._views
         self.pack.params[position].grad = ours[position]
 
     def clear(self, position: int) -> None:

@@ -106,6 +106,7 @@ class ShardedOptimizer(StatefulOptimizer):
             verdict = self._combine(self.config.max_grad_norm)
         self._sync.wait()  # what an overlapped one still sends is what the update writes
         self._update(verdict, self._present(verdict))
+        self._note_writes(verdict)
         self._scaler.update(verdict)
         if self.config.broadcast_buffers:
             self._broadcast_buffers()
@@ -161,6 +162,21 @@ class ShardedOptimizer(StatefulOptimizer):
             if master.grads is not None:
                 present[master] = by_pack[id(master.pack)]
         return present
+
+    def _note_writes(self, verdict: Verdict) -> None:
+        """Have autograd refuse a backward through a graph that was made before this step.
+
+        It would use the new weights with the old activations. Packs have storages of their own,
+        so torch does not see that the parameters are written.
+        """
+        torch.autograd.graph.increment_version(
+            [
+                param
+                for grads, slots in zip(self._reduce.grads, verdict.present, strict=True)
+                for param, there in zip(grads.pack.params, slots, strict=True)
+                if there
+            ]
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
@@ -374,10 +390,4 @@ class ShardedOptimizer(StatefulOptimizer):
                 "optimizer.scale_loss(loss).backward()"
             )
         for master in self._masters:
-            name = master.pack.strayed()
-            if name is not None:
-                raise RuntimeError(
-                    f"parameter {name!r} was moved out of its pack after shardcast.shard (by "
-                    "model.to, model.half, load_state_dict(assign=True) or the like); do that "
-                    "before sharding"
-                )
+            master.pack.check()

@@ -79,13 +79,26 @@ class Pack:
         """The elements of one span, 1-d."""
         return self.data[span.start : span.stop]
 
-    def strayed(self) -> str | None:
-        """Name of a parameter that is no longer a view of this pack (moved by ``model.to``...)."""
+    def check(self) -> None:
+        """Raise if a parameter is no longer a view of this pack.
+
+        Raises:
+            RuntimeError: names it.
+        """
         start, size = self.data.data_ptr(), self.data.element_size()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             if slot.numel and param.data_ptr() != start + slot.offset * size:
-                return slot.name
-        return None
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was moved out of its pack after shardcast.shard (by "
+                    "model.to, model.half, load_state_dict(assign=True) or the like); do that "
+                    "before sharding"
+                )
+
+    @property
+    def converted(self) -> bool:
+        """Whether the parameters have another dtype or device now; looks at the first one only."""
+        param = self.params[0]
+        return param.dtype != self.layout.dtype or param.device != self.data.device
 
 
 def check_params(named: Mapping[str, nn.Parameter]) -> None:

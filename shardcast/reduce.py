@@ -3,7 +3,7 @@
 Life of a pack in one synchronised backward::
 
     gradient accumulated -> adopted into the gradient pack      (post-accumulate hook)
-    all slots there      -> launched, packs in a fixed order    (last parameters first)
+    all slots there      -> launched with the next gradient, packs in a fixed order, last first
     two launches later   -> finished: waited for, summed in fp32 over ranks in rank order,
                             divided by their number, written over the own span
     end of backward      -> packs still incomplete are launched, absent gradients as zeros
@@ -72,7 +72,7 @@ class Reducer:
         self._sync = True
         self._due = True  # a round must be run before the next step
         self._versions: list[int] = []  # of the gradients when the last backward had ended
-        self._may_warn = True
+        self._may_warn = self._may_warn_of_graph = True
         self._cleared: bool | None = None  # gradients were cleared since the last round
         self._flying: list[Stage] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again within this step
@@ -252,6 +252,7 @@ class Reducer:
             return
         self.begin()
         self.touched = True
+        self._launch_complete()
         stage = self._numbered[number]
         if stage.grads.pack.pending:
             raise RuntimeError(
@@ -275,7 +276,9 @@ class Reducer:
     def _launched_in_this_round(self, stage: Stage) -> bool:
         return any(stage is other for other in self._stages[: self._next])
 
-    def _after_accumulate(self, _param: Tensor, number: int, position: int) -> None:
+    def _after_accumulate(self, param: Tensor, number: int, position: int) -> None:
+        if param.grad is not None and param.grad.requires_grad:
+            self._warn_of_graph()
         stage = self._numbered[number]
         if self._sharded:  # elsewhere all of a pack at once, which takes one call
             stage.grads.adopt(position)
@@ -287,6 +290,23 @@ class Reducer:
             return
         if _compat.current_backward() != self._backward:
             self._early, self._nested = self._sharded, not self._sharded
+
+    def _warn_of_graph(self) -> None:
+        if self._may_warn_of_graph:
+            self._may_warn_of_graph = False
+            warnings.warn(
+                "backward(create_graph=True): .grad becomes the mean over ranks, which has no "
+                "graph, so a loss that is computed from .grad trains nothing; take the gradients "
+                "for it from torch.autograd.grad(..., create_graph=True)",
+                stacklevel=2,
+            )
+
+    def _launch_complete(self) -> None:
+        """Launch the packs that were complete when the next gradient came.
+
+        Not in the hook that completed one: hooks of the script on that very parameter, which may
+        clip or replace ``.grad``, run after ours.
+        """
         while self._early and self._next < len(self._stages) and self._stages[self._next].complete:
             self._launch(self._stages[self._next])
             self._next += 1

@@ -6,7 +6,8 @@ one taken in (each rank keeps its part), and the plain one gathered on rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,67 @@ def owned(masters: Sequence[Master]) -> Iterator[tuple[Master, int, nn.Parameter
         params = dict(zip(master.pack.layout.slots, master.pack.params, strict=True))
         for position, fragment in enumerate(master.fragments):
             yield master, position, params[fragment.slot]
+
+
+class Told(dict[Any, Any]):
+    """A dictionary that tells of every item that is set or removed; copies of it are plain ones."""
+
+    def __init__(self, items: Mapping[Any, Any], changed: Callable[[Any], None]) -> None:
+        super().__init__(items)
+        self._changed = changed
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        before = self.get(key)
+        super().__setitem__(key, value)
+        if value is not before:
+            self._changed(key)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._changed(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of a dictionary."""
+        value = super().pop(key, *default)
+        self._changed(key)
+        return value
+
+    def clear(self) -> None:
+        """As of a dictionary."""
+        for key in list(self):
+            del self[key]
+
+    def update(self, *items: Any, **named: Any) -> None:
+        """As of a dictionary."""
+        for key, value in dict(*items, **named).items():
+            self[key] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class States(Told):
+    """torch's state by model parameter; what is assigned in it is so in the shards too."""
+
+    def __init__(self, masters: Sequence[Master], update: Update) -> None:
+        places = {param: (master, position) for master, position, param in owned(masters)}
+
+        def write(param: Any) -> None:
+            if param in places:  # else another rank's
+                master, position = places[param]
+                values = _checked(update, master.fragments[position], dict(self.get(param, {})))
+                update.load_fragment(master, position, values)
+
+        def told(param: nn.Parameter) -> Told:
+            return Told(update.fragment_state(*places[param]), lambda _name: write(param))
+
+        super().__init__({p: values for p in places if (values := told(p))}, write)
+
+    def __missing__(self, param: Any) -> dict[str, Any]:
+        return {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))
 
 
 def part(master: Master, fragment: Fragment) -> Tensor:

@@ -1,7 +1,8 @@
 """F2, watch: hooks on the model that notice what the optimizer cannot see by itself.
 
 A backward that begins (so that the outermost one flushes the reduction), weights that
-``load_state_dict`` changes behind the masters, and a DDP wrapper put around a sharded model.
+``load_state_dict`` changes behind the masters, a model that was converted, and a DDP wrapper put
+around a sharded one.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Watch:
     ) -> None:
         self._model, self._masters = model, masters
         self._stale = False
-        self._handles: list[Any] = [model.register_forward_hook(Hook(partial(_on_backward, begin)))]
+        self._handles: list[Any] = [
+            model.register_forward_hook(Hook(partial(_on_backward, begin))),
+            model.register_forward_pre_hook(Hook(self._refuse_converted)),
+        ]
         if not averaged:
             self._handles.append(model.register_forward_pre_hook(Hook(_refuse_ddp)))
         for module in model.modules():
@@ -98,6 +102,14 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _refuse_converted(self, module: nn.Module, _args: Any) -> None:
+        """Before torch stops at some operation or gradient without saying why."""
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return  # a model that is only to be used may be converted
+        for master in self._masters:
+            if master.pack.converted:
+                master.pack.check()
 
     @torch.no_grad()
     def _before_load(

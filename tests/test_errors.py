@@ -196,6 +196,27 @@ def test_a_model_converted_after_sharding_is_noticed_by_name(change: str):
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [("bf16", "float"), ("bf16", "double"), ("fp32", "double"), ("fp32", "half")],
+)
+def test_a_converted_model_is_noticed_before_its_next_training_forward(dtype: str, change: str):
+    model = MLP()
+    sharded(model, param_dtype=dtype)
+    getattr(model, change)()
+    batch = torch.ones(2, 7, dtype=model.a.weight.dtype)
+    with pytest.raises(RuntimeError, match=r"parameter 'a\.weight' was moved out of its pack"):
+        model(batch)
+
+
+def test_a_converted_model_may_be_used():
+    model = MLP()
+    sharded(model, param_dtype=torch.float32)
+    model.double()
+    with torch.no_grad():
+        assert model(torch.ones(2, 7, dtype=torch.float64)).isfinite().all()
+
+
 def test_a_move_that_changes_nothing_is_fine():
     model = MLP()
     optimizer = sharded(model, param_dtype=torch.bfloat16)

@@ -83,6 +83,81 @@ def test_a_backward_to_some_parameters_alone_reduces_them(inputs: list[int]):
     check(sgd, script, tol=1e-6)
 
 
+def edits_in_place(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.3)
+
+
+def replaces(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 0.3
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("hook", [edits_in_place, replaces])
+def test_hooks_of_the_script_edit_gradients_before_they_are_sent(hook: Any, grads: str):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+        for _ in range(3):  # from the second one on packs are sent while backward runs
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(sgd, script, tol=1e-6, grads=grads)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backward_through_a_graph_made_before_the_step_is_refused_as_in_plain_torch(size: int):
+    """It would take the new weights and the old activations."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        first, late = model(batch).square().mean(), model(batch).square().mean()
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+
+    def run(group: Any) -> None:
+        model = mlp()
+        script(model, shardcast.shard(model, sgd(model), process_group=group), BATCH.bfloat16())
+
+    plain = mlp()
+    script(plain, sgd(plain), BATCH)
+    ThreadedWorld(size).run(run)
+
+
+def test_a_graph_of_parameters_that_the_step_left_alone_may_still_be_used():
+    def script(model: Any, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for _ in range(3):
+            hidden = model[:2](batch)
+            model[2:](hidden.detach()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model[2:](hidden).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(sgd, script, tol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_with_a_graph_of_their_own_are_told_of_once(size: int):
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+        for _ in range(2):
+            model(BATCH).square().mean().backward(create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ThreadedWorld(size).run(run)
+    told = [str(warning.message) for warning in caught]
+    assert sum("which has no graph" in message for message in told) == size
+
+
 class Tied(nn.Module):
     """One weight used outside and, if asked, inside a re-entrant checkpoint."""
 

@@ -1,8 +1,10 @@
-"""Parameter groups: interleaved, empty, changed by schedulers or by hand, added after steps."""
+"""Parameter groups: interleaved, empty, changed by schedulers or by hand, added; their state."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -213,3 +215,54 @@ def test_keys_of_the_users_own_stay_and_are_saved():
     assert saved[2]["tag"] == ("late", 3)
     assert [len(group["params"]) for group in saved] == [3, 0, 3]
     assert sorted(n for group in saved for n in group["params"]) == list(range(6))
+
+
+def clears(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def assigns(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def empties(optimizer: Any) -> None:
+    for param in list(optimizer.state):
+        optimizer.state[param] = {}
+
+
+def pops(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state.pop(param, None)
+
+
+def replaces(optimizer: Any) -> None:
+    """As ReLoRA does: new tensors in place of the moments, the count of steps stays."""
+    for values in optimizer.state.values():
+        for name, value in values.items():
+            if name != "step":
+                values[name] = value * 0.125
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("act", [clears, assigns, empties, pops, replaces])
+def test_a_script_may_forget_and_replace_state(act: Any, kind: Any):
+    def forget(step: int, _model: nn.Module, optimizer: Any) -> None:
+        if step == 3:
+            act(optimizer)
+
+    check(lambda model: kind(model.parameters(), lr=0.01), steps(6, forget))
+
+
+def test_a_copy_of_the_state_is_plain_and_a_part_of_another_size_is_refused():
+    model = mlp()
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    set_grads(model, 0)
+    optimizer.step()
+    _param, values = next(iter(optimizer.state.items()))
+    copied = copy.deepcopy(optimizer.state)
+    assert type(copied) is defaultdict and type(next(iter(copied.values()))) is dict
+    assert type(copy.copy(values)) is dict
+    assert optimizer.state[nn.Parameter(torch.ones(1))] == {}
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter '0\.weight'"):
+        values["exp_avg"] = torch.zeros(3)

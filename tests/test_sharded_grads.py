@@ -163,6 +163,76 @@ def test_gradients_that_are_thrown_away_are_forgotten(clear: str):
     )  # fmt: skip
 
 
+def by_model(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def by_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.data.zero_()
+
+
+def all_at_once(model: nn.Module) -> None:
+    torch._foreach_zero_([param.grad for param in model.parameters()])
+
+
+@pytest.mark.parametrize("zero", [by_model, by_data, all_at_once])
+def test_gradients_that_are_zeroed_are_zero(zero: Any):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for step in range(4):
+            (model(batch) * 10).square().mean().backward()
+            zero(model)
+            if step % 2:  # else the step is one of zeros, with momentum
+                model(batch).square().mean().backward()
+            optimizer.step()
+
+    check(
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), script, tol=1e-6,
+        grads="sharded",
+    )  # fmt: skip
+
+
+class Scalar(nn.Module):
+    """A gradient of one element, into which torch would write without a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def itemwise(grad: Tensor) -> None:
+    grad[0] = 1.0
+
+
+def operator(grad: Tensor) -> None:
+    grad *= 0.5
+
+
+EDITS = {
+    "mul_": lambda grad: grad.mul_(0.5),
+    "operator": operator,
+    "item": itemwise,
+    "data": lambda grad: grad.data.add_(1.0),
+    "detach": lambda grad: grad.detach().copy_(torch.ones(1)),
+    "foreach": lambda grad: torch._foreach_mul_([grad], 0.5),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
+def test_other_edits_after_backward_are_refused_with_the_remedy(how: str):
+    def run(group: Any) -> None:
+        model = Scalar()
+        shardcast.shard(model, adamw(model), process_group=group, grads="sharded")
+        model(torch.ones(2, 1)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"edit of it would be lost; use optimizer\.clip"):
+            EDITS[how](model.scale.grad)
+
+    ThreadedWorld(2).run(run)
+
+
 def test_a_mean_that_is_not_carried_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     """The control of accumulation: without the carry the last backward alone counts."""
     monkeypatch.setattr(GradPack, "carry", lambda self, dtype: torch.zeros_like(self.own))

@@ -69,7 +69,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``shard`` take models on ``meta``: its own checks look at values, which are not there."""
     for name in ("check_params", "same_everywhere", "_convert_rest"):
         monkeypatch.setattr(f"shardcast.build.{name}", lambda *_: None)
-    monkeypatch.setattr(Pack, "strayed", lambda _: None)
+    monkeypatch.setattr(Pack, "check", lambda _: None)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
