@@ -7,7 +7,7 @@ one taken in (each rank keeps its part), and the plain one gathered on rank 0.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,13 @@ def owned(masters: Sequence[Master]) -> Iterator[tuple[Master, int, nn.Parameter
 
 
 class Told(dict[Any, Any]):
-    """A dictionary that tells of every item that is set or removed; copies of it are plain ones."""
+    """A dictionary that tells of every item that is set or removed; copies of it are plain ones.
 
-    def __init__(self, items: Mapping[Any, Any], changed: Callable[[Any], None]) -> None:
+    Args:
+        changed: called with the key; by default nobody is told, for tools that rebuild mappings.
+    """
+
+    def __init__(self, items: Any = (), changed: Callable[[Any], None] = lambda _key: None) -> None:
         super().__init__(items)
         self._changed = changed
 
@@ -48,21 +52,13 @@ class Told(dict[Any, Any]):
         super().__delitem__(key)
         self._changed(key)
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        """As of a dictionary."""
-        value = super().pop(key, *default)
-        self._changed(key)
-        return value
+    # The others by these two: a dictionary's own would change it without a word.
+    clear, pop, popitem = MutableMapping.clear, MutableMapping.pop, MutableMapping.popitem
+    setdefault, update = MutableMapping.setdefault, MutableMapping.update
 
-    def clear(self) -> None:
-        """As of a dictionary."""
-        for key in list(self):
-            del self[key]
-
-    def update(self, *items: Any, **named: Any) -> None:
-        """As of a dictionary."""
-        for key, value in dict(*items, **named).items():
-            self[key] = value
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -72,21 +68,25 @@ class States(Told):
     """torch's state by model parameter; what is assigned in it is so in the shards too."""
 
     def __init__(self, masters: Sequence[Master], update: Update) -> None:
-        places = {param: (master, position) for master, position, param in owned(masters)}
+        self._places = {param: (master, position) for master, position, param in owned(masters)}
+        self._update = update
+        super().__init__(
+            {p: values for p in self._places if (values := self._told(p))}, self._write
+        )
 
-        def write(param: Any) -> None:
-            if param in places:  # else another rank's
-                master, position = places[param]
-                values = _checked(update, master.fragments[position], dict(self.get(param, {})))
-                update.load_fragment(master, position, values)
+    def _told(self, param: Any) -> Told:
+        return Told(self._update.fragment_state(*self._places[param]), lambda _: self._write(param))
 
-        def told(param: nn.Parameter) -> Told:
-            return Told(update.fragment_state(*places[param]), lambda _name: write(param))
-
-        super().__init__({p: values for p in places if (values := told(p))}, write)
+    def _write(self, param: Any) -> None:
+        if param in self._places:  # else another rank's
+            master, position = self._places[param]
+            values = _checked(self._update, master.fragments[position], dict(self.get(param, {})))
+            self._update.load_fragment(master, position, values)
 
     def __missing__(self, param: Any) -> dict[str, Any]:
-        return {}
+        values = self._told(param) if param in self._places else {}
+        dict.__setitem__(self, param, values)  # as a defaultdict does, and nothing to tell
+        return values
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self))

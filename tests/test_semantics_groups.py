@@ -244,8 +244,19 @@ def replaces(optimizer: Any) -> None:
                 values[name] = value * 0.125
 
 
+def begins_elsewhere(optimizer: Any) -> None:
+    """With moments of the script's own, after all were forgotten."""
+    before = {param: dict(values) for param, values in optimizer.state.items()}
+    optimizer.state.clear()
+    for param, old in before.items():
+        values = optimizer.state[param]
+        values["step"] = torch.tensor(7.0)
+        for name in old.keys() - {"step"}:
+            values.setdefault(name, torch.full_like(old[name], 0.25))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
-@pytest.mark.parametrize("act", [clears, assigns, empties, pops, replaces])
+@pytest.mark.parametrize("act", [clears, assigns, empties, pops, replaces, begins_elsewhere])
 def test_a_script_may_forget_and_replace_state(act: Any, kind: Any):
     def forget(step: int, _model: nn.Module, optimizer: Any) -> None:
         if step == 3:
