@@ -108,6 +108,17 @@ def is_sharded(model: nn.Module) -> bool:
     return is_marked(model)
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """A model that an earlier optimizer still shards: two would undo each other's updates."""
+    if is_sharded(model):
+        raise RuntimeError(
+            "prepare: the model is sharded with another optimizer, of an accelerator or Trainer "
+            "before this one; end that training first with its accelerator.free_memory(model) "
+            "(trainer.accelerator.free_memory(trainer.model)), or with close() if the optimizer "
+            "came from shardcast.shard"
+        )
+
+
 def refuse_training(model: nn.Module, _args: Any) -> None:
     """Forward pre-hook of a trainable model whose optimizer was not prepared."""
     if model.training and torch.is_grad_enabled() and not is_sharded(model):

@@ -164,7 +164,7 @@ class ShardcastAccelerator(Accelerator):
 
         Raises:
             ValueError: its model was not prepared by this accelerator.
-            RuntimeError: another pair is sharded already.
+            RuntimeError: another pair is sharded already, or the model with another optimizer.
         """
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
             self._refuse_second(optimizer.optimizer)
@@ -177,6 +177,7 @@ class ShardcastAccelerator(Accelerator):
         if isinstance(optimizer, ShardedOptimizer):  # by hand, with shardcast.shard
             sharded = optimizer
         else:
+            details.refuse_sharded(model)
             sharded = shard(model, optimizer, self.shardcast_config)
         watch = self._unsharded.pop(model, None)
         if watch is not None:

@@ -110,19 +110,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state are published and synced; a plain state has none, the present ones stay.
 
         Raises:
-            ValueError: the state is another rank's, or of another layout, format or model.
+            ValueError: on every rank, if the state of one is another rank's, or of another layout,
+                format or model.
         """
         self._sync.wait()
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         head = loaded.get("shardcast")
-        state.check_groups(self.param_groups, loaded["param_groups"])
+        self._check_loaded(head, loaded["param_groups"])
         if head is None:
             params = list(state.numbered(self.param_groups))
             self._take_plain({params[n]: value for n, value in loaded["state"].items()})
         else:
-            self._check_head(head)
             self._activate_all(set(head["active"]))
             state.load_local(self._masters, self._update, self.param_groups, loaded["state"])
             self._scaler.load_state_dict(head["scaler"])
@@ -130,6 +130,26 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state.load_groups(self.param_groups, loaded["param_groups"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _check_loaded(self, head: Mapping[str, Any] | None, groups: Any) -> None:
+        problem: ValueError | None = None
+        try:
+            state.check_groups(self.param_groups, groups)
+            if head is not None:
+                self._check_head(head)
+        except ValueError as error:
+            problem = error
+        # A rank that raises alone leaves the others waiting for it where they publish.
+        refused = torch.tensor(float(problem is not None), device=self._masters[0].pack.data.device)
+        self._comm.all_reduce(refused)
+        if problem is not None:
+            raise problem
+        if refused.item():
+            raise ValueError(
+                "state_dict: another rank was given a state that it cannot load, its own error "
+                "says why; every rank loads what it saved itself, the state of rank 0 is not "
+                "enough for all"
+            )
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
         here = {

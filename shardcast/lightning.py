@@ -23,7 +23,10 @@ from torch import Tensor
 
 from shardcast.build import shard
 from shardcast.config import ShardcastConfig
+from shardcast.convert import convert_tensor_
 from shardcast.optimizer import ShardedOptimizer
+from shardcast.precision import Precision as Rules
+from shardcast.watch import is_marked
 
 try:
     from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -44,13 +47,32 @@ class ShardcastPrecision(Precision):
 
     def __init__(self, precision: Any) -> None:
         self.precision = precision
-        self.sharded: ShardedOptimizer | None = None
+        self.config = ShardcastConfig()  # the strategy's, from setup on
+        self.sharded: ShardedOptimizer | None = None  # kept after fit, to be saved
+        self._casts: list[Any] = []
+
+    def convert_module(self, module: Any) -> Any:
+        """Give it the dtypes of ``fit``, to validate, test or predict. Local."""
+        rules = Rules(module, self.config)
+        for param in module.parameters():
+            convert_tensor_(param, rules.storage_dtype(param))
+        for child in module.modules():
+            for name, buffer in child.named_buffers(recurse=False):
+                child._buffers[name] = buffer.to(rules.buffer_dtype(child, buffer))
+        self._casts = rules.install_casts(module)
+        return module
+
+    def teardown(self) -> None:
+        """Take the hooks of :meth:`convert_module` off."""
+        for handle in self._casts:
+            handle.remove()
+        self._casts = []
 
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in ``param_dtype``: steps bypass the root's forward."""
-        if self.sharded is None or not self.sharded.config.cast_forward_inputs:
+        if not self.config.cast_forward_inputs:
             return data
-        return _cast(data, self.sharded.config.param_dtype)
+        return _cast(data, self.config.param_dtype)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """The loss times the loss scale."""
@@ -116,6 +138,7 @@ class ShardcastStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""
+        self.precision_plugin.config = self._config()
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -124,13 +147,14 @@ class ShardcastStrategy(DDPStrategy):
         if self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model_to_device()
+        self.precision_plugin.sharded = None  # of a fit before; its memory is needed now
         self.setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers: strategy 'shardcast' expects one optimizer, got "
                 f"{len(self.optimizers)}; use one with several parameter groups"
             )
-        sharded = shard(self.lightning_module, self.optimizers[0], self._config())
+        sharded = shard(self.lightning_module, self.optimizers[0], self.precision_plugin.config)
         self.optimizers = [sharded]
         self.precision_plugin.sharded = sharded
         self.setup_precision_plugin()
@@ -162,10 +186,19 @@ class ShardcastStrategy(DDPStrategy):
     # -- state: Trainer asks every rank, and writes what rank 0 answers -------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the fp32 masters as parameters; whole on rank 0. Collective."""
+        """The module's state with the fp32 masters as parameters; whole on rank 0. Collective.
+
+        A parameter that was written since the last step, by weight averaging or the best
+        checkpoint's load, is saved as the module has it.
+        """
         found: dict[str, Any] = super().lightning_module_state_dict()
         sharded = self.precision_plugin.sharded
-        return found if sharded is None else {**found, **sharded.full_parameters()}
+        if sharded is not None and sharded._model is self.lightning_module:
+            for name, exact in sharded.full_parameters().items():
+                mine = found.get(name)  # a module may leave parameters out of its state
+                if mine is not None and torch.equal(exact.to(mine.dtype), mine.to(exact.device)):
+                    found[name] = exact
+        return found
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the unsharded optimizer, on rank 0. Collective."""
@@ -175,13 +208,16 @@ class ShardcastStrategy(DDPStrategy):
         return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
 
     def teardown(self) -> None:
-        """Take the hooks off the module, which may then be trained again."""
+        """Take the hooks off the module, which may then be trained again.
+
+        The state stays for ``trainer.save_checkpoint``, until the next fit or the trainer's end.
+        """
         sharded = self.precision_plugin.sharded
-        if sharded is not None:
+        if sharded is not None and is_marked(sharded._model):
             sharded.close()
-            self.precision_plugin.sharded = None
-            self.optimizers = []
+        optimizers, self.optimizers = self.optimizers, []  # no part of them moves to the host
         super().teardown()
+        self.optimizers = optimizers
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -309,6 +309,18 @@ def test_a_second_pair_is_refused() -> None:
     one_step(accelerator, model, optimizer)
 
 
+def test_a_model_of_another_accelerator_is_refused_until_that_one_lets_go() -> None:
+    first = accelerator_of("bf16")
+    model, optimizer = prepared(first)
+    second = accelerator_of("bf16")
+    anew = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RuntimeError, match=r"end that training first with .*free_memory\(model\)"):
+        second.prepare(model, anew)
+    first.free_memory(model)
+    model, optimizer = second.prepare(model, anew)
+    one_step(second, model, optimizer)
+
+
 def test_one_optimizer_of_two_models_is_refused() -> None:
     accelerator = accelerator_of()
     one, two = MLP(), MLP()

@@ -368,6 +368,21 @@ def test_the_state_of_another_layout_is_refused_with_where_to_load_it():
         optimizer.load_state_dict(trained().state_dict())
 
 
+def test_the_state_of_rank_0_is_refused_on_all_ranks():
+    def load(group: Any) -> str:
+        model = MLP()
+        optimizer = sharded(model, group)
+        states: list[Any] = [None, None]
+        torch.distributed.all_gather_object(states, optimizer.state_dict(), group=group)
+        with pytest.raises(ValueError) as caught:
+            optimizer.load_state_dict(states[0])
+        return str(caught.value)
+
+    first, second = ThreadedWorld(2).run(load)
+    assert "another rank was given a state that it cannot load" in first
+    assert "rank 1 of 2), got one of rank 0" in second
+
+
 def test_a_plain_state_with_other_groups_is_refused():
     model = MLP()
     halves = [{"params": [model.a.weight]}, {"params": [model.b.weight]}]

@@ -188,6 +188,53 @@ def test_a_module_may_be_fitted_twice_and_validated(tmp_path: Path):
     assert found[0]["validation"] < module.losses[0]
 
 
+def saved_after_fit(group: Any, folder: str, options: dict[str, Any]) -> None:
+    trainer = trainer_of(folder, group.size(), max_epochs=1, **options)
+    trainer.fit(Net(), loader(), loader())
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+
+
+def test_what_is_saved_after_fit_resumes_as_exactly(tmp_path: Path, gloo: SpawnedWorld):
+    options = {"precision": "bf16-true"}
+    whole = gloo.run(fit, str(tmp_path / "a"), options, timeout=100)
+    gloo.run(saved_after_fit, str(tmp_path), options, timeout=100)
+    after = str(tmp_path / "after.ckpt")
+    again = gloo.run(fit, str(tmp_path / "b"), options, after, timeout=100)
+    for mine, theirs in zip(again, whole, strict=True):
+        assert mine[0] == theirs[0][6:], "the losses of the second epoch"
+        assert all(torch.equal(value, theirs[1][name]) for name, value in mine[1].items())
+
+
+def test_weights_that_were_loaded_after_fit_are_what_is_saved(tmp_path: Path):
+    trainer, module = trainer_of(str(tmp_path), 1, precision="bf16-true"), Net()
+    trainer.fit(module, loader())
+    with torch.no_grad():
+        module.net[0].weight.mul_(0.5)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(saved["net.0.weight"].bfloat16(), module.net[0].weight)
+    assert saved["net.3.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("keep", [(), "norms"])
+def test_a_trained_module_is_validated_in_its_precision(tmp_path: Path, keep: Any):
+    def made() -> Trainer:
+        strategy = ShardcastStrategy({"keep_fp32": keep})
+        return trainer_of(str(tmp_path), 1, strategy=strategy, precision="bf16-true")
+
+    module, trainer = Net(), made()
+    trainer.fit(module, loader(), loader())
+    within = trainer.callback_metrics["validation"].item()
+    dtypes = [param.dtype for param in module.parameters()]
+    assert trainer.validate(module, loader())[0]["validation"] == within
+    fresh = Net()
+    found = made().validate(fresh, loader(), ckpt_path=str(tmp_path / "epoch=1.ckpt"))
+    assert found[0]["validation"] == within
+    for net in (module, fresh):
+        assert [param.dtype for param in net.parameters()] == dtypes
+        assert not any(child._forward_pre_hooks for child in net.modules())
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_other_precisions_are_refused(tmp_path: Path, precision: str):
     with pytest.raises(ValueError, match="expects 32-true, bf16-true, 16-true, got"):
