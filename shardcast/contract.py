@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _scaler: Scaler
     _update: Update
     _sync: Sync
+    _groups: list[dict[str, Any]]
 
     def _take_over(self, original: torch.optim.Optimizer) -> None:
         """Go on with the hooks and the state of ``original``, which can make no step any more."""
@@ -59,6 +60,35 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _publish(self) -> None:
         """Cast all masters into their packs and sync."""
         raise NotImplementedError
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer that it was made from, by the model's parameters.
+
+        What is assigned goes into them: other options for the same parameters, and further groups,
+        which are added; every rank must then assign the same.
+        """
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+        if not self._masters:  # the base class is being initialised
+            self._groups = list(value)
+            return
+        known, further = value[: len(self._groups)], value[len(self._groups) :]
+        theirs, mine = (
+            [[*map(id, g["params"])] for g in groups] for groups in (known, self._groups)
+        )
+        if theirs != mine:
+            raise ValueError(
+                "param_groups: expected the present groups with their parameters in order, got "
+                "other parameters, which have no place in the packs; change options or add groups"
+            )
+        for group, options in zip(self._groups, [dict(options) for options in known], strict=True):
+            group.clear()
+            group.update(options)
+        for group in further:
+            self.add_param_group(group)
 
     @property
     def state(self) -> Any:

@@ -217,6 +217,36 @@ def test_keys_of_the_users_own_stay_and_are_saved():
     assert sorted(n for group in saved for n in group["params"]) == list(range(6))
 
 
+def two_layers(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def test_groups_that_are_assigned_are_used():
+    """As callbacks that unfreeze layers do when they resume: other dictionaries, and more."""
+
+    def assign(step: int, model: nn.Module, optimizer: Any) -> None:
+        groups = [{**group, "lr": group["lr"] * 0.5} for group in optimizer.param_groups]
+        if step == 2:
+            groups.append({**groups[0], "params": list(model[4].parameters())})
+        optimizer.param_groups = groups
+
+    check(two_layers, steps(5, assign))
+
+
+def test_assigned_groups_that_have_other_parameters_are_refused():
+    model = mlp()
+    optimizer = shardcast.shard(model, two_layers(model))
+    first = optimizer.param_groups[0]
+    for wrong in (
+        [first],
+        [{**first, "params": first["params"][::-1]}, *optimizer.param_groups[1:]],
+    ):
+        with pytest.raises(ValueError, match="param_groups: expected the present groups"):
+            optimizer.param_groups = wrong
+    assert optimizer.param_groups[0] is first and len(optimizer.param_groups) == 2
+
+
 def clears(optimizer: Any) -> None:
     optimizer.state.clear()
 
