@@ -105,8 +105,8 @@ class ShardcastStrategy(DDPStrategy):
         kwargs: those of ``DDPStrategy`` (``process_group_backend``, ``timeout`` ...).
 
     Raises:
-        ValueError: at ``fit``, for another precision, for several optimizers, or for a
-            ``param_dtype`` that contradicts ``precision``.
+        ValueError: for a hook of DDP's communication; at ``fit``, for another precision, for
+            several optimizers, or for a ``param_dtype`` that contradicts ``precision``.
     """
 
     strategy_name = "shardcast"
@@ -114,6 +114,12 @@ class ShardcastStrategy(DDPStrategy):
     optimizers: list[Any]
 
     def __init__(self, shardcast_config: Any = None, **kwargs: Any) -> None:
+        for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: expected nothing, got {kwargs[name]!r}, which has no effect without "
+                    "DDP; reduce_dtype says in which dtype gradients travel"
+                )
         self._shardcast_config = shardcast_config
         super().__init__(**kwargs)
 

@@ -249,6 +249,12 @@ def test_several_optimizers_are_refused(tmp_path: Path):
         trainer.fit(module, loader())
 
 
+@pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period"])
+def test_hooks_of_ddp_are_refused(name: str):
+    with pytest.raises(ValueError, match=f"{name}: expected nothing, got 3"):
+        ShardcastStrategy(**{name: 3})
+
+
 def test_a_contradicting_param_dtype_is_refused(tmp_path: Path):
     strategy = ShardcastStrategy(ShardcastConfig(param_dtype="fp16"))
     with pytest.raises(ValueError, match="say it in one place"):
