@@ -23,7 +23,6 @@ from torch import Tensor
 
 from shardcast.build import shard
 from shardcast.config import ShardcastConfig
-from shardcast.convert import convert_tensor_
 from shardcast.optimizer import ShardedOptimizer
 from shardcast.precision import Precision as Rules
 from shardcast.watch import is_marked
@@ -50,23 +49,29 @@ class ShardcastPrecision(Precision):
         self.config = ShardcastConfig()  # the strategy's, from setup on
         self.sharded: ShardedOptimizer | None = None  # kept after fit, to be saved
         self._casts: list[Any] = []
+        self._exact: list[tuple[Tensor, Tensor]] = []  # what was cast, and its values before
 
     def convert_module(self, module: Any) -> Any:
         """Give it the dtypes of ``fit``, to validate, test or predict. Local."""
         rules = Rules(module, self.config)
-        for param in module.parameters():
-            convert_tensor_(param, rules.storage_dtype(param))
+        dtypes = {param: rules.storage_dtype(param) for param in module.parameters()}
         for child in module.modules():
-            for name, buffer in child.named_buffers(recurse=False):
-                child._buffers[name] = buffer.to(rules.buffer_dtype(child, buffer))
+            buffers = child.buffers(recurse=False)
+            dtypes.update({buffer: rules.buffer_dtype(child, buffer) for buffer in buffers})
+        for tensor, dtype in dtypes.items():
+            if tensor.dtype != dtype:  # a later fit must not begin from rounded weights
+                self._exact.append((tensor, tensor.data))
+                tensor.data = tensor.data.to(dtype)
         self._casts = rules.install_casts(module)
         return module
 
     def teardown(self) -> None:
-        """Take the hooks of :meth:`convert_module` off."""
+        """Undo :meth:`convert_module`."""
         for handle in self._casts:
             handle.remove()
-        self._casts = []
+        for tensor, exact in self._exact:
+            tensor.data = exact
+        self._casts, self._exact = [], []
 
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in ``param_dtype``: steps bypass the root's forward."""

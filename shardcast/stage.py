@@ -13,7 +13,6 @@ from shardcast.grads import GradPack
 from shardcast.precision import MASTER_DTYPE
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
-LOW = (torch.bfloat16, torch.float16)
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
 
 
@@ -92,7 +91,12 @@ class Stage:
         received, carry, own = self.received, self.carry, self.grads.own
         assert received is not None
         pieces = self._pieces(received)
-        if size == 2 and len(pieces) == 2 and carry is None and own.dtype == self.wire in LOW:
+        if (
+            size == 2
+            and len(pieces) == 2
+            and carry is None
+            and own.dtype == self.wire != MASTER_DTYPE
+        ):
             # In fp32, where the difference and its half are exact, and rounded once: the bits of
             # the sum's half, unless values exceed 1.7e38. There, and where one is infinite, what
             # comes out may be NaN, which skips the step as an infinity does.

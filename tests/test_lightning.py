@@ -230,9 +230,21 @@ def test_a_trained_module_is_validated_in_its_precision(tmp_path: Path, keep: An
     fresh = Net()
     found = made().validate(fresh, loader(), ckpt_path=str(tmp_path / "epoch=1.ckpt"))
     assert found[0]["validation"] == within
+    assert [param.dtype for param in module.parameters()] == dtypes
+    assert {param.dtype for param in fresh.parameters()} == {torch.float32}, "as it was before"
     for net in (module, fresh):
-        assert [param.dtype for param in net.parameters()] == dtypes
         assert not any(child._forward_pre_hooks for child in net.modules())
+
+
+def test_a_fit_after_a_validation_begins_from_exact_weights(tmp_path: Path):
+    masters = []
+    for validated in (False, True):
+        trainer, module = trainer_of(str(tmp_path), 1, precision="bf16-true", max_epochs=1), Net()
+        if validated:
+            trainer.validate(module, loader())
+        trainer.fit(module, loader())
+        masters.append(trainer.optimizers[0].full_parameters())
+    assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
