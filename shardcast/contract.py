@@ -103,9 +103,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
         if self._masters:  # else the base class is being initialised
+            # They may be views of what is cleared, as in state = dict(state).
+            new = {param: state.apart(values) for param, values in value.items()}
             found = self.state
             found.clear()
-            found.update(value)
+            found.update(new)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: local, without collectives, tensors and plain scalars only.

@@ -83,6 +83,12 @@ class States(Told):
             values = _checked(self._update, master.fragments[position], dict(self.get(param, {})))
             self._update.load_fragment(master, position, values)
 
+    def pop(self, param: Any, *_default: Any) -> Any:
+        """As of a dictionary that has an item for every parameter."""
+        values = apart(self[param])
+        del self[param]
+        return values
+
     def __missing__(self, param: Any) -> dict[str, Any]:
         values = self._told(param) if param in self._places else {}
         dict.__setitem__(self, param, values)  # as a defaultdict does, and nothing to tell
@@ -90,6 +96,11 @@ class States(Told):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self))
+
+
+def apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """State of one parameter with tensors of its own: what is removed is zeroed where it lies."""
+    return {n: value.clone() if isinstance(value, Tensor) else value for n, value in values.items()}
 
 
 def part(master: Master, fragment: Fragment) -> Tensor:

@@ -266,6 +266,16 @@ def pops(optimizer: Any) -> None:
             optimizer.state.pop(param, None)
 
 
+def assigns_its_own(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict, optimizer.state)
+
+
+def pops_and_puts_back(optimizer: Any) -> None:
+    for param in list(optimizer.state):
+        values = optimizer.state.pop(param)
+        optimizer.state[param] = values
+
+
 def replaces(optimizer: Any) -> None:
     """As ReLoRA does: new tensors in place of the moments, the count of steps stays."""
     for values in optimizer.state.values():
@@ -286,7 +296,13 @@ def begins_elsewhere(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
-@pytest.mark.parametrize("act", [clears, assigns, empties, pops, replaces, begins_elsewhere])
+@pytest.mark.parametrize(
+    "act",
+    [
+        clears, assigns, assigns_its_own, empties, pops, pops_and_puts_back, replaces,
+        begins_elsewhere,
+    ],
+)  # fmt: skip
 def test_a_script_may_forget_and_replace_state(act: Any, kind: Any):
     def forget(step: int, _model: nn.Module, optimizer: Any) -> None:
         if step == 3:
