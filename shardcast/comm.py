@@ -131,6 +131,15 @@ class Comm:
         """
         return dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
 
+    def send_to_all(self, pieces: Sequence[Tensor]) -> Works:
+        """Start to overwrite ``pieces[r]``, contiguous, by that of rank ``r``; returns the work.
+
+        Where :meth:`sends_messages`. Empty pieces are left out. It must be waited for, at once:
+        a message that is dropped breaks the connection, and one that outlives a profiler that
+        saw its start corrupts memory (torch 2.13).
+        """
+        return self._send_and_receive(pieces, [pieces[self.rank]] * self.size)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by the sum over ranks."""
         if self.size > 1:
@@ -159,14 +168,21 @@ class Comm:
         The caller must keep both tensors unchanged and alive until ``work.wait()``. The piece
         that stays here need not be in ``output``: read it from ``input``.
         """
-        if input.device.type == "cpu" and self.backend(input.device) == "gloo":
+        if self.sends_messages(input.device):
             return self._send_and_receive(output.split(list(received)), input.split(list(sent)))
         return dist.all_to_all_single(
             output, input, list(received), list(sent), group=self.group, async_op=True
         )
 
+    def sends_messages(self, device: torch.device) -> bool:
+        """Whether spans travel as messages from rank to rank rather than in collectives.
+
+        On gloo: its all-to-all copies the own piece too, its broadcasts wait for one another,
+        and both run on the threads of collectives (``launch/benchmark.py collectives``).
+        """
+        return device.type == "cpu" and self.backend(device) == "gloo"
+
     def _send_and_receive(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Works:
-        """gloo's all-to-all copies the own piece too, and runs on the threads of collectives."""
         self._turn = (self._turn + 1) % TURNS  # several may be under way between the same ranks
         options: dict[str, Any] = {"group": self.group, "tag": TAG + self._turn}
         works = []

@@ -8,9 +8,10 @@ further synchronisation is needed), so evaluation and saving always see coherent
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.layout import Span
 from shardcast.pack import Pack
 
 
@@ -20,29 +21,37 @@ class Sync:
     def __init__(self, comm: Comm, config: ShardcastConfig) -> None:
         self._comm = comm
         self._gather = config.sync == "all_gather"
-        self._turns: list[tuple[Pack, Span]] = []
+        self._bounds: list[list[tuple[int, int]]] = []  # per pack and owner, what is broadcast
         self.packs: list[Pack] = []  # in the order in which they are synced
         self.started: list[Pack] = []  # those that wait() has to look at
 
     def add(self, pack: Pack) -> None:
         """Sync ``pack`` too; every rank must add the same packs."""
         self.packs.append(pack)
+        bounds = []
         # Spans and slots are in the order of their elements: one walk along both.
         slots = iter([slot for slot in pack.layout.slots if slot.numel])
         slot = next(slots, None)
         for span in pack.layout.spans:
             while slot is not None and slot.end <= span.start:
                 slot = next(slots, None)
-            if slot is not None and slot.offset < span.stop:  # else it is padding alone, or empty
-                self._turns.append((pack, span))
+            padding = slot is None or slot.offset >= span.stop  # alone, or nothing
+            bounds.append((span.start, span.start if padding else span.stop))
+        self._bounds.append(bounds)
 
     def __call__(self) -> None:
-        if self._gather:
-            for pack in self.packs:
+        works = []
+        for pack, bounds in zip(self.packs, self._bounds, strict=True):
+            if self._gather:
                 self._comm.all_gather(pack.data, pack.span(pack.own))
-        else:
-            for pack, span in self._turns:
-                self._comm.broadcast(pack.span(span), span.owner)
+            elif self._comm.sends_messages(pack.data.device):
+                works.append(self._comm.send_to_all(_pieces(pack, bounds)))
+            else:
+                for owner, piece in enumerate(_pieces(pack, bounds)):
+                    if piece.numel():
+                        self._comm.broadcast(piece, owner)
+        for work in works:  # of all packs at once: a broadcast on gloo waits for the one before
+            work.wait()
 
     def start(self) -> None:
         """As a call, but ``pack.wait()`` must come before any use of a pack.
@@ -55,13 +64,14 @@ class Sync:
         self.started += self.packs
         # The packs keep the works: a work that is dropped cannot be waited for, and the backend
         # keeps the memory that it uses alive only as long as it is under way.
-        if self._gather:
-            for pack in self.packs:
+        for pack, bounds in zip(self.packs, self._bounds, strict=True):
+            if self._gather:
                 own = pack.span(pack.own)
                 pack.pending.append(self._comm.start_all_gather(pack.data, own))
-        else:
-            for pack, span in self._turns:
-                pack.pending.append(self._comm.start_broadcast(pack.span(span), span.owner))
+                continue
+            for owner, piece in enumerate(_pieces(pack, bounds)):
+                if piece.numel():
+                    pack.pending.append(self._comm.start_broadcast(piece, owner))
 
     def wait(self) -> None:
         """Return when nothing that was started is under way. Local."""
@@ -69,3 +79,8 @@ class Sync:
             for pack in self.started:
                 pack.wait()
             self.started.clear()
+
+
+def _pieces(pack: Pack, bounds: list[tuple[int, int]]) -> list[Tensor]:
+    """What each owner broadcasts, in the order of ranks."""
+    return [pack.data[start:stop] for start, stop in bounds]
