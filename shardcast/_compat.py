@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.dlpack import from_dlpack
 
 if dist.is_available():
@@ -162,12 +163,18 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` as one compiled graph for all lengths of its tensors.
 
     Each combination of flags and dtypes is a graph of its own. The usual limit of 8, beyond which
-    a full graph is an error, is raised where the release of torch can (>= 2.13).
+    a full graph is an error, is raised where the release of torch can (>= 2.13). Under a dispatch
+    mode, such as ``FlopCounterMode``, Dynamo compiles nothing: there the function itself runs.
     """
     options: dict[str, Any] = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = 64
-    return torch.compile(function, dynamic=True, fullgraph=True, **options)
+    graph = torch.compile(function, dynamic=True, fullgraph=True, **options)
+
+    def run(*args: Any) -> None:
+        (graph if _get_current_dispatch_mode() is None else function)(*args)
+
+    return run
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:

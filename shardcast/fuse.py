@@ -90,16 +90,20 @@ def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
     Raises:
         ValueError: ``compile`` on CPU without a C++ compiler.
     """
-    if device.type == "cpu":
-        if config.fuse != "compile":
-            return ChunkedKernel()
-        if not _has_compiler("cpu", "CXX"):
-            raise ValueError(
-                "fuse: expected a C++ compiler on the PATH for 'compile' on CPU, found none; "
-                "install g++ or use fuse 'eager'"
-            )
-        return WholeKernel(compile=True)
-    return WholeKernel(compile=config.fuse == "compile" or (config.fuse == "auto" and _triton()))
+    compile = compiles(config, device)
+    return ChunkedKernel() if device.type == "cpu" and not compile else WholeKernel(compile)
+
+
+def compiles(config: ShardcastConfig, device: torch.device) -> bool:
+    """Whether what is fused is compiled on ``device``; see :func:`choose_kernel`."""
+    if device.type != "cpu":
+        return config.fuse == "compile" or (config.fuse == "auto" and _triton())
+    if config.fuse == "compile" and not _has_compiler("cpu", "CXX"):
+        raise ValueError(
+            "fuse: expected a C++ compiler on the PATH for 'compile' on CPU, found none; "
+            "install g++ or use fuse 'eager'"
+        )
+    return config.fuse == "compile"
 
 
 def _triton() -> bool:

@@ -33,6 +33,7 @@ from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.grads import GradPack
+from shardcast.mean import choose_mean
 from shardcast.pack import Pack
 from shardcast.precision import MASTER_DTYPE, Precision
 from shardcast.stage import Stage
@@ -85,7 +86,8 @@ class Reducer:
         """
         grads = GradPack(pack, self._precision.grad_dtype(pack.layout.dtype), self._sharded)
         wire = self._precision.wire_dtype(pack.layout.dtype)
-        stage = Stage(grads, wire, self._scatters(pack, wire))
+        mean = choose_mean(self._config, self._comm.size, pack.data.device)
+        stage = Stage(grads, wire, self._scatters(pack, wire), mean)
         self.grads.append(grads)
         number = len(self._numbered)
         self._numbered.append(stage)

@@ -256,11 +256,13 @@ class Scaler:
         p = self._config.norm_type
         own = grads.own
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        chunk = CHUNK if own.device.type == "cpu" else max(1, own.numel())
+        on_cpu = own.device.type == "cpu"
+        chunk = CHUNK if on_cpu else max(1, own.numel())
+        scratch = torch.empty(chunk if on_cpu else 0, dtype=torch.float64)
         for start in range(0, own.numel(), chunk):
             piece = own[start : start + chunk]
-            if p == 2.0 and own.device.type == "cpu":
-                doubles = piece.double()
+            if p == 2.0 and on_cpu:
+                doubles = scratch[: piece.numel()].copy_(piece)
                 total += torch.dot(doubles, doubles)
             else:
                 norm = torch.linalg.vector_norm(piece, p, dtype=torch.float64).to(self._device)

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.grads import GradPack
+from shardcast.mean import Mean
 from shardcast.precision import MASTER_DTYPE
-
-CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
-PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
 
 
 @dataclass
@@ -23,6 +21,7 @@ class Stage:
     grads: GradPack
     wire: torch.dtype
     scatter: bool  # by reduce-scatter, else by all-to-all
+    mean: Mean
     arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
     absent: set[int] = field(default_factory=set)  # slots without one here at the last launch
     work: Any = None  # the collective in flight
@@ -88,52 +87,22 @@ class Stage:
             The receive buffer, free again.
         """
         self.work.wait()
-        received, carry, own = self.received, self.carry, self.grads.own
+        received, own = self.received, self.grads.own
         assert received is not None
-        pieces = self._pieces(received)
-        if (
-            size == 2
-            and len(pieces) == 2
-            and carry is None
-            and own.dtype == self.wire != MASTER_DTYPE
-        ):
-            # In fp32, where the difference and its half are exact, and rounded once: the bits of
-            # the sum's half, unless values exceed 1.7e38. There, and where one is infinite, what
-            # comes out may be NaN, which skips the step as an infinity does.
-            torch.lerp(pieces[0], pieces[1], 0.5, out=own)
-        else:
-            _mean(pieces, size, self.wire, carry, out=own)
+        self.mean(self._pieces(received, own), size, self.carry, own)
         self.work = self.received = self.sent = self.carry = None
         self.reduced = True
         if self.grads.sharded:
             self.grads.release(self.marked)
         return received
 
-    def _pieces(self, received: Tensor) -> list[Tensor]:
+    def _pieces(self, received: Tensor, own: Tensor) -> list[Tensor]:
         """What is to be summed, in rank order: our own piece comes from what was sent."""
-        span = self.grads.pack.own
+        grads, span = self.grads, self.grads.pack.own
         if self.scatter or not span.numel:
             return [received]
         assert self.sent is not None
         pieces = list(received.split(span.numel))
-        pieces[span.owner] = self.sent[span.start : span.stop]
+        in_place = self.sent is grads.data and not grads.sharded
+        pieces[span.owner] = own if in_place else self.sent[span.start : span.stop]
         return pieces
-
-
-def _mean(
-    pieces: list[Tensor], size: int, wire: torch.dtype, carry: Tensor | None, out: Tensor
-) -> None:
-    """The sum of ``pieces`` over ``size``, plus the carry; it may overwrite one of the pieces."""
-    # One size up from the wire, so that the sum of equal fp32 values is exact too.
-    exact = torch.float64 if wire == MASTER_DTYPE else MASTER_DTYPE
-    chunk = CHUNK if out.device.type == "cpu" else PIECE
-    for start in range(0, out.numel(), chunk):
-        stop = min(start + chunk, out.numel())
-        total = pieces[0][start:stop].to(exact, copy=True)
-        for piece in pieces[1:]:
-            total += piece[start:stop]
-        # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
-        total /= size
-        if carry is not None:
-            total += carry[start:stop]
-        out[start:stop].copy_(total)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
 from shardcast.testing import SpawnedWorld, ThreadedWorld
@@ -314,6 +315,13 @@ def test_a_compiled_function_has_one_graph_for_all_lengths():
         for tensor in tensors[1:]:
             double(tensor)
     assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+
+def test_under_a_dispatch_mode_a_compiled_function_runs_as_it_is():
+    tensor = torch.ones(8)
+    with FlopCounterMode(display=False):
+        _compat.compiled(_double_)(tensor)  # torch.compile(fullgraph=True) raises here
+    assert bool((tensor == 2).all())
 
 
 def _double_(tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm
+from shardcast.comm import Comm, Works
 
 CHUNK = 1 << 16
 Times = dict[tuple[str, str], list[float]]
@@ -64,12 +64,15 @@ def measure(group: dist.ProcessGroup, elements: int, packs: int, rounds: int) ->
 
     candidates: dict[tuple[str, str], Callable[[Tensor], object]] = {
         ("reduce", "all-to-all + fp32 sum"): exchange,
-        ("reduce", "sends and receives + fp32 sum, as shardcast does"): pairs,
+        ("reduce", "messages + fp32 sum, as shardcast does"): pairs,
         ("reduce", "reduce to each owner"): lambda p: owners(p, lambda t, o: dist.reduce(t, o)),
         ("reduce", "all-reduce"): dist.all_reduce,
         ("reduce", "reduce-scatter"): lambda p: _compat.reduce_scatter_flat(mean, p, group),
         ("sync", "broadcast from each owner"): lambda p: owners(
             p, lambda t, o: dist.broadcast(t, o)
+        ),
+        ("sync", "messages, all packs at once, as shardcast does"): lambda p: comm.send_to_all(
+            p.split(size)
         ),
         ("sync", "all-gather"): lambda p: _compat.all_gather_flat(
             p, p[rank * size : (rank + 1) * size], group
@@ -81,8 +84,9 @@ def measure(group: dist.ProcessGroup, elements: int, packs: int, rounds: int) ->
             full.fill_(1.0)  # repeated sums would overflow
             dist.barrier()
             start = time.perf_counter()
-            for pack in full:
-                run(pack)
+            for started in [run(pack) for pack in full]:
+                if isinstance(started, Works):
+                    started.wait()
             slowest = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if number:  # the first round warms up

@@ -1,0 +1,113 @@
+"""The mean over ranks of a span: in chunks, of two in one operation, compiled; the same bits."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardcast import ShardcastConfig, mean
+from shardcast.mean import choose_mean, mean_, mean_in_chunks_
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_mean_of_two_has_the_bits_of_half_their_sum(dtype: torch.dtype):
+    """Every value with 500 others, those around powers of two and ties among them."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    torch.manual_seed(0)
+    special = torch.tensor([0.0, 1.0, 1.0 + 2**-7, 2**-8, 2**-9, 3 * 2**-9, 2**-24]).to(dtype)
+    chosen = torch.cat([special, -special, every[torch.randperm(1 << 16)[:486]]])
+    different = 0
+    for one in chosen:
+        expected, found = torch.empty_like(every), one.repeat(1 << 16)
+        mean_([one.expand(1 << 16), every], 2, None, expected)
+        mean_in_chunks_([found, every], 2, None, found)
+        small = (every.abs() < 1.7e38) & (one.abs() < 1.7e38)
+        assert torch.equal(found[small].view(torch.int16), expected[small].view(torch.int16))
+        infinite = every.isinf() | one.isinf() | every.isnan() | one.isnan()
+        assert not found[infinite].isfinite().any()
+        rounded = (every - (every - one) / 2)[small]  # in each operation
+        different += int((rounded.view(torch.int16) != found[small].view(torch.int16)).sum())
+    assert different > 0, "the control: rounding at each operation shows"
+
+
+def operands(
+    size: int, wire: torch.dtype, out: torch.dtype, carries: bool, numel: int
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """The pieces of all ranks; the own one, of rank 1, is the output where dtypes allow it."""
+    torch.manual_seed(size)
+    pieces = [torch.randn(numel).to(wire) * 10.0 ** (rank % 3) for rank in range(size)]
+    carry = torch.randn(numel) if carries else None
+    return pieces, carry, pieces[1] if out == wire else torch.empty(numel, dtype=out)
+
+
+CASES = [
+    (size, wire, out, carries)
+    for size in (2, 3, 4, 8)
+    for wire, out in ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32), (FP32, BF16))
+    for carries in (False, True)
+]
+
+
+@pytest.mark.parametrize(("size", "wire", "out", "carries"), CASES, ids=str)
+def test_in_chunks_it_has_the_bits_of_the_whole(
+    size: int, wire: torch.dtype, out: torch.dtype, carries: bool
+):
+    numel = 2 * mean.CHUNK + 77
+    expected = torch.empty(numel, dtype=out)
+    pieces, carry, _ = operands(size, wire, out, carries, numel)
+    mean_(pieces, size, carry, expected)
+    pieces, carry, found = operands(size, wire, out, carries, numel)
+    mean_in_chunks_(pieces, size, carry, found)
+    assert torch.equal(found, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_compiled_it_has_the_same_bits(size: int):
+    compiled = choose_mean(ShardcastConfig(fuse="compile"), size, CPU)
+    assert (compiled is mean_in_chunks_) == (size == 3), "it divides by powers of two only"
+    for _, wire, out, carries in (case for case in CASES if case[0] == size):
+        for numel in (0, 64, 70_000):
+            expected = torch.empty(numel, dtype=out)
+            pieces, carry, _ = operands(size, wire, out, carries, numel)
+            mean_(pieces, size, carry, expected)
+            pieces, carry, found = operands(size, wire, out, carries, numel)
+            compiled(pieces, size, carry, found)
+            assert torch.equal(found, expected), (wire, out, carries, numel)
+
+
+def test_one_graph_serves_all_lengths_and_places(monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(mean_, dynamic=True, fullgraph=True, backend=counter)
+    monkeypatch.setattr(mean, "_kernel", lambda: run)
+    grads, received = torch.randn(4096).to(BF16), torch.randn(4096).to(BF16)
+    for start, stop in ((0, 2048), (2048, 4096), (64, 1024), (128, 192)):
+        own, other = grads[start:stop], received[start:stop]
+        expected = (own.float() + other.float()).div(2).to(BF16)
+        mean._compiled([own, other], 2, None, own)
+        assert torch.equal(own, expected)
+    assert counter.frame_count == 1
+
+
+def test_the_update_and_the_mean_are_compiled_alike():
+    eager = ShardcastConfig(fuse="auto")
+    assert choose_mean(eager, 2, CPU) is choose_mean(eager, 64, CPU) is mean_in_chunks_
+
+
+def test_a_mean_of_equal_values_is_that_value_whatever_their_number():
+    for size in range(1, 40):
+        for dtype in (BF16, FP32):
+            value = torch.full((64,), 1 / 3).to(dtype)
+            out = torch.empty_like(value)
+            mean_in_chunks_([value] * size, size, None, out)
+            assert torch.equal(out, value)
