@@ -15,6 +15,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.layout import Layout
 from shardcast.master import Master
 from shardcast.scaler import Scaler
+from shardcast.state import Piece
 from shardcast.sync import Sync
 from shardcast.update import Update
 
@@ -48,7 +49,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for hooks in HOOKS:
             getattr(self, hooks).update(getattr(original, hooks))
         if original.state:
-            self._take_plain(original.state)
+            self._take(*self._plan_plain(original.state))
         original.state = defaultdict(dict)
         for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
             setattr(original, name, _refused(name))
@@ -143,45 +144,64 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: on every rank, if the state of one is another rank's, or of another layout,
-                format or model.
+                format or model, or plain where another's is local; nothing is changed then.
         """
         self._sync.wait()
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
+        self._take(*self._plan(loaded))
         head = loaded.get("shardcast")
-        self._check_loaded(head, loaded["param_groups"])
-        if head is None:
-            params = list(state.numbered(self.param_groups))
-            self._take_plain({params[n]: value for n, value in loaded["state"].items()})
-        else:
-            self._activate_all(set(head["active"]))
-            state.load_local(self._masters, self._update, self.param_groups, loaded["state"])
+        if head is not None:
             self._scaler.load_state_dict(head["scaler"])
             self._publish()
         state.load_groups(self.param_groups, loaded["param_groups"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _check_loaded(self, head: Mapping[str, Any] | None, groups: Any) -> None:
-        problem: ValueError | None = None
+    def _plan(self, loaded: Mapping[str, Any]) -> tuple[set[int], list[Piece]]:
+        """What is to be activated and written; raises on all ranks if one of them cannot load.
+
+        A rank that raises alone leaves the others waiting for it where they publish.
+        """
+        problem: Exception | None = None
         try:
-            state.check_groups(self.param_groups, groups)
-            if head is not None:
-                self._check_head(head)
-        except ValueError as error:
+            planned = self._plan_alone(loaded)
+        except Exception as error:  # whatever it is, the others must hear of it
             problem = error
-        # A rank that raises alone leaves the others waiting for it where they publish.
-        refused = torch.tensor(float(problem is not None), device=self._masters[0].pack.data.device)
-        self._comm.all_reduce(refused)
+        local = "shardcast" in loaded
+        told = torch.tensor(
+            [problem is not None, local],
+            dtype=torch.float32,
+            device=self._masters[0].pack.data.device,
+        )
+        self._comm.all_reduce(told)
+        refused, locals_ = told.tolist()
         if problem is not None:
             raise problem
-        if refused.item():
+        if refused or locals_ not in (0, self._comm.size):
             raise ValueError(
                 "state_dict: another rank was given a state that it cannot load, its own error "
-                "says why; every rank loads what it saved itself, the state of rank 0 is not "
-                "enough for all"
+                "says why, or a plain one where this one's is local or the other way round; every "
+                "rank loads what it saved itself, or all of them one and the same plain state"
             )
+        return planned
+
+    def _plan_alone(self, loaded: Mapping[str, Any]) -> tuple[set[int], list[Piece]]:
+        for key in ("state", "param_groups"):
+            if key not in loaded:
+                raise ValueError(
+                    f"state_dict: expected 'state' and 'param_groups', got no {key!r}; every rank "
+                    "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
+                )
+        state.check_groups(self.param_groups, loaded["param_groups"])
+        head = loaded.get("shardcast")
+        if head is None:
+            params = list(state.numbered(self.param_groups))
+            return self._plan_plain({params[n]: value for n, value in loaded["state"].items()})
+        self._check_head(head)
+        pieces = state.plan_local(self._masters, self._update, self.param_groups, loaded["state"])
+        return set(head["active"]), pieces
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
         here = {
@@ -206,10 +226,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if master.grads is None and master.pack.layout.index in packs:
                 self._activate(master)
 
-    def _take_plain(self, by_param: Mapping[Any, Mapping[str, Any]]) -> None:
+    def _plan_plain(
+        self, by_param: Mapping[Any, Mapping[str, Any]]
+    ) -> tuple[set[int], list[Piece]]:
         used = (m for m in self._masters if any(by_param.get(p) for p in m.pack.params))
-        self._activate_all({master.pack.layout.index for master in used})
-        state.take_plain(self._masters, self._update, by_param)
+        pieces = state.plan_plain(self._masters, self._update, by_param)
+        return {master.pack.layout.index for master in used}, pieces
+
+    def _take(self, active: set[int], pieces: list[Piece]) -> None:
+        self._activate_all(active)
+        state.take(self._update, pieces)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """The fp32 values of the parameters by name, tied ones under each; on rank 0's host.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,15 @@ from shardcast.update import Update
 
 FORMAT = 1  # of the local state
 Groups = Sequence[Mapping[str, Any]]
+
+
+class Piece(NamedTuple):
+    """What a fragment is to have: torch's state of it and, if not ``None``, its master."""
+
+    master: Master
+    position: int
+    values: dict[str, Any]
+    exact: Tensor | None = None
 
 
 def owned(masters: Sequence[Master]) -> Iterator[tuple[Master, int, nn.Parameter]]:
@@ -159,13 +168,13 @@ def local_state(masters: Sequence[Master], update: Update, groups: Groups) -> di
     }
 
 
-def load_local(
+def plan_local(
     masters: Sequence[Master], update: Update, groups: Groups, state: Mapping[int, Any]
-) -> None:
-    """The inverse of :func:`local_state`, on the same rank of an equal layout.
+) -> list[Piece]:
+    """The inverse of :func:`local_state`, on the same rank of an equal layout; changes nothing.
 
     Raises:
-        ValueError: a fragment is missing or of another size, before anything is changed.
+        ValueError: a fragment is missing or of another size.
     """
     index = numbered(groups)
     found = []
@@ -178,10 +187,8 @@ def load_local(
                 f"state_dict: 'master' of parameter {fragment.slot.name!r} has shape {shape}, "
                 f"expected ({fragment.numel},); load the state as state_dict() returned it"
             )
-        found.append((master, position, exact, _checked(update, fragment, values)))
-    for master, position, exact, values in found:
-        set_part(master, master.fragments[position], exact)
-        update.load_fragment(master, position, values)
+        found.append(Piece(master, position, _checked(update, fragment, values), exact))
+    return found
 
 
 def _checked(update: Update, fragment: Fragment, values: dict[str, Any]) -> dict[str, Any]:
@@ -191,13 +198,13 @@ def _checked(update: Update, fragment: Fragment, values: dict[str, Any]) -> dict
     return values
 
 
-def take_plain(
+def plan_plain(
     masters: Sequence[Master], update: Update, state: Mapping[nn.Parameter, Mapping[str, Any]]
-) -> None:
-    """Keep this rank's part of a plain optimizer's state, keyed by model parameter.
+) -> list[Piece]:
+    """This rank's part of a plain optimizer's state, keyed by model parameter; changes nothing.
 
     Raises:
-        ValueError: a tensor that cannot belong to its parameter, before anything is changed.
+        ValueError: a tensor that cannot belong to its parameter.
     """
     cut = []
     for master, position, param in owned(masters):
@@ -206,8 +213,15 @@ def take_plain(
             name: _cut(value, fragment, name, update.elementwise)
             for name, value in state.get(param, {}).items()
         }
-        cut.append((master, position, values))
-    for master, position, values in cut:
+        cut.append(Piece(master, position, values))
+    return cut
+
+
+def take(update: Update, pieces: Sequence[Piece]) -> None:
+    """Write what was planned; masters only where there are new ones."""
+    for master, position, values, exact in pieces:
+        if exact is not None:
+            set_part(master, master.fragments[position], exact)
         update.load_fragment(master, position, values)
 
 

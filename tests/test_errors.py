@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -381,6 +382,48 @@ def test_the_state_of_rank_0_is_refused_on_all_ranks():
     first, second = ThreadedWorld(2).run(load)
     assert "another rank was given a state that it cannot load" in first
     assert "rank 1 of 2), got one of rank 0" in second
+
+
+def without_a_master(local: dict[str, Any], _plain: dict[str, Any]) -> dict[str, Any]:
+    first, *_ = local["state"]
+    return {**local, "state": {**local["state"], first: {}}}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "own", "other"),
+    [
+        (without_a_master, "'master' of parameter", "another rank"),
+        (lambda _local, plain: plain, "a plain one where", "a plain one where"),
+        (lambda _local, _plain: {}, "full_state_dict.. gives one to rank 0 alone", "another rank"),
+        (lambda local, _plain: {**local, "shardcast": {}}, "format", "another rank"),
+    ],
+    ids=["truncated", "plain", "empty", "no head"],
+)
+def test_a_state_that_one_rank_cannot_load_is_refused_on_all_and_changes_nothing(
+    spoil: Any, own: str, other: str
+):
+    def load(group: Any) -> str:
+        model = MLP()
+        optimizer = sharded(model, group)
+        install(model, 0)
+        optimizer.step()
+        local = optimizer.state_dict()
+        plain = [optimizer.full_state_dict()]
+        torch.distributed.broadcast_object_list(plain, group=group, group_src=0)
+        install(model, 1)
+        optimizer.step()
+        before = optimizer.state_dict()
+        wanted = spoil(local, plain[0]) if group.rank() == 1 else local
+        with pytest.raises((ValueError, KeyError)) as caught:
+            optimizer.load_state_dict(wanted)
+        after = optimizer.state_dict()
+        for number, values in before["state"].items():
+            for name, value in values.items():
+                assert torch.equal(after["state"][number][name], value)
+        return str(caught.value)
+
+    first, second = ThreadedWorld(2).run(load)
+    assert re.search(other, first) and re.search(own, second)
 
 
 def test_a_plain_state_with_other_groups_is_refused():
