@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardcast import checkpoint
@@ -197,6 +198,44 @@ def test_frozen_and_outer_parameters_and_buffers_come_back_on_every_rank(tmp_pat
     for _, tensors, count in loaded:
         assert count == 7
         assert_same_bits(tensors, saved[0][1])
+
+
+def recomputing(group: Any, folder: str, load: bool) -> Any:
+    """A model with a block in torch's wrapper, whose hook renames the keys of state_dict."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(6)
+    norm.register_buffer("scratch", torch.zeros(3), persistent=False)
+    model = nn.Sequential(nn.Linear(6, 6), checkpoint_wrapper(nn.Sequential(norm)))
+    optimizer = sharded(model, group)
+    if load:
+        checkpoint.load(folder, model, optimizer)
+    else:
+        norm.running_mean += 1.5
+        advance(model, optimizer, 0, 1)
+        checkpoint.save(folder, model, optimizer, step=1)
+    return model, optimizer
+
+
+def test_buffers_inside_of_a_checkpoint_wrapper_are_saved(tmp_path: Path):
+    saved, _ = run_world(2, recomputing, str(tmp_path), False)
+    loaded, _ = run_world(2, recomputing, str(tmp_path), True)
+    for model, _ in loaded:
+        assert_same_bits(model.state_dict(), saved[0][0].state_dict())
+    stored = checkpoint.inspect(checkpoint.latest(tmp_path)).tensors
+    assert not [key for key in stored if key.endswith("scratch")]
+
+
+def test_state_dicts_keys_are_used_outside_for_what_a_checkpoint_wrapper_holds(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, _ = recomputing(None, str(tmp_path / "run"), False)
+    checkpoint.export(tmp_path / "run", tmp_path / "out", optimizer=False)
+    exported = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    assert_same_bits(exported, model.state_dict())
+    for number, weights in enumerate((exported, model.state_dict())):
+        other, optimizer = recomputing(None, str(tmp_path / f"other{number}"), False)
+        advance(other, optimizer, 1, 2)
+        checkpoint.load_plain(other, optimizer, weights)
+        assert_same_bits(other.state_dict(), model.state_dict())
 
 
 def over_gloo(group: Any, fn: Any, *args: Any) -> Any:

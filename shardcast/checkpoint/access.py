@@ -16,6 +16,8 @@ from shardcast.checkpoint.shards import Part, is_elementwise, model_path, state_
 from shardcast.layout import Slot
 from shardcast.optimizer import ShardedOptimizer
 
+# What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
+RECOMPUTED = "_checkpoint_wrapped_module."
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
 
 
@@ -43,7 +45,7 @@ class Held:
         held = {param for master in self._masters for param in master.pack.params}
         self._outside = {n: p for n, p in self.model.named_parameters() if p not in held}
         stored = self.model.state_dict(keep_vars=True)
-        self._buffers = {n: b for n, b in self.model.named_buffers() if n in stored}
+        self._buffers = _persistent(self.model)
         self._extra = {n: v for n, v in stored.items() if n.split(".")[-1] == EXTRA_STATE}
 
     def check_model(self) -> None:
@@ -131,6 +133,13 @@ class Held:
 
     # -- in ---------------------------------------------------------------------------------
 
+    def by_name(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights under ``state_dict``'s keys by the names that are used here."""
+        self.check_model()
+        ours = [*self.shapes(), *self.head()["ties"]]
+        names = {state_key(name): name for name in ours}
+        return {names.get(key, key): value for key, value in weights.items()}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every stored parameter and buffer of the model, by name."""
         rest = {**self._outside, **self._buffers}
@@ -193,3 +202,21 @@ class Held:
                 for span in master.pack.layout.spans:
                     if master.pack.layout.fragments(span.owner):
                         self._comm.broadcast(master.pack.span(span), span.owner)
+
+
+def state_key(name: str) -> str:
+    """The key that ``state_dict`` has for a parameter or buffer."""
+    return name.replace(RECOMPUTED, "")
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that ``state_dict`` saves, each under its first name.
+
+    Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
+    """
+    found: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in found.items()}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardcast.checkpoint import files
+from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.files import HashingFile
 from shardcast.checkpoint.looking import chosen
@@ -108,6 +109,7 @@ def plain_state(reader: Reader) -> dict[str, Any]:
 def _export_model(reader: Reader, ties: dict[str, str], out: Path, limit: int) -> list[Path]:
     sources = {path[1]: path[1] for path in reader.paths if path[0] == "model"}
     sources.update({name: first for name, first in ties.items() if first in sources})
+    sources = {state_key(name): source for name, source in sources.items()}
     shards = list(_split(reader, sources, limit))
     names = ["model.safetensors"]
     if len(shards) > 1:

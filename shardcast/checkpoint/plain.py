@@ -74,7 +74,7 @@ def reached() -> None:
 
 def _opened(held: Held, weights: Source, state: Source | None) -> Plain:
     where = "weights" if isinstance(weights, Mapping) else f"weights {os.fspath(weights)!r}"
-    plain = Plain(where, _unwrapped(_tensors(weights)), {}, None)
+    plain = Plain(where, held.by_name(_unwrapped(_tensors(weights))), {}, None)
     if state is not None:
         loaded = state if isinstance(state, Mapping) else torch_file(Path(state))
         if "state" not in loaded or "param_groups" not in loaded:
