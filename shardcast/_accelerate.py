@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -249,9 +250,10 @@ def save_state(
 def load_state(accelerator: Any, stock: Any, input_dir: Any, load_kwargs: Any, kwargs: Any) -> None:
     """The newest committed state in ``input_dir``, or one that Accelerate saved under DDP.
 
-    Collective; rank 0 chooses the folder for all.
+    Collective; rank 0 chooses the folder for all. Where the newest one is damaged it warns and
+    takes the one before, unless ``input_dir`` is that one.
     """
-    chosen = _same(_committed(accelerator, input_dir) if accelerator.is_main_process else None)
+    chosen = _chosen(accelerator, input_dir)
     if chosen is not None:
         with _without_sharded(accelerator):
             stock(chosen, load_kwargs, **kwargs)
@@ -292,18 +294,58 @@ def _folders(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
+def _chosen(accelerator: Any, input_dir: Any) -> str | None:
+    """The folder that rank 0 finds, or its error, on every rank: none is left waiting for it."""
+    folder: str | None = None
+    error, told = None, None
+    if accelerator.is_main_process:
+        try:
+            folder = _committed(accelerator, input_dir)
+        except Exception as raised:
+            error = raised
+            kinds = (_checkpoint().DamagedCheckpointError, ValueError)
+            kind = next((k for k in kinds if isinstance(raised, k)), RuntimeError)
+            told = kind, str(raised)
+    folder, told = _same((folder, told))
+    if error is not None:
+        raise error
+    if told is not None:
+        raise told[0](f"rank 0: {told[1]}")
+    return folder
+
+
 def _committed(accelerator: Any, input_dir: Any) -> str | None:
+    """The newest sound folder; ``None`` where none was committed.
+
+    Raises:
+        DamagedCheckpointError: ``input_dir`` itself is damaged, or all folders are.
+    """
+    named = None
     if input_dir is not None:
         root = Path(input_dir).expanduser()
-        folders = [root, *_folders(root).values()]
+        named, folders = root, [root, *_folders(root).values()]
     else:
         root = Path(accelerator.project_dir or "", "checkpoints")
         numbered = [(re.search(r"\d+$", p.name), p) for p in root.glob("checkpoint_*")]
         found = [(int(match[0]), path) for match, path in numbered if match]
         folders = [path for _, path in sorted(found, reverse=True)]
+    reasons: list[str] = []
+    damaged = _checkpoint().DamagedCheckpointError
     for folder in folders:
-        if (folder / SHARDS).is_dir() and _checkpoint().latest(folder / SHARDS) is not None:
-            return os.fspath(folder)
+        try:
+            if not (folder / SHARDS).is_dir() or _checkpoint().latest(folder / SHARDS) is None:
+                continue
+        except damaged as error:
+            if folder == named:
+                raise
+            reasons.append(str(error))
+            continue
+        if reasons:
+            why = "; ".join(reasons)
+            warnings.warn(f"load_state: falling back to {str(folder)!r}: {why}", stacklevel=5)
+        return os.fspath(folder)
+    if reasons:
+        raise damaged(f"load_state: no sound checkpoint is left in {root}: " + "; ".join(reasons))
     return None
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -366,6 +369,71 @@ def test_automatic_names_and_limits_work_as_they_do_with_ddp(
         assert_same_bits(last, after)
         assert names == ["checkpoint_1", "checkpoint_2"]
         assert "expected a committed checkpoint in" in message
+
+
+def damage(folder: Path) -> None:
+    """Cut the end off one rank's shard."""
+    path = next(folder.glob("shardcast/step-*/__0_0.distcp"))
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def load_damaged(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str], list[str]]:
+    """What a load falls back to, the warnings, and what loads without a way out raise."""
+    from accelerate.utils import ProjectConfiguration
+
+    from shardcast.checkpoint import DamagedCheckpointError
+
+    project = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True)
+    accelerator = accelerator_of("shardcast", project_config=project)
+    training = Training(accelerator)
+    accelerator.save_state()
+    first = training.weights()
+    training.epoch(0)
+    accelerator.save_state()
+    older, newer = (Path(directory, "checkpoints", f"checkpoint_{n}") for n in (0, 1))
+    states = Path(directory, "states")  # as if the run had ended before it removed the older one
+    if accelerator.is_main_process:
+        damage(newer)
+        shutil.copytree(older, states / "state-0")
+        shutil.copytree(newer, states / "state-1")
+    accelerator.wait_for_everyone()
+    raised = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.load_state()
+        after = training.weights()
+        training.epoch(0)
+        accelerator.load_state(str(states))
+    assert_same_bits(after, training.weights())
+    told = [str(w.message) for w in caught if "falling back" in str(w.message)]
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        damage(older)
+    accelerator.wait_for_everyone()
+    for folder in (None, str(newer)):
+        with pytest.raises(DamagedCheckpointError) as error:
+            accelerator.load_state(folder)
+        raised.append(str(error.value))
+    if accelerator.is_main_process:
+        for path in older.glob("shardcast/step-*/shardcast.json"):
+            path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            (path.parent / "COMMITTED").write_text(digest)
+    accelerator.wait_for_everyone()
+    with pytest.raises(ValueError, match="expected format 1, got 99"):
+        accelerator.load_state(str(older))
+    return first, after, told, raised
+
+
+def test_a_damaged_state_is_passed_over_or_told_on_all_ranks(
+    gloo: SpawnedWorld, tmp_path: Path
+) -> None:
+    for rank, result in enumerate(gloo.run(load_damaged, str(tmp_path))):
+        before, after, told, (all_damaged, named) = result
+        assert_same_bits(before, after)
+        assert len(told) == (2 if rank == 0 else 0)
+        assert all("__0_0.distcp" in text for text in (*told, all_damaged, named))
+        assert "no sound checkpoint is left" in all_damaged
 
 
 # -- the launcher -------------------------------------------------------------------------------
