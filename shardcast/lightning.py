@@ -35,7 +35,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "shardcast.lightning needs lightning, which is not installed here: "
-        "pip install 'shardcast[lightning]'"
+        "pip install 'shardcast-optim[lightning]'"
     ) from error
 
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}

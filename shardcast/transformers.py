@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "shardcast.transformers needs transformers, which is not installed here: "
-        "pip install 'shardcast[transformers]'"
+        "pip install 'shardcast-optim[transformers]'"
     ) from error
 
 FOLDER = "shardcast"  # of a checkpoint directory

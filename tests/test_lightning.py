@@ -282,7 +282,7 @@ def test_without_lightning_the_extra_is_named():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "pip install 'shardcast[lightning]'" in done.stderr
+    assert "pip install 'shardcast-optim[lightning]'" in done.stderr
     assert shardcast.lightning.ShardcastStrategy.strategy_name == "shardcast"
 
 

@@ -274,7 +274,7 @@ def test_without_transformers_the_extra_is_named():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "pip install 'shardcast[transformers]'" in done.stderr
+    assert "pip install 'shardcast-optim[transformers]'" in done.stderr
 
 
 def test_the_example_script_trains_on_two_processes(tmp_path: Path):
