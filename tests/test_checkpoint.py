@@ -352,6 +352,24 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64])
+def test_an_export_has_buffers_of_rare_dtypes_or_names_them(tmp_path: Path, dtype: torch.dtype):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_buffer("table", torch.arange(3).to(dtype))
+    optimizer = sharded(model)
+    advance(model, optimizer, 0, 1)
+    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+    if not dtype.is_complex:
+        checkpoint.export(tmp_path / "run", tmp_path / "new" / "out")
+        exported = safetensors.load_file(tmp_path / "new" / "out" / "model.safetensors")
+        assert_same_bits(exported, model.state_dict())
+        return
+    with pytest.raises(ValueError, match=r"buffer '0.table' has torch.complex64.*view_as_real"):
+        checkpoint.export(tmp_path / "run", tmp_path / "new" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_a_run_with_a_loss_scale_goes_on_with_its_own_from_one_without(tmp_path: Path):
     model = CASES["mlp"].build()
     optimizer = sharded(model, param_dtype=BF16)

@@ -33,6 +33,9 @@ DTYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -63,11 +66,13 @@ def export(
     Raises:
         FileExistsError: there is something in ``out`` already.
         FileNotFoundError, DamagedCheckpointError: there is no checkpoint, or it is damaged.
+        ValueError: a tensor of the model has a dtype that safetensors files may not have.
     """
     if not max_shard_mb > 0:
         raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
     reader = Reader(chosen(directory))
     head = reader.object(("shardcast",))
+    _check_dtypes(reader)
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
@@ -104,6 +109,18 @@ def plain_state(reader: Reader) -> dict[str, Any]:
         state.setdefault(numbers[name], {}).update(values)
     plain = [{**g, "params": [numbers[name] for name in g["params"]]} for g in groups]
     return {"state": dict(sorted(state.items())), "param_groups": plain}
+
+
+def _check_dtypes(reader: Reader) -> None:
+    for path in reader.paths:
+        # Complex numbers too are refused: only the newest releases of safetensors read them.
+        if path[0] == "model" and reader.dtype(path) not in DTYPES:
+            raise ValueError(
+                f"directory: buffer {state_key(path[1])!r} has {reader.dtype(path)}, expected a "
+                f"dtype that safetensors files have ({', '.join(DTYPES.values())}); keep complex "
+                "numbers as real ones (torch.view_as_real), or leave the buffer out of checkpoints "
+                "with register_buffer(..., persistent=False), and save again"
+            )
 
 
 def _export_model(reader: Reader, ties: dict[str, str], out: Path, limit: int) -> list[Path]:
