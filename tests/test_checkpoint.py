@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardcast import checkpoint
 from shardcast.checkpoint import files
+from shardcast.checkpoint.access import Held
 from shardcast.checkpoint.shards import boxes
+from shardcast.comm import Comm
 from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)
@@ -198,6 +200,25 @@ def test_frozen_and_outer_parameters_and_buffers_come_back_on_every_rank(tmp_pat
     for _, tensors, count in loaded:
         assert count == 7
         assert_same_bits(tensors, saved[0][1])
+
+
+def test_a_load_sends_every_span_once_frozen_ones_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_world(2, mixed, str(tmp_path), False)
+    sent, send, loading = [], Comm.broadcast, Held.publish
+
+    def counting(comm: Comm, tensor: torch.Tensor, owner: int) -> None:
+        sent.append(tensor.data_ptr())
+        send(comm, tensor, owner)
+
+    def publish(held: Held) -> None:  # what comes before are the values at the start
+        monkeypatch.setattr(Comm, "broadcast", counting)
+        loading(held)
+
+    monkeypatch.setattr(Held, "publish", publish)
+    run_world(2, mixed, str(tmp_path), True)
+    assert len(sent) == len(set(sent)) > 4
 
 
 def recomputing(group: Any, folder: str, load: bool) -> Any:

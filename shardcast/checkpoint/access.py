@@ -197,11 +197,6 @@ class Held:
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
         self._optimizer._publish()
-        for master in self._masters:
-            if master.grads is None:  # frozen: not among those that the optimizer syncs
-                for span in master.pack.layout.spans:
-                    if master.pack.layout.fragments(span.owner):
-                        self._comm.broadcast(master.pack.span(span), span.owner)
 
 
 def state_key(name: str) -> str:
