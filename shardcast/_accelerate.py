@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from shardcast.config import CONFIG_VARIABLE, ENV_PREFIX, ShardcastConfig
@@ -172,7 +170,7 @@ def resolve_config(mixed_precision: str, source: Any, fields: Mapping[str, Any])
         config, given = source.replace(**fields), True
     else:
         config = ShardcastConfig.load(source, **fields)
-        given = _says_param_dtype(source, fields)
+        given = says_param_dtype(source, fields)
     if not given:
         return config.replace(param_dtype=wanted)
     if mixed_precision != "no" and config.param_dtype != wanted:
@@ -183,7 +181,8 @@ def resolve_config(mixed_precision: str, source: Any, fields: Mapping[str, Any])
     return config
 
 
-def _says_param_dtype(source: Any, fields: Mapping[str, Any]) -> bool:
+def says_param_dtype(source: Any, fields: Mapping[str, Any]) -> bool:
+    """Whether what ``ShardcastConfig.load`` reads has a ``param_dtype``, be it the default."""
     if "param_dtype" in fields or f"{ENV_PREFIX}PARAM_DTYPE" in os.environ:
         return True
     source = source or os.environ.get(CONFIG_VARIABLE)
@@ -279,6 +278,8 @@ def _checkpoint() -> Any:
 
 def _same(value: Any) -> Any:
     """Rank 0's value, on every rank."""
+    from accelerate.utils import broadcast_object_list  # not there for shardcast.lightning
+
     values = [value]
     broadcast_object_list(values)
     return values[0]
@@ -381,6 +382,8 @@ def _as_under_ddp(accelerator: Any, folder: Path) -> Iterator[None]:
 def _has_prefix(folder: Path) -> bool:
     path = folder / "model.safetensors"
     if path.exists():
+        from safetensors import safe_open
+
         with safe_open(path, "pt") as weights:
             names = list(weights.keys())
     else:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast._accelerate import says_param_dtype
 from shardcast.build import shard
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import ShardedOptimizer
@@ -111,7 +112,8 @@ class ShardcastStrategy(DDPStrategy):
 
     Raises:
         ValueError: for a hook of DDP's communication; at ``fit``, for another precision, for
-            several optimizers, or for a ``param_dtype`` that contradicts ``precision``.
+            several optimizers, or for a ``param_dtype`` that contradicts ``precision`` (the default
+            one of a ``ShardcastConfig`` object is taken for not said).
     """
 
     strategy_name = "shardcast"
@@ -172,12 +174,12 @@ class ShardcastStrategy(DDPStrategy):
 
     def _config(self) -> ShardcastConfig:
         wanted = DTYPES[self.precision_plugin.precision]
-        if isinstance(self._shardcast_config, ShardcastConfig):
-            config = self._shardcast_config
+        source = self._shardcast_config
+        if isinstance(source, ShardcastConfig):  # which does not tell whether the default was said
+            config, said = source, source.param_dtype != ShardcastConfig().param_dtype
         else:
-            config = ShardcastConfig.load(self._shardcast_config)
-        default = ShardcastConfig().param_dtype
-        if config.param_dtype not in (wanted, default):
+            config, said = ShardcastConfig.load(source), says_param_dtype(source, {})
+        if said and config.param_dtype != wanted:
             raise ValueError(
                 f"param_dtype: expected {wanted}, as precision={self.precision_plugin.precision!r} "
                 f"says, got {config.param_dtype}; say it in one place"

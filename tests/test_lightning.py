@@ -267,10 +267,29 @@ def test_hooks_of_ddp_are_refused(name: str):
         ShardcastStrategy(**{name: 3})
 
 
-def test_a_contradicting_param_dtype_is_refused(tmp_path: Path):
-    strategy = ShardcastStrategy(ShardcastConfig(param_dtype="fp16"))
+@pytest.mark.parametrize("place", ["object", "mapping", "file", "variable"])
+def test_a_contradicting_param_dtype_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    path = tmp_path / "bf16.yaml"
+    path.write_text("param_dtype: bf16\n")  # the default, but said
+    if place == "variable":
+        monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "bf16")
+    said = {
+        "object": ShardcastConfig(param_dtype="fp16"),
+        "mapping": {"param_dtype": "bf16"},
+        "file": path,
+        "variable": None,
+    }
+    strategy = ShardcastStrategy(said[place])
     with pytest.raises(ValueError, match="say it in one place"):
         trainer_of(str(tmp_path), 1, strategy=strategy).fit(Net(), loader())
+
+
+def test_the_default_param_dtype_gives_way_to_precision():
+    for source in (ShardcastConfig(), {"max_grad_norm": 1.0}, None):
+        strategy = ShardcastStrategy(source)
+        assert strategy._config().param_dtype == torch.float32
 
 
 def test_without_lightning_the_extra_is_named():
