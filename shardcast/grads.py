@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,18 +34,18 @@ class Mark(Tensor):
         if func is torch._foreach_zero_:
             return [tensor.zero_() for tensor in args[0]]
         if IN_PLACE.fullmatch(func.__name__) and func.__name__ not in HARMLESS:
-            raise RuntimeError(
-                f"{func.__name__}: with grads 'sharded' .grad is only a mark after backward, and "
-                "an edit of it would be lost; use optimizer.clip_grad_norm_ or clip_grad_value_, "
-                "edit gradients in hooks (register_post_accumulate_grad_hook), or use grads 'full'"
-            )
+            raise _lost(func.__name__)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
 
     @property
-    def data(self) -> Mark:  # type: ignore[override]
+    def data(self) -> Mark:
         """The mark itself, to which edits come too."""
         return self
+
+    @data.setter
+    def data(self, _value: Tensor) -> None:
+        raise _lost("grad.data = ...")
 
     def detach(self) -> Mark:
         """The mark itself, to which edits come too."""
@@ -62,6 +63,14 @@ class Mark(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+def _lost(edit: str) -> RuntimeError:
+    return RuntimeError(
+        f"{edit}: with grads 'sharded' .grad is only a mark after backward, and an edit of it "
+        "would be lost; use optimizer.clip_grad_norm_ or clip_grad_value_, edit gradients in hooks "
+        "(register_post_accumulate_grad_hook), or use grads 'full'"
+    )
 
 
 class GradPack:
@@ -86,6 +95,7 @@ class GradPack:
         )
         self._data: Tensor | None = None
         self._views: list[Tensor] = []
+        self._places: list[int] = []  # where the views are to lie
         self._own: Tensor | None = None
         self._marks: list[Mark] = []
 
@@ -96,6 +106,7 @@ class GradPack:
             layout = self.pack.layout
             self._data = torch.zeros(layout.numel, dtype=self.dtype, device=self._device)
             self._views = self.pack.views(self._data)
+            self._places = [view.data_ptr() for view in self._views]
         return self._data
 
     @property
@@ -154,9 +165,31 @@ class GradPack:
             self._own = None
 
     def holds(self, position: int) -> bool:
-        """Whether ``.grad`` of the parameter at ``position`` is ours: the view, or the mark."""
-        ours: Sequence[Tensor] = self._marks if self.released else self._views
-        return bool(ours) and self.pack.params[position].grad is ours[position]
+        """Whether ``.grad`` of the parameter at ``position`` is ours: the view, or the mark.
+
+        A view is not that any more where a script did ``.grad.data = ...``.
+        """
+        grad = self.pack.params[position].grad
+        if grad is None or not (self._marks if self.released else self._views):
+            return False
+        if self.released:
+            return grad is self._marks[position]
+        return grad is self._views[position] and grad.data_ptr() == self._places[position]
+
+    def _view(self, position: int) -> Tensor:
+        """The memory of one slot; a view that a script moved elsewhere is replaced."""
+        _ = self.data  # allocates the views
+        if self._views[position].data_ptr() != self._places[position]:
+            slot = self.pack.layout.slots[position]
+            self._views[position] = self.data[slot.offset : slot.end].view(size=slot.shape)
+        return self._views[position]
+
+    def _free_view(self, position: int) -> Tensor:
+        """The memory of one slot for another gradient; whoever kept the old one gets a copy."""
+        if sys.getrefcount(self._views[position]) > 2:  # the list, and the argument itself
+            kept = self._views[position]
+            kept.data = kept.detach().clone()
+        return self._view(position)
 
     def adopt(self, position: int) -> None:
         """Copy the ``.grad`` at ``position`` in and make it ours; nothing if it is already.
@@ -182,7 +215,7 @@ class GradPack:
             self._owned_part(position).copy_(mine)
         else:
             _ = self.data  # allocates the views
-            self._views[position].copy_(grad)
+            self._free_view(position).copy_(grad)
         self.show(position)
 
     def adopt_all(self) -> None:
@@ -195,8 +228,8 @@ class GradPack:
                 self.adopt(position)
         elif found:
             _ = self.data  # allocates the views
-            views = [self._views[position] for position in found]
             with torch.no_grad():
+                views = [self._free_view(position) for position in found]
                 torch._foreach_copy_(views, list(found.values()))
             for position, view in zip(found, views, strict=True):
                 params[position].grad = view
@@ -208,22 +241,19 @@ class GradPack:
         if grad is None:
             self.clear(position)
         else:
-            _ = self.data
-            self._views[position].copy_(grad)
+            self._view(position).copy_(grad)
 
     def show(self, position: int) -> None:
         """Set the ``.grad`` at ``position`` to the view into this storage, or to the mark."""
-        if not self.released:
-            _ = self.data
-        ours: Sequence[Tensor] = self._marks if self.released else self._views
-        self.pack.params[position].grad = ours[position]
+        ours = self._marks[position] if self.released else self._view(position)
+        self.pack.params[position].grad = ours
 
     def clear(self, position: int) -> None:
         """Zero one slot: a gradient that is absent here counts as zero on its owner."""
         if self.released:
             self._owned_part(position).zero_()
         elif self._data is not None:
-            self._views[position].zero_()
+            self._view(position).zero_()
 
     def _part(self, position: int) -> tuple[int, int]:
         """The pack elements of a slot that lie in the own span; none: of length 0."""

@@ -179,6 +179,8 @@ class InnerUpdate:
                 value = value.detach().clone().to(param.device)
                 if value.dim() and value.numel() == param.numel():
                     value = value.view(param.shape)
+                if value.is_floating_point() and name != "step":  # as torch's load_state_dict
+                    value = value.to(param.dtype)
             loaded[name] = value
         self._inner.state.pop(param, None)
         if loaded:

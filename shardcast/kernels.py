@@ -193,7 +193,11 @@ class TorchAdamRule:
         """The numbers of one step; ``step`` is a float."""
         options = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         beta1, beta2 = group["betas"]
-        return torch.tensor(step), {**options, "beta1": float(beta1), "beta2": float(beta2)}
+        return torch.tensor(step, dtype=torch.float32), {
+            **options,
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+        }
 
     def apply_(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -58,6 +59,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._original, self._model = optimizer, _compat.unwrapped(model)
         self._comm, self._precision = comm, precision
         self._verdict: Verdict | None = None
+        self._clipped: list[tuple[int, int]] = []  # the gradients when clip_grad_norm_ saw them
         self._reduce = Reducer(comm, precision, config, _compat.is_ddp(model))
         self._scaler = Scaler(self._reduce.grads, comm, config, masters[0].pack.data.device)
         self._update = make_update(optimizer, config, comm)
@@ -101,9 +103,14 @@ class ShardedOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        verdict = self._verdict
-        if verdict is None or self._reduce.touched:
+        verdict = self._pending()
+        if verdict is None:
             verdict = self._combine(self.config.max_grad_norm)
+        elif self._reduce.seen() != self._clipped:
+            raise RuntimeError(
+                "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
+                "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
+            )
         self._sync.wait()  # what an overlapped one still sends is what the update writes
         self._update(verdict, self._present(verdict))
         self._note_writes(verdict)
@@ -131,6 +138,17 @@ class ShardedOptimizer(StatefulOptimizer):
         own = "max_grad_norm" in self.defaults  # then it is an option of the optimizer's class
         limits = [None if own else group.get("max_grad_norm") for group in self.param_groups]
         return self._scaler.combine(max_norm, limits, pending)
+
+    def _pending(self) -> Verdict | None:
+        """What a clip found of the gradients that are there now."""
+        if self._verdict is not None and self._reduce.touched:
+            self._verdict = None
+            warnings.warn(
+                "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
+                "been folded into the step; clip once, after the last backward of a step",
+                stacklevel=3,
+            )
+        return self._verdict
 
     def _wake(self) -> None:
         """Activate packs that were frozen from the start and have a gradient on some rank now.
@@ -209,8 +227,8 @@ class ShardedOptimizer(StatefulOptimizer):
         Returns:
             The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
         """
-        pending = None if self._reduce.touched else self._verdict
-        self._verdict = self._combine(float(max_norm), pending)
+        self._verdict = self._combine(float(max_norm), self._pending())
+        self._clipped = self._reduce.seen()
         return self._verdict.norm.float()
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -220,10 +238,10 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         self._check_call()
         self._wake()
-        pending = None if self._reduce.touched else self._verdict
-        self._verdict = pending
+        pending = self._pending()
         self._reduce.finish()
         self._scaler.clip_value(float(clip_value), pending)
+        self._clipped = self._reduce.seen()
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -41,6 +41,14 @@ from shardcast.stage import Stage
 WINDOW = 2  # packs in flight: bounds the memory of receive buffers
 
 
+class _Crowd(list["weakref.ref[Reducer]"]):
+    """The reducers that one backward goes through, in the order in which it reached them."""
+
+
+# By the number of the backward; the reducers hold what is in here.
+_CROWDS: weakref.WeakValueDictionary[int, _Crowd] = weakref.WeakValueDictionary()
+
+
 class Reducer:
     """Reduces the gradients of the packs given to :meth:`add` to their owners.
 
@@ -68,13 +76,17 @@ class Reducer:
         # Launch packs before the backward ends. Not in the first one, and never after one inside
         # another was seen: a re-entrant checkpoint may bring a gradient twice. Sharded gradients
         # are always launched: to wait would need the memory that they are to save.
+        # Nor where one backward goes through several models on a group: which of them has a pack
+        # complete first depends on the gradients that a rank has, and so would the order.
         self._early = self._sharded
-        self._nested = False
+        self._nested = self._crowded = False
+        self._crowd = _Crowd()
         self._sync = True
         self._due = True  # a round must be run before the next step
         self._versions: list[int] = []  # of the gradients when the last backward had ended
         self._may_warn = self._may_warn_of_graph = True
-        self._cleared: bool | None = None  # gradients were cleared since the last round
+        self._told = False  # zero_grad() or a step made the last round's means a thing of the past
+        self._cleared: bool | None = None  # some were found cleared since the last round
         self._flying: list[Stage] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again within this step
         self._handles: list[Any] = []
@@ -92,7 +104,7 @@ class Reducer:
         number = len(self._numbered)
         self._numbered.append(stage)
         for param in pack.params:
-            if param.dtype != grads.dtype:  # or it was set so before
+            if param.grad_dtype != grads.dtype:
                 grad, param.grad = param.grad, None
                 param.grad_dtype = grads.dtype
                 param.grad = None if grad is None else grad.to(grads.dtype)
@@ -164,6 +176,17 @@ class Reducer:
         end = partial(Reducer._end_backward, self)
         self._end = weakref.ref(end)
         _compat.at_end_of_backward(end)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Launch at the end only, in the order of arrival, if another model is in this backward."""
+        self._crowd = _CROWDS.setdefault(self._backward, _Crowd())
+        self._crowd.append(weakref.ref(self))
+        group = self._comm.group
+        met = [other for there in self._crowd if (other := there()) and other._comm.group is group]
+        if len(met) > 1:
+            for other in met:
+                other._crowded, other._early = True, False
 
     def _armed(self) -> bool:
         """The engine forgets the callback, which nobody else holds, when its backward ends."""
@@ -190,7 +213,7 @@ class Reducer:
                     grads.take(position)
             return
         self._check_edits()
-        if self._due:
+        if self._due or self._comm.size == 1:  # alone no backward makes a round due
             self._flush()
         self._land_all()
         for grads in self.grads:
@@ -213,13 +236,18 @@ class Reducer:
                 stacklevel=4,
             )
 
+    def seen(self) -> list[tuple[int, int]]:
+        """What changes when a gradient is edited in place, replaced or cleared."""
+        grads = (param.grad for pack in self.grads for param in pack.pack.params)
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+
     def used(self) -> None:
         """A step used the gradients: the next one needs a round of its own."""
-        self._due = True
+        self._due = self._told = True
 
     def cleared(self) -> None:
         """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
-        self._cleared = True
+        self._told = True
 
     def show(self, present: list[list[bool]]) -> None:
         """Make the mean visible as ``.grad`` where only other ranks had a gradient.
@@ -291,7 +319,8 @@ class Reducer:
                 stage.arrived.clear()
             return
         if _compat.current_backward() != self._backward:
-            self._early, self._nested = self._sharded, not self._sharded
+            self._nested = not self._sharded
+            self._early = self._sharded and not self._crowded
 
     def _warn_of_graph(self) -> None:
         if self._may_warn_of_graph:
@@ -316,7 +345,7 @@ class Reducer:
     def _end_backward(self) -> None:
         self._end = _nothing  # an engine's thread may keep the callback for a moment longer
         self._flush()
-        self._early = not self._nested
+        self._early = not (self._nested or self._crowded)
         self._land_all()  # whoever edits .grad in place after backward edits the mean
         if not self._sharded:
             self._versions = [grads.data._version for grads in self.grads]
@@ -325,7 +354,7 @@ class Reducer:
         for stage in self._stages[self._next :]:
             self._launch(stage)
         self._next = 0
-        self._due = False
+        self._due = self._told = False
         self._cleared = None
 
     def _land_all(self) -> None:
@@ -338,12 +367,17 @@ class Reducer:
     def _reopen(self, stage: Stage) -> None:
         """New gradients for a reduced pack: keep the mean of those that were not cleared.
 
-        Where this rank had no gradient there may be a mean all the same, of other ranks' ones.
+        Where this rank had no gradient there may be a mean all the same, of other ranks' ones. One
+        that a script replaced (``p.grad = p.grad * 2``) is a mean too, and not to be averaged.
         """
         if stage.work is not None:
             self._flying.remove(stage)
             self._land(stage)
         grads = stage.grads
+        if not self._told:
+            for position in range(len(grads.pack.params)):
+                if position not in stage.absent:
+                    grads.adopt(position)
         kept = {position for position in range(len(grads.pack.params)) if grads.holds(position)}
         if not self._was_cleared():
             kept |= {
@@ -354,10 +388,10 @@ class Reducer:
     def _was_cleared(self) -> bool:
         """Whether gradients were cleared or replaced since the last round."""
         if self._cleared is None:
-            self._cleared = any(
-                not stage.grads.holds(position)
+            self._cleared = self._told or any(
+                param.grad is None
                 for stage in self._stages
-                for position in range(len(stage.grads.pack.params))
+                for position, param in enumerate(stage.grads.pack.params)
                 if stage.reduced and position not in stage.absent
             )
         return self._cleared

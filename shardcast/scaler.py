@@ -176,7 +176,7 @@ class Scaler:
             pending: the verdict by whose factors the gradients are going to be multiplied.
         """
         for grads in self._grads:
-            bound = torch.tensor(limit, device=self._device)
+            bound = torch.tensor(limit, dtype=torch.float32, device=self._device)
             factor = None if pending is None else pending.factors[grads.pack.layout.group]
             if factor is not None:
                 bound = bound / factor

@@ -289,7 +289,7 @@ def gather_masters(masters: Sequence[Master], comm: Comm) -> dict[str, Tensor]:
         everyone = comm.exchange(mine, master.pack.data.device)
         if comm.rank == 0:
             for slot in master.pack.layout.slots:
-                found[slot.name] = torch.zeros(slot.shape)
+                found[slot.name] = torch.zeros(slot.shape, dtype=MASTER_DTYPE)
             for name, (start, stop), values in (piece for theirs in everyone for piece in theirs):
                 found[name].view(-1)[start:stop] = values
     return found

@@ -282,3 +282,39 @@ def test_clearing_gradients_on_one_rank_alone_does_not_break_the_sequence():
 
     first, second = run_world(2, train)[0]
     assert_same_bits(first, second)
+
+
+def test_the_default_dtype_of_a_script_changes_no_number():
+    def run(default: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        model = MLP()
+        optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+        torch.set_default_dtype(default)
+        try:
+            for step in range(300):  # from 257 on bf16 cannot count
+                for number, param in enumerate(model.parameters()):
+                    param.grad = torch.full_like(param, 1 + 0.1 * number + step % 7)
+                optimizer.clip_grad_value_(3.3)
+                optimizer.step()
+                optimizer.zero_grad()
+            return optimizer.full_parameters(), [
+                values["master"] for values in optimizer.state_dict()["state"].values()
+            ]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    (full, masters), (other, others) = run(torch.float32), run(torch.bfloat16)
+    assert all(torch.equal(other[name], value) for name, value in full.items())
+    assert all(torch.equal(left, right) for left, right in zip(masters, others, strict=True))
+
+
+def test_a_model_can_be_sharded_again_with_another_gradient_dtype():
+    model = MLP()
+    for fields in ({"grad_dtype": torch.float32}, {}, {"grad_dtype": torch.float32}):
+        optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), **fields)
+        sum(param.sum() for param in model.parameters()).backward()
+        expected = fields.get("grad_dtype", torch.bfloat16)
+        assert {param.grad.dtype for param in model.parameters()} == {expected}
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -171,3 +172,31 @@ def test_a_differentiable_optimizer_is_refused():
     inner = torch.optim.AdamW(model.parameters(), differentiable=True)
     with pytest.raises(ValueError, match="differentiable=True cannot be sharded"):
         shardcast.shard(model, inner)
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "Adamax"])
+def test_the_state_of_a_low_precision_run_is_taken_in_fp32(name: str):
+    def trained(model: nn.Module, optimizer: Any) -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.05)
+        optimizer.step()
+
+    torch.manual_seed(0)
+    low = nn.Linear(4, 4, bias=False).bfloat16()
+    before = builder(name)(low)
+    trained(low, before)
+    plain, sharded = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    optimizers = (
+        builder(name)(plain),
+        shardcast.shard(sharded, builder(name)(sharded), param_dtype=torch.float32),
+    )
+    for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+        model.weight.data.copy_(low.weight)
+        if isinstance(optimizer, shardcast.ShardedOptimizer):
+            optimizer.resync_masters()
+        optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+        for _ in range(3):
+            trained(model, optimizer)
+    state = optimizers[1].state[sharded.weight]
+    assert all(value.dtype == torch.float32 for value in state.values())
+    assert torch.equal(sharded.weight, plain.weight)
