@@ -171,15 +171,16 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _present(self, verdict: Verdict) -> dict[Master, list[bool]]:
         """Per master and fragment, whether some rank has a gradient."""
-        present = {}
-        by_pack = {
-            id(grads.pack): [there for there, mine in zip(slots, grads.owned, strict=True) if mine]
-            for grads, slots in zip(self._reduce.grads, verdict.present, strict=True)
+        slots = dict(zip(self._reduce.grads, verdict.present, strict=True))
+        return {
+            master: [
+                there
+                for there, mine in zip(slots[master.grads], master.grads.owned, strict=True)
+                if mine
+            ]
+            for master in self._masters
+            if master.grads is not None
         }
-        for master in self._masters:
-            if master.grads is not None:
-                present[master] = by_pack[id(master.pack)]
-        return present
 
     def _note_writes(self, verdict: Verdict) -> None:
         """Have autograd refuse a backward through a graph that was made before this step.

@@ -257,12 +257,12 @@ class Reducer:
         Args:
             present: per pack, in the order of :meth:`add`, and slot.
         """
-        stages = {id(stage.grads): stage for stage in self._stages}
-        for grads, slots in zip(self.grads, present, strict=True):
+        for stage, slots in zip(self._numbered, present, strict=True):
+            grads = stage.grads
             for position, param in enumerate(grads.pack.params):
                 if param.grad is None and slots[position] and grads.owned[position]:
                     grads.show(position)
-                    stages[id(grads)].absent.discard(position)  # is seen when it is cleared
+                    stage.absent.discard(position)  # is seen when it is cleared
 
     # -- hooks ------------------------------------------------------------------------------
 
