@@ -18,7 +18,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.convert import convert_tensor_
 from shardcast.master import build_master
 from shardcast.optimizer import ShardedOptimizer
-from shardcast.pack import check_params, describe, plan_packs
+from shardcast.pack import check_params, describe, describe_groups, plan_packs
 from shardcast.precision import Precision
 from shardcast.update import ELEMENTWISE
 from shardcast.watch import is_marked
@@ -85,7 +85,8 @@ def shard(
         infos = describe(mine, config, groups, precision.storage_dtype)
         layout = plan_packs(infos, comm.size, partition_of(optimizer, config), config)
         device = next(iter(mine.values())).device
-        facts = layout.lines() + [f"{key} = {value}" for key, value in config.to_dict().items()]
+        facts = layout.lines() + describe_groups(optimizer, optimizer.param_groups)
+        facts += [f"{key} = {value}" for key, value in config.to_dict().items()]
         same_everywhere(comm, facts, device)
 
         _convert_rest(inner, rest, precision, comm)

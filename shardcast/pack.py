@@ -7,7 +7,7 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -153,6 +153,35 @@ def describe(
         )
         for name, param in named.items()
     ]
+
+
+def describe_groups(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """What ranks must have alike of an optimizer: its class, and the plain options of groups."""
+    lines = [f"optimizer = {type(optimizer).__qualname__}"]
+    for number, group in enumerate(groups):
+        for key in sorted(group):
+            value = _plain(group[key])
+            if key != "params" and value is not _NOT_PLAIN:
+                lines.append(f"group {number}: {key} = {value!r}")
+    return lines
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    """A number, text, a flag, None, or a tuple of them; tensors, such as a tensor ``lr``, by value.
+
+    Anything else, of which nobody knows whether it is alike on all ranks, is ``_NOT_PLAIN``.
+    """
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() == 1 and not value.is_meta else _NOT_PLAIN
+    if isinstance(value, (tuple, list)):
+        items = tuple(_plain(item) for item in value)
+        return _NOT_PLAIN if _NOT_PLAIN in items else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
 
 
 def plan_packs(

@@ -299,7 +299,14 @@ def different(group: Any, what: str) -> str:
         cut = 3 if odd else 2
         params = [{"params": params[:cut]}, {"params": params[cut:]}]
     dtype = torch.float16 if odd and what == "option" else torch.bfloat16
-    optimizer = torch.optim.AdamW(params)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=torch.tensor(0.5))
+    if odd and what == "class":
+        optimizer = torch.optim.SGD(params, lr=0.5)
+    if odd and what in ("lr", "weight_decay", "betas"):
+        value = {"lr": torch.tensor(0.25), "weight_decay": 0.5, "betas": (0.5, 0.9)}[what]
+        optimizer.param_groups[-1][what] = value
+    for members in optimizer.param_groups:  # no plain value, so not compared
+        members["mine"] = object()
     try:
         shardcast.shard(model, optimizer, process_group=group, param_dtype=dtype, fuse="eager")
     except RuntimeError as error:
@@ -314,11 +321,15 @@ DIFFERENCES = {
     "frozen": "b.bias",
     "group": "b.weight",
     "option": "",
+    "class": "rank 0: optimizer = AdamW; rank 1: optimizer = SGD",
+    "lr": "rank 0: group 0: lr = 0.5; rank 1: group 0: lr = 0.25",
+    "weight_decay": "rank 0: group 0: weight_decay = 0.01; rank 1: group 0: weight_decay = 0.5",
+    "betas": "rank 0: group 0: betas = (0.9, 0.999); rank 1: group 0: betas = (0.5, 0.9)",
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_models_that_differ_are_refused_on_every_rank_by_the_first_differing_parameter(what: str):
+def test_models_that_differ_are_refused_on_every_rank_by_the_first_difference(what: str):
     world = ThreadedWorld(3)
     messages = world.run(different, what)
     assert messages[0] == messages[1] == messages[2]
