@@ -105,9 +105,10 @@ def check_params(named: Mapping[str, nn.Parameter]) -> None:
     """Raise for a parameter that cannot be packed.
 
     Raises:
-        ValueError: it is on the meta device, so it has no values.
+        ValueError: it is on the meta device, so it has no values; or it has the memory of another.
         TypeError: it is complex, an integer, or of another dtype than fp32, bf16, fp16.
     """
+    owners: dict[tuple[torch.device, int], str] = {}
     for name, param in named.items():
         if param.is_meta:
             raise ValueError(
@@ -120,6 +121,15 @@ def check_params(named: Mapping[str, nn.Parameter]) -> None:
                 f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
                 "leave it out of this optimizer's groups (complex ones: train a real view)"
             )
+        if param.numel() and param.data_ptr():  # empty ones have no memory
+            other = owners.setdefault((param.device, param.data_ptr()), name)
+            if other != name:  # packs would give each its own
+                raise ValueError(
+                    f"model: parameters {other!r} and {name!r} are two objects on the same memory, "
+                    "which packing would untie; tie the Parameter itself, as in "
+                    "b.weight = a.weight rather than b.weight.data = a.weight.data, before the "
+                    "optimizer is built"
+                )
 
 
 def describe(

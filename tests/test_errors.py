@@ -94,6 +94,30 @@ def test_what_the_optimizer_does_not_hold_may_not_be_left_on_meta_either(left: s
         shardcast.shard(model, optimizer)
 
 
+def test_two_parameters_on_the_same_memory_are_refused_by_name():
+    model = MLP()
+    model.d = nn.Linear(13, 5)
+    model.d.weight.data = model.b.weight.data
+    expected = r"'b\.weight' and 'd\.weight' are two objects on the same memory.*tie the Parameter"
+    with pytest.raises(ValueError, match=expected):
+        shardcast.shard(model, adamw(model))
+    with pytest.raises(ValueError, match=expected):
+        shardcast.pack_parameters(model)
+    model.d.weight = model.b.weight
+    shardcast.shard(model, adamw(model))
+    assert model.d.weight is model.b.weight
+
+
+def test_views_of_one_storage_that_do_not_overlap_and_empty_parameters_are_not_refused():
+    """Negative control."""
+    flat = torch.arange(8.0)
+    model = nn.Module()
+    model.first, model.second = (nn.Parameter(part) for part in flat.split(4))
+    model.nothing, model.nil = (nn.Parameter(flat[:0]) for _ in range(2))
+    shardcast.shard(model, adamw(model))
+    assert torch.cat([model.first, model.second]).tolist() == flat.tolist()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_sparse_gradients_are_refused_by_name(size: int):
     def train(group: Any) -> None:
