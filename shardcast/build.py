@@ -18,7 +18,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.convert import convert_tensor_
 from shardcast.master import build_master
 from shardcast.optimizer import ShardedOptimizer
-from shardcast.pack import check_params, describe, describe_groups, plan_packs
+from shardcast.pack import check_embeddings, check_params, describe, describe_groups, plan_packs
 from shardcast.precision import Precision
 from shardcast.update import ELEMENTWISE
 from shardcast.watch import is_marked
@@ -80,6 +80,7 @@ def shard(
         check_params(mine)
         comm = Comm.resolve(process_group)
         precision = Precision(inner, config)
+        check_embeddings(inner, groups, precision.storage_dtype, config)
         if _compat.is_ddp(model):
             _check_ddp(mine, precision, config)
         infos = describe(mine, config, groups, precision.storage_dtype)

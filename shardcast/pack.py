@@ -7,7 +7,7 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.layout import Layout, PackLayout, ParamInfo, Span, plan
-from shardcast.precision import is_packable
+from shardcast.precision import MASTER_DTYPE, is_packable
 
 
 class Pack:
@@ -130,6 +130,36 @@ def check_params(named: Mapping[str, nn.Parameter]) -> None:
                     "b.weight = a.weight rather than b.weight.data = a.weight.data, before the "
                     "optimizer is built"
                 )
+
+
+def check_embeddings(
+    model: nn.Module,
+    params: Collection[nn.Parameter],
+    storage_dtype: Callable[[nn.Parameter], torch.dtype],
+    config: ShardcastConfig,
+) -> None:
+    """Raise for an embedding whose forward rescales weights that are not the masters.
+
+    Raises:
+        ValueError: ``max_norm`` with a weight among ``params`` that is stored in low precision.
+    """
+    if config.master == "split16":  # what is published is a part of the masters
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        weight = module._parameters.get("weight")
+        if weight is None or weight not in params:
+            continue
+        dtype = storage_dtype(weight)
+        if dtype != MASTER_DTYPE:
+            kind = "Embedding" if isinstance(module, nn.Embedding) else "EmbeddingBag"
+            raise ValueError(
+                f"model: {name!r} has max_norm={module.max_norm}, whose forward rescales the "
+                f"weight in place; it is to be stored as {dtype}, and the fp32 masters would undo "
+                f"that in every step; pass keep_fp32=(torch.nn.{kind},), or master='split16' with "
+                "bf16"
+            )
 
 
 def describe(
