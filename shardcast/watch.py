@@ -115,7 +115,11 @@ class Watch:
     def _before_load(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_rest: Any
     ) -> None:
-        """Give masters the loaded values in full precision; the model gets them cast."""
+        """Give masters the loaded values in full precision; the model gets them cast.
+
+        Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
+        of a master whose cast they are: it stays, as in :meth:`Master.absorb`.
+        """
         own = dict(module.named_parameters(recurse=False))
         wanted = {own[name]: state_dict.get(prefix + name) for name in own}
         for param, master, fragment in self._fragments(wanted):
@@ -123,7 +127,11 @@ class Watch:
             if isinstance(value, Tensor) and value.shape == param.shape and not master.in_place:
                 start, stop = fragment.param_range
                 exact = value.reshape(-1)[start:stop].to(param.device, MASTER_DTYPE)
-                master.store.write(master.local(fragment.start, fragment.stop), exact)
+                part = master.local(fragment.start, fragment.stop)
+                if value.dtype == master.pack.layout.dtype:
+                    kept = master.store.read(part)
+                    exact = torch.where(kept.to(value.dtype) == exact, kept, exact)
+                master.store.write(part, exact)
 
     def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
         self._stale = True

@@ -306,6 +306,33 @@ def test_expanded_and_transposed_buffers_become_rank_zeros():
         assert torch.equal(turned, torch.arange(6.0).view(2, 3).t())
 
 
+@pytest.mark.parametrize("master", ["fp32", "split16"])
+def test_masters_stay_exact_where_low_precision_values_are_loaded_that_they_have(master: str):
+    """As with ``model.load_state_dict(model.state_dict())``; values that differ are taken."""
+
+    def run(group: Any) -> list[Any]:
+        model = mlp()
+        optimizer = shardcast.shard(model, adamw(model), process_group=group, master=master)
+        backward(2)(model, optimizer, BATCH, True)
+        found = [optimizer.full_parameters()]  # on rank 0
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        changed = {**saved, "0.weight": saved["0.weight"].clone()}
+        changed["0.weight"][2] = 3.0
+        exact = {name: value.float() for name, value in saved.items()}
+        for values in (saved, changed, exact):
+            model.load_state_dict(values)
+            found.append(optimizer.full_parameters())
+        return [*found, exact]
+
+    before, same, changed, loaded, exact = ThreadedWorld(2).run(run)[0]
+    for name, value in before.items():
+        assert torch.equal(same[name], value)
+        assert torch.equal(loaded[name], exact[name]), "in fp32 zeros are meant"
+    assert not torch.equal(before["0.weight"], exact["0.weight"]), "there was more than bf16"
+    before["0.weight"][2] = 3.0
+    assert torch.equal(changed["0.weight"], before["0.weight"])
+
+
 def test_an_added_group_accumulates_in_the_gradient_dtype_too():
     model = mlp()
     inner = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
