@@ -28,8 +28,9 @@ def mark(model: nn.Module) -> None:
 
 
 def unmark(model: nn.Module) -> None:
-    """Take the note away."""
-    delattr(model, MARK)
+    """Take the note away, if it is there."""
+    if hasattr(model, MARK):
+        delattr(model, MARK)
 
 
 def is_marked(model: nn.Module) -> bool:

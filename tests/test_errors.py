@@ -211,6 +211,14 @@ def test_sharding_twice_is_refused():
             shardcast.shard(model, again)
 
 
+def test_closing_twice_is_harmless_and_the_model_may_be_sharded_anew():
+    model = MLP()
+    optimizer = sharded(model)
+    optimizer.close()
+    optimizer.close()
+    sharded(model)
+
+
 def test_an_error_before_sharding_leaves_the_model_as_it_was():
     model = MLP()
     before = [(p.dtype, p.data_ptr()) for p in model.parameters()]
