@@ -18,7 +18,7 @@ from shardcast.contract import StatefulOptimizer
 from shardcast.layout import Layout
 from shardcast.master import Master, build_master
 from shardcast.overlap import Overlap
-from shardcast.pack import check_params, describe, plan_packs
+from shardcast.pack import check_embeddings, check_params, describe, describe_groups, plan_packs
 from shardcast.precision import Precision
 from shardcast.reduce import Reducer
 from shardcast.scaler import Scaler, Verdict
@@ -290,8 +290,9 @@ class ShardedOptimizer(StatefulOptimizer):
         Packs of their own are made for it; masters start from the parameters' present values.
 
         Raises:
-            ValueError: a parameter that is not the model's, or is in a group already.
-            RuntimeError: the ranks add different groups.
+            ValueError: a parameter that is not the model's, or is in a group already, or cannot
+                be sharded; nothing is added.
+            RuntimeError: the ranks add different groups; nothing is added.
         """
         if not self._masters:  # called by the base class for the groups of the original
             super().add_param_group(param_group)
@@ -315,25 +316,27 @@ class ShardedOptimizer(StatefulOptimizer):
                 "to the model first"
             )
         check_params(added)
-        self._original.param_groups.append(group)
-        if not added:
-            return
-        self._look_again()
+        precision = Precision(self._model, self.config)
+        check_embeddings(self._model, wanted, precision.storage_dtype, self.config)
         groups = dict.fromkeys(added.values(), number)
-        infos = describe(added, self.config, groups, self._precision.storage_dtype)
+        infos = describe(added, self.config, groups, precision.storage_dtype)
         new = plan_packs(infos, self._comm.size, self.layout.partition, self.config)
         first = len(self.layout.packs)
         packs = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in new.packs)
-        self.layout = dataclasses.replace(self.layout, packs=self.layout.packs + packs)
-        device = next(iter(added.values())).device
-        same_everywhere(self._comm, self.layout.lines(), device)
+        layout = dataclasses.replace(self.layout, packs=self.layout.packs + packs)
+        facts = layout.lines() + describe_groups(self._original, [group], number)
+        device = self._masters[0].pack.data.device
+        same_everywhere(self._comm, facts, device)  # before anything is changed
+        if added:
+            self._look_again()
         params = ([added[slot.name] for slot in pack.slots] for pack in packs)
-        self._adopt(
-            [
-                build_master(pack, theirs, self._comm, self.config)
-                for pack, theirs in zip(packs, params, strict=True)
-            ]
-        )
+        masters = [
+            build_master(pack, theirs, self._comm, self.config)
+            for pack, theirs in zip(packs, params, strict=True)
+        ]
+        self.layout = layout
+        self._original.param_groups.append(group)
+        self._adopt(masters)
 
     def _look_again(self) -> None:
         """Apply precision and watch to modules that the model got since."""

@@ -196,11 +196,15 @@ def describe(
 
 
 def describe_groups(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], first: int = 0
 ) -> list[str]:
-    """What ranks must have alike of an optimizer: its class, and the plain options of groups."""
+    """What ranks must have alike of an optimizer: its class, and the plain options of groups.
+
+    Args:
+        first: the number of the first of ``groups``.
+    """
     lines = [f"optimizer = {type(optimizer).__qualname__}"]
-    for number, group in enumerate(groups):
+    for number, group in enumerate(groups, first):
         for key in sorted(group):
             value = _plain(group[key])
             if key != "params" and value is not _NOT_PLAIN:

@@ -136,14 +136,37 @@ def test_a_group_of_strangers_is_refused_and_not_added():
 def test_ranks_that_add_different_groups_are_told_so():
     def run(group: Any) -> None:
         model = mlp()
-        optimizer = shardcast.shard(
-            model, torch.optim.AdamW(model[0].parameters()), process_group=group
-        )
-        layer = model[2] if group.rank() == 0 else model[4]
+        inner = torch.optim.AdamW(model[0].parameters())
+        optimizer = shardcast.shard(model, inner, process_group=group)
+        first, before = group.rank() == 0, optimizer.layout
+        layer = model[2] if first else model[4]
         with pytest.raises(RuntimeError, match=r"rank 0: .*2\.weight.*rank 1: .*4\.weight"):
             optimizer.add_param_group({"params": list(layer.parameters())})
+        with pytest.raises(RuntimeError, match=r"rank 0: group 1: lr = 0\.5; rank 1: .* = 0\.25"):
+            optimizer.add_param_group({"params": [], "lr": 0.5 if first else 0.25})
+        assert len(optimizer.param_groups) == len(inner.param_groups) == 1
+        assert optimizer.layout == before
+        # The same may be added afterwards, and trains.
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        weight = model[2].weight.detach().clone()
+        backward(2)(model, optimizer, BATCH, True)
+        assert not torch.equal(model[2].weight, weight)
 
     ThreadedWorld(2).run(run)
+
+
+def test_a_group_that_cannot_be_packed_leaves_everything_as_it_was():
+    model = mlp()
+    inner = torch.optim.AdamW(model[0].parameters())
+    optimizer = shardcast.shard(model, inner)
+    before = optimizer.layout
+    model.append(nn.Embedding(4, 3, max_norm=1.0))
+    model.append(nn.Linear(3, 3, device="meta"))
+    for layer, told in ((model[-2], "max_norm=1.0"), (model[-1], "on the meta device")):
+        with pytest.raises(ValueError, match=told):
+            optimizer.add_param_group({"params": list(layer.parameters())})
+    assert len(optimizer.param_groups) == len(inner.param_groups) == 1
+    assert optimizer.layout == before
 
 
 @pytest.mark.parametrize("on", ["original", "sharded"])
