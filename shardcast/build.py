@@ -18,7 +18,14 @@ from shardcast.config import ShardcastConfig
 from shardcast.convert import convert_tensor_
 from shardcast.master import build_master
 from shardcast.optimizer import ShardedOptimizer
-from shardcast.pack import check_embeddings, check_params, describe, describe_groups, plan_packs
+from shardcast.pack import (
+    check_embeddings,
+    check_limit,
+    check_params,
+    describe,
+    describe_groups,
+    plan_packs,
+)
 from shardcast.precision import Precision
 from shardcast.update import ELEMENTWISE
 from shardcast.watch import is_marked
@@ -155,6 +162,7 @@ def _check_groups(
     """The number of the group of each of the optimizer's parameters, all among ``names``."""
     groups: dict[nn.Parameter, int] = {}
     for number, group in enumerate(optimizer.param_groups):
+        check_limit(group, optimizer.defaults, number)
         for param in group["params"]:
             if param not in names:
                 raise ValueError(

@@ -15,6 +15,7 @@ import difflib
 import os
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,29 @@ class ShardcastConfig:
             return value
 
         return {option.name: plain(getattr(self, option.name)) for option in fields(self)}
+
+
+def check_bound(name: str, value: Any) -> float:
+    """A bound of norms or values, as a float; inf bounds nothing.
+
+    A negative one would turn gradients around, and NaN would reach the weights.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not above 0.
+    """
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(
+            f"{name}: expected a number above 0, got {value!r} ({type(value).__name__})"
+        )
+    bound = float(number)
+    if not bound > 0:
+        raise ValueError(
+            f"{name}: expected a number above 0, got {value!r}; use inf, or do not clip, for no "
+            "bound"
+        )
+    return bound
 
 
 def _known(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -13,12 +13,19 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
-from shardcast.config import ShardcastConfig
+from shardcast.config import ShardcastConfig, check_bound
 from shardcast.contract import StatefulOptimizer
 from shardcast.layout import Layout
 from shardcast.master import Master, build_master
 from shardcast.overlap import Overlap
-from shardcast.pack import check_embeddings, check_params, describe, describe_groups, plan_packs
+from shardcast.pack import (
+    check_embeddings,
+    check_limit,
+    check_params,
+    describe,
+    describe_groups,
+    plan_packs,
+)
 from shardcast.precision import Precision
 from shardcast.reduce import Reducer
 from shardcast.scaler import Scaler, Verdict
@@ -227,8 +234,14 @@ class ShardedOptimizer(StatefulOptimizer):
 
         Returns:
             The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
+
+        Raises:
+            TypeError, ValueError: ``max_norm``, or a group's ``max_grad_norm``, is not a number
+                above 0.
         """
-        self._verdict = self._combine(float(max_norm), self._pending())
+        bound = check_bound("max_norm", max_norm)
+        self._check_limits()
+        self._verdict = self._combine(bound, self._pending())
         self._clipped = self._reduce.seen()
         return self._verdict.norm.float()
 
@@ -236,13 +249,21 @@ class ShardedOptimizer(StatefulOptimizer):
         """Clamp every element of the averaged gradients; every rank must call it.
 
         Finishes the reduction now. Non-finite gradients still skip the step.
+
+        Raises:
+            TypeError, ValueError: ``clip_value`` is not a number above 0.
         """
+        bound = check_bound("clip_value", clip_value)
         self._check_call()
         self._wake()
         pending = self._pending()
         self._reduce.finish()
-        self._scaler.clip_value(float(clip_value), pending)
+        self._scaler.clip_value(bound, pending)
         self._clipped = self._reduce.seen()
+
+    def _check_limits(self) -> None:
+        for number, group in enumerate(self.param_groups):
+            check_limit(group, self.defaults, number)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -316,6 +337,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 "to the model first"
             )
         check_params(added)
+        check_limit(group, self.defaults, number)
         precision = Precision(self._model, self.config)
         check_embeddings(self._model, wanted, precision.storage_dtype, self.config)
         groups = dict.fromkeys(added.values(), number)

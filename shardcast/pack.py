@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.config import ShardcastConfig
+from shardcast.config import ShardcastConfig, check_bound
 from shardcast.layout import Layout, PackLayout, ParamInfo, Span, plan
 from shardcast.precision import MASTER_DTYPE, is_packable
 
@@ -160,6 +160,20 @@ def check_embeddings(
                 f"that in every step; pass keep_fp32=(torch.nn.{kind},), or master='split16' with "
                 "bf16"
             )
+
+
+def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: int) -> None:
+    """Raise for a group whose own bound of the gradient norm is none.
+
+    Args:
+        defaults: those of the optimizer; what is there is an option of its class, not ours.
+
+    Raises:
+        TypeError, ValueError: ``max_grad_norm`` is not a number above 0.
+    """
+    limit = group.get("max_grad_norm")
+    if limit is not None and "max_grad_norm" not in defaults:
+        check_bound(f"max_grad_norm of parameter group {number}", limit)
 
 
 def describe(

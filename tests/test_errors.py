@@ -297,6 +297,51 @@ def test_pickling_and_copying_are_refused():
             attempt(optimizer)
 
 
+BOUNDS = [
+    (-1.0, ValueError, "above 0, got -1.0"),
+    (0, ValueError, "above 0, got 0"),
+    (float("nan"), ValueError, "above 0, got nan"),
+    (torch.tensor(-1.0), ValueError, r"above 0, got tensor\(-1"),
+    ("a", TypeError, r"above 0, got 'a' \(str\)"),
+    (True, TypeError, r"above 0, got True \(bool\)"),
+]
+
+
+@pytest.mark.parametrize(("bound", "error", "told"), BOUNDS, ids=[str(b[0]) for b in BOUNDS])
+def test_bounds_that_are_not_above_zero_are_refused_by_name(bound: Any, error: Any, told: str):
+    model = MLP()
+    optimizer = sharded(model)
+    install(model, 0)
+    with pytest.raises(error, match=f"max_norm: expected a number {told}"):
+        optimizer.clip_grad_norm_(bound)
+    with pytest.raises(error, match=f"clip_value: expected a number {told}"):
+        optimizer.clip_grad_value_(bound)
+    optimizer.param_groups[0]["max_grad_norm"] = bound
+    own = f"max_grad_norm of parameter group 0: expected a number {told}"
+    with pytest.raises(error, match=own):
+        optimizer.clip_grad_norm_(1.0)
+    model = MLP()
+    inner = torch.optim.SGD([{"params": model.parameters(), "max_grad_norm": bound}], lr=0.1)
+    with pytest.raises(error, match=own):
+        shardcast.shard(model, inner)
+    inner.param_groups[0]["max_grad_norm"] = None
+    optimizer = shardcast.shard(model, inner)
+    with pytest.raises(error, match=own.replace("0", "1", 1)):
+        optimizer.add_param_group({"params": [], "max_grad_norm": bound})
+
+
+@pytest.mark.parametrize("bound", [1, float("inf"), torch.tensor(0.5)])
+def test_numbers_above_zero_are_bounds(bound: Any):
+    """Negative control; inf clips nothing, and a tensor counts by its value."""
+    model = MLP()
+    optimizer = sharded(model)
+    install(model, 0)
+    optimizer.clip_grad_norm_(bound)
+    optimizer.clip_grad_value_(bound)
+    optimizer.step()
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+
+
 # -- process groups -------------------------------------------------------------------------------
 
 
