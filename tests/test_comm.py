@@ -35,6 +35,27 @@ def test_values_are_exchanged_over_gloo(gloo: SpawnedWorld):
     assert gloo.run(exchanged) == [[values_of(0), values_of(1)]] * 2
 
 
+def large_arrives(group: Any) -> bool:
+    value = bytes(range(256)) * (1 << 14)
+    return Comm(group).exchange(value, CPU) == [value] * group.size()
+
+
+def test_large_values_are_exchanged_without_an_object_per_byte(
+    gloo: SpawnedWorld, monkeypatch: pytest.MonkeyPatch
+):
+    assert gloo.run(large_arrives) == [True, True]
+    listed, tolist = [0], torch.Tensor.tolist
+
+    def noting(tensor: torch.Tensor) -> Any:
+        listed.append(tensor.numel())
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", noting)
+    ranks, _ = run_world(2, large_arrives)
+    assert ranks == [True, True]
+    assert max(listed) <= 2, "the lengths alone"
+
+
 def test_a_process_alone_needs_no_group_and_no_collective():
     comm, tensor = Comm(None), torch.ones(3)
     comm.broadcast(tensor, 0)
