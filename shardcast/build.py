@@ -16,6 +16,7 @@ from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
 from shardcast.convert import convert_tensor_
+from shardcast.fuse import compiles
 from shardcast.master import build_master
 from shardcast.optimizer import ShardedOptimizer
 from shardcast.pack import (
@@ -27,7 +28,7 @@ from shardcast.pack import (
     plan_packs,
 )
 from shardcast.precision import Precision
-from shardcast.update import ELEMENTWISE
+from shardcast.update import ELEMENTWISE, make_update
 from shardcast.watch import is_marked
 
 REFUSED: dict[type[torch.optim.Optimizer], str] = {
@@ -96,6 +97,8 @@ def shard(
         facts = layout.lines() + describe_groups(optimizer, optimizer.param_groups)
         facts += [f"{key} = {value}" for key, value in config.to_dict().items()]
         same_everywhere(comm, facts, device)
+        make_update(optimizer, config, comm)  # what it refuses, before the model is converted
+        compiles(config, device)
 
         _convert_rest(inner, rest, precision, comm)
         masters = [

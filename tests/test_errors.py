@@ -228,6 +228,28 @@ def test_an_error_before_sharding_leaves_the_model_as_it_was():
     shardcast.shard(model, adamw(model))
 
 
+@pytest.mark.parametrize("what", ["moments", "compiler", "meta"])
+def test_what_cannot_be_updated_is_refused_before_the_model_is_cast(
+    what: str, monkeypatch: pytest.MonkeyPatch
+):
+    model = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 3))
+    inner: torch.optim.Optimizer = torch.optim.AdamW(model[0].parameters())
+    fields: dict[str, Any] = {}
+    if what == "moments":
+        inner = torch.optim.RMSprop(model[0].parameters())
+        fields, told = {"moments": "bf16"}, "moments: 'bf16' needs Adam, AdamW or SGD"
+    elif what == "compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        fields, told = {"fuse": "compile"}, "fuse: expected a C\\+\\+ compiler"
+    else:
+        model.register_buffer("stray", torch.empty(3, device="meta"))
+        told = "'stray' is on the meta device"
+    before = [(p.dtype, p.data_ptr()) for p in model.parameters()]
+    with pytest.raises(ValueError, match=told):
+        shardcast.shard(model, inner, **fields)
+    assert [(p.dtype, p.data_ptr()) for p in model.parameters()] == before
+
+
 def test_the_original_optimizers_step_is_refused():
     model = MLP()
     optimizer = adamw(model)
