@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
@@ -158,6 +159,11 @@ class ShardcastConfig:
         keep = self.keep_fp32
         if isinstance(keep, (str, type)) or callable(keep):
             keep = (keep,)
+        if not isinstance(keep, Iterable):
+            raise TypeError(
+                "keep_fp32: expected patterns, module classes or predicates "
+                f"(name, parameter) -> bool, got {keep!r} ({type(keep).__name__}); () keeps none"
+            )
         object.__setattr__(self, "keep_fp32", tuple(keep))
         for option in fields(self):
             _check_type(option.name, str(option.type), getattr(self, option.name))
@@ -175,7 +181,8 @@ class ShardcastConfig:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
         require(self.param_dtype is not None, "param_dtype", "bf16, fp16 or fp32")
-        require(self.pack_mb > 0, "pack_mb", "a number of MiB above 0")
+        bytes_fit = 0 < self.pack_mb * 2**20 < float("inf")
+        require(bytes_fit, "pack_mb", "a number of MiB above 0, and not inf")
         require(
             self.pack_params is None or self.pack_params > 0,
             "pack_params",
@@ -226,17 +233,18 @@ class ShardcastConfig:
             keywords: fields given in code; they win over everything else.
 
         Raises:
-            ValueError: an unknown field, naming the nearest known one, or an invalid value.
+            ValueError: an unknown field, naming the nearest known one, an invalid value, or
+                something that is not YAML, naming the file or the variable.
             FileNotFoundError: the file does not exist.
         """
         if source is None:
             source = os.environ.get(CONFIG_VARIABLE) or None
         values: dict[str, Any] = {}
         if isinstance(source, Mapping):
-            values.update(_known(source, "config"))
+            values.update(_with_numbers(_known(source, "config")))
         elif source is not None:
-            values.update(_known(_read_yaml(Path(source)), str(source)))
-        values.update(_from_environment(os.environ))
+            values.update(_with_numbers(_known(_read_yaml(Path(source)), str(source))))
+        values.update(_with_numbers(_from_environment(os.environ)))
         values.update(_known(keywords, "keyword"))
         return cls(**values)
 
@@ -298,17 +306,33 @@ def _nearest(key: str, names: list[str]) -> str:
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    import yaml  # comes with accelerate; not needed to import shardcast
-
-    content = yaml.safe_load(path.read_text()) or {}
+    content = _parse(path.read_text(), str(path)) or {}
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
     return content
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    import yaml
+def _parse(text: str, where: str) -> Any:
+    import yaml  # comes with accelerate; not needed to import shardcast
 
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {error}") from error
+
+
+def _with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values``, with text that YAML did not take for a number, ``inf`` or ``1e3``, as one."""
+    types = {option.name: str(option.type) for option in fields(ShardcastConfig)}
+    found = dict(values)
+    for name, value in found.items():
+        if isinstance(value, str) and "float" in types[name]:
+            with suppress(ValueError):  # such as 'dynamic', or what the check will refuse
+                found[name] = float(value)
+    return found
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = [option.name for option in fields(ShardcastConfig)]
     values: dict[str, Any] = {}
     for variable, text in environ.items():
@@ -318,7 +342,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if key not in names:
             known = [ENV_PREFIX + name.upper() for name in names]
             raise ValueError(f"environment: unknown variable {variable}{_nearest(variable, known)}")
-        values[key] = yaml.safe_load(text)
+        values[key] = _parse(text, variable)
     return values
 
 
@@ -332,7 +356,7 @@ def _as_dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def _check_type(name: str, annotation: str, value: Any) -> None:
-    """Check plain types; YAML reads ``1e-3`` as text and ``yes`` as a boolean."""
+    """Check plain types; YAML reads ``yes`` as a boolean."""
     if value is None and "None" in annotation:
         return
     expected: tuple[type, ...]

@@ -130,6 +130,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cast_forward_inputs": "yes"}, TypeError, "cast_forward_inputs: expected bool, got 'yes'"),
     ({"group_fn": "name"}, TypeError, "group_fn: expected a callable"),
     ({"keep_fp32": (3,)}, TypeError, "keep_fp32: expected patterns"),
+    ({"keep_fp32": 3}, TypeError, r"keep_fp32: expected patterns.*got 3 \(int\); \(\) keeps none"),
+    ({"keep_fp32": None}, TypeError, r"keep_fp32: expected patterns.*got None \(NoneType\)"),
+    ({"pack_mb": float("inf")}, ValueError, "pack_mb: expected a number of MiB .*not inf, got inf"),
+    ({"pack_mb": 1e308}, ValueError, "pack_mb: expected a number of MiB .*not inf, got 1e"),
     ({"sync": "all_gather", "partition": "whole"}, ValueError, "all_gather needs equal spans"),
 ]
 
@@ -166,6 +170,39 @@ def test_environment_values_are_read_as_yaml(monkeypatch: pytest.MonkeyPatch):
     config = ShardcastConfig.load()
     assert config.keep_fp32 == ("norms", "head.*")
     assert config.max_grad_norm is None and config.cast_forward_inputs is False
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers_from_everywhere_but_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"norm_type": "inf", "max_grad_norm": "1e3", "loss_scale": "1e2"}
+    expected = ShardcastConfig(norm_type=float("inf"), max_grad_norm=1000.0, loss_scale=100.0)
+    file = tmp_path / "numbers.yaml"
+    file.write_text("".join(f"{name}: {text}\n" for name, text in options.items()))
+    assert ShardcastConfig.load(file) == ShardcastConfig.load(options) == expected
+    for name, text in options.items():
+        monkeypatch.setenv(f"SHARDCAST_{name.upper()}", text)
+    assert ShardcastConfig.load() == expected
+    monkeypatch.setenv("SHARDCAST_LOSS_SCALE", "dynamic")
+    assert ShardcastConfig.load().loss_scale == "dynamic"
+    monkeypatch.setenv("SHARDCAST_MAX_GRAD_NORM", "-inf")
+    with pytest.raises(ValueError, match="max_grad_norm: expected null or a number above 0, got -"):
+        ShardcastConfig.load()
+    monkeypatch.setenv("SHARDCAST_MAX_GRAD_NORM", "much")
+    with pytest.raises(TypeError, match="max_grad_norm: expected float"):
+        ShardcastConfig.load()
+
+
+def test_what_is_not_yaml_is_told_with_the_file_or_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "broken.yaml"
+    file.write_text("keep_fp32: [norms\n")
+    with pytest.raises(ValueError, match=r"broken\.yaml: expected YAML, got 'keep_fp32: \[norms"):
+        ShardcastConfig.load(file)
+    monkeypatch.setenv("SHARDCAST_KEEP_FP32", "[norms")
+    with pytest.raises(ValueError, match=r"SHARDCAST_KEEP_FP32: expected YAML, got '\[norms'"):
+        ShardcastConfig.load()
 
 
 def test_to_dict_is_plain_and_loads_again():
