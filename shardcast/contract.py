@@ -1,4 +1,4 @@
-"""F3: what ``torch.optim.Optimizer`` promises beside the step: state in and out, modes, repr."""
+"""F3: what an optimizer promises beside the step: state in and out, memory, modes, repr."""
 
 from __future__ import annotations
 
@@ -256,6 +256,46 @@ class StatefulOptimizer(torch.optim.Optimizer):
         whose next step on the masters' values is then identical.
         """
         return state.gather_plain(self._masters, self._update, self.param_groups, self._comm)
+
+    def wait_sync(self) -> None:
+        """With ``overlap_sync``: have the updated parameters here. Local; else it does nothing.
+
+        Call it before you read or write parameters by hand, outside of a forward (an EMA, weight
+        norms, a copy of a part of the model). Forwards, ``state_dict()`` and ``load_state_dict()``
+        of the model, a copy of all of it, and everything of this optimizer and of checkpoints
+        wait by themselves. On a GPU it is the current stream that waits, not the host: call it
+        before forwards on other streams branch off.
+
+        Raises:
+            RuntimeError: from the process group, where another rank was lost on the way.
+        """
+        self._sync.wait()
+
+    def resync_masters(self) -> None:
+        """Take model parameters that were changed by hand (surgery, EMA swap) as masters. Local.
+
+        Without it the next step overwrites the change by the update of the old masters.
+        ``model.load_state_dict`` is noticed by itself. Unchanged ones keep their full precision;
+        changed ones have what ``param_dtype`` can hold.
+        """
+        self.wait_sync()
+        for master in self._masters:
+            master.absorb()
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes that this rank holds, by kind: parameters, gradients, masters and state.
+
+        With ``offload`` masters and state are in host memory, the others on the device.
+        """
+        report = {"parameters": 0, "gradients": 0, "masters": 0, "state": 0}
+        for master in self._masters:
+            report["parameters"] += master.pack.data.nbytes
+            if master.grads is not None:
+                report["gradients"] += master.grads.nbytes
+            if not master.in_place:
+                report["masters"] += master.store.nbytes
+        report["state"] = self._update.nbytes()
+        return report
 
     def __repr__(self) -> str:
         """The optimizer's class, its groups and the layout's summary."""

@@ -221,7 +221,8 @@ def describe_groups(
     for number, group in enumerate(groups, first):
         for key in sorted(group):
             value = _plain(group[key])
-            if key != "params" and value is not _NOT_PLAIN:
+            ours = key in optimizer.defaults or key == "max_grad_norm"  # not a script's own notes
+            if ours and value is not _NOT_PLAIN:
                 lines.append(f"group {number}: {key} = {value!r}")
     return lines
 

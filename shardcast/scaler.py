@@ -340,21 +340,25 @@ class Scaler:
         """Name the first bad element of each rank's span, and the ranks that it came from.
 
         Outside its own span a rank still has its own gradients. All ranks are here in the same
-        step on CPU, so they can ask each other; on an accelerator the owner is named instead.
+        step on CPU, so they can ask each other; on an accelerator the owner's span is named.
         """
         found = [(owner, *self._element(at)) for owner, at in enumerate(bad) if at >= 0]
+        if self._device.type != "cpu":
+            return "; ".join(
+                f"in the span of rank {owner} that begins in parameter {slot.name!r}"
+                for owner, _, slot, _ in found
+            )
         culprits = {owner: [owner] for owner, *_ in found}
-        if self._device.type == "cpu":
-            mine = [
-                owner
-                for owner, grads, _, offset in found
-                if owner != self._comm.rank
-                and grads.allocated
-                and not bool(grads.data[offset].isfinite())
-            ]
-            for rank, spans in enumerate(self._comm.exchange(mine, self._device)):
-                for owner in spans:
-                    culprits[owner] = [*(r for r in culprits[owner] if r != owner), rank]
+        mine = [
+            owner
+            for owner, grads, _, offset in found
+            if owner != self._comm.rank
+            and grads.allocated
+            and not bool(grads.data[offset].isfinite())
+        ]
+        for rank, spans in enumerate(self._comm.exchange(mine, self._device)):
+            for owner in spans:
+                culprits[owner] = [*(r for r in culprits[owner] if r != owner), rank]
         return "; ".join(
             f"rank {', '.join(map(str, culprits[owner]))}, parameter {slot.name!r}, "
             f"element {offset - slot.offset}"

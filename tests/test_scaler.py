@@ -156,6 +156,14 @@ def test_the_warning_names_the_rank_whose_gradient_was_bad():
         assert not re.search(rf"rank {1 - bad_rank}\b", messages[0]), messages[0]
 
 
+def test_on_an_accelerator_the_report_claims_no_more_than_the_span():
+    optimizer = sharded(CASES["mlp"].build(), None)
+    scaler = optimizer._scaler
+    scaler._device = torch.device("cuda")  # of which only the kind is asked here
+    first = optimizer.layout.packs[0].slots[0].name
+    assert scaler._locate([0]) == f"in the span of rank 0 that begins in parameter {first!r}"
+
+
 def always_bad(group: Any) -> list[str]:
     model = CASES["mlp"].build()
     optimizer = sharded(model, group, param_dtype=BF16, max_skipped_steps=3)
