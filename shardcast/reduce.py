@@ -215,9 +215,25 @@ class Reducer:
         self._check_edits()
         if self._due or self._comm.size == 1:  # alone no backward makes a round due
             self._flush()
+        elif self._told:
+            self._check_strangers()
         self._land_all()
         for grads in self.grads:
             grads.adopt_all()  # one replaced by hand after the reduction is final, as with DDP
+
+    def _check_strangers(self) -> None:
+        """Warn of gradients set by hand after zero_grad(), of which no rank knows the others'."""
+        if any(
+            param.grad is not None and not grads.holds(position)
+            for grads in self.grads
+            for position, param in enumerate(grads.pack.params)
+        ):
+            warnings.warn(
+                "gradients were set by hand after those of a backward were dropped without a step: "
+                "they are taken for means and not averaged over ranks; average them yourself, or "
+                "drop gradients by a step that changes nothing (all .grad None)",
+                stacklevel=4,
+            )
 
     def _check_edits(self) -> None:
         """Warn of what torch.nn.utils.clip_grad_norm_ does, which would be silently wrong."""

@@ -174,6 +174,30 @@ def test_a_clip_before_the_last_backward_is_said_to_be_lost():
     on_ranks(script, 1)
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_gradients_set_by_hand_are_averaged_or_said_not_to_be(
+    dropped: bool, recwarn: pytest.WarningsRecorder
+):
+    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+        params = list(model.parameters())
+        for _ in range(2):
+            if dropped:
+                loss_of(model, x).backward()
+                optimizer.zero_grad()
+            grads = torch.autograd.grad(loss_of(model, x), params)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if dropped:
+        on_ranks(script, 2)
+    else:
+        assert_as_plain(script, 2)
+    told = [w for w in recwarn.list if "not averaged over ranks" in str(w.message)]
+    assert bool(told) == dropped
+
+
 class Net(nn.Module):
     """Four layers, of which some may be left out."""
 
