@@ -106,7 +106,8 @@ def check_params(named: Mapping[str, nn.Parameter]) -> None:
 
     Raises:
         ValueError: it is on the meta device, so it has no values; or it has the memory of another.
-        TypeError: it is complex, an integer, or of another dtype than fp32, bf16, fp16.
+        TypeError: it is a ``DTensor``, complex, an integer, or of another dtype than fp32, bf16,
+            fp16.
     """
     owners: dict[tuple[torch.device, int], str] = {}
     for name, param in named.items():
@@ -114,6 +115,12 @@ def check_params(named: Mapping[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"model: parameter {name!r} is on the meta device and was never materialised; "
                 "call model.to_empty(device=...) and initialise it first, or pass materialize="
+            )
+        if hasattr(param, "device_mesh"):
+            raise TypeError(
+                f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
+                "fully_shard, distribute_module or parallelize_module have cut cannot be sharded "
+                "again; use the plain optimizer with it"
             )
         if not is_packable(param):
             kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 from models import CASES, MLP, adamw, install, sharded
 from torch import Tensor, nn
 
@@ -597,3 +598,18 @@ def test_a_plain_state_of_another_shape_is_refused_and_changes_nothing():
     after = [value["exp_avg"] for value in optimizer.state.values()]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def with_a_dtensor(group: Any) -> str:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.size(),))
+    model = torch.distributed.tensor.distribute_module(nn.Linear(4, 4), mesh)
+    before = model.weight
+    with pytest.raises(TypeError) as caught:
+        sharded(model, group)
+    assert model.weight is before
+    return str(caught.value)
+
+
+def test_a_dtensor_is_refused_by_name(gloo: SpawnedWorld):
+    for message in gloo.run(with_a_dtensor):
+        assert "parameter 'weight' is a DTensor; expected a plain tensor" in message
