@@ -76,6 +76,7 @@ def test_compiled_it_has_the_same_bits(size: int):
     compiled = choose_mean(ShardcastConfig(fuse="compile"), size, CPU)
     assert (compiled is mean_in_chunks_) == (size == 3), "it divides by powers of two only"
     for _, wire, out, carries in (case for case in CASES if case[0] == size):
+        torch._dynamo.reset()  # torch 2.11 keeps no more than 8 graphs of a function
         for numel in (0, 64, 70_000):
             expected = torch.empty(numel, dtype=out)
             pieces, carry, _ = operands(size, wire, out, carries, numel)
