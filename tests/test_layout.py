@@ -152,7 +152,8 @@ def test_the_digest_is_equal_for_equal_plans_and_different_after_any_change(
     changed[which % len(params)] = change(params[which % len(params)])
     assert plan(changed, size, partition, **chosen).digest() != layout.digest()
     assert plan(params, size + 1, partition, **chosen).digest() != layout.digest()
-    if len(params) > 1 and len({(p.shape, p.dtype) for p in params}) > 1:
+    distinct = len(params) > 1 and len({(p.shape, p.dtype) for p in params}) > 1
+    if distinct and partition == "even":  # whole orders the slots of a pack by owner
         assert plan(params[::-1], size, partition, **chosen) != layout
 
 
