@@ -12,21 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardcast import _compat
+from shardcast import _compat, checks
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
 from shardcast.convert import convert_tensor_
 from shardcast.fuse import compiles
 from shardcast.master import build_master
 from shardcast.optimizer import ShardedOptimizer
-from shardcast.pack import (
-    check_embeddings,
-    check_limit,
-    check_params,
-    describe,
-    describe_groups,
-    plan_packs,
-)
+from shardcast.pack import describe, plan_packs
 from shardcast.precision import Precision
 from shardcast.update import ELEMENTWISE, make_update
 from shardcast.watch import is_marked
@@ -85,16 +78,16 @@ def shard(
         groups = _check_groups(names, optimizer)
         mine = {name: param for param, name in names.items() if param in groups}
         rest = {name: param for param, name in names.items() if param not in groups}
-        check_params(mine)
+        checks.check_params(mine)
         comm = Comm.resolve(process_group)
         precision = Precision(inner, config)
-        check_embeddings(inner, groups, precision.storage_dtype, config)
+        checks.check_embeddings(inner, groups, precision.storage_dtype, config)
         if _compat.is_ddp(model):
             _check_ddp(mine, precision, config)
         infos = describe(mine, config, groups, precision.storage_dtype)
         layout = plan_packs(infos, comm.size, partition_of(optimizer, config), config)
         device = next(iter(mine.values())).device
-        facts = layout.lines() + describe_groups(optimizer, optimizer.param_groups)
+        facts = layout.lines() + checks.describe_groups(optimizer, optimizer.param_groups)
         facts += [f"{key} = {value}" for key, value in config.to_dict().items()]
         same_everywhere(comm, facts, device)
         make_update(optimizer, config, comm)  # what it refuses, before the model is converted
@@ -165,7 +158,7 @@ def _check_groups(
     """The number of the group of each of the optimizer's parameters, all among ``names``."""
     groups: dict[nn.Parameter, int] = {}
     for number, group in enumerate(optimizer.param_groups):
-        check_limit(group, optimizer.defaults, number)
+        checks.check_limit(group, optimizer.defaults, number)
         for param in group["params"]:
             if param not in names:
                 raise ValueError(

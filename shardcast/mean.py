@@ -15,7 +15,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.fuse import compiles
-from shardcast.precision import MASTER_DTYPE
+from shardcast.precision import MASTER_DTYPE, sum_dtype
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
@@ -38,7 +38,7 @@ def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor
         pieces: 1-d, of equal length and dtype; ``out`` itself may be one of them.
         out: 1-d, overwritten.
     """
-    total = pieces[0].to(_exact(pieces[0]))
+    total = pieces[0].to(sum_dtype(pieces[0].dtype))
     for piece in pieces[1:]:
         total = total + piece
     # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
@@ -58,18 +58,13 @@ def mean_in_chunks_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, o
     chunk = CHUNK if out.device.type == "cpu" else PIECE
     for start in range(0, out.numel(), chunk):
         part = slice(start, start + chunk)
-        total = pieces[0][part].to(_exact(pieces[0]), copy=True)
+        total = pieces[0][part].to(sum_dtype(pieces[0].dtype), copy=True)
         for piece in pieces[1:]:
             total += piece[part]
         total /= size
         if carry is not None:
             total += carry[part]
         out[part].copy_(total)
-
-
-def _exact(piece: Tensor) -> torch.dtype:
-    """One size up, so that the sum of equal fp32 values is exact too."""
-    return torch.float64 if piece.dtype == MASTER_DTYPE else MASTER_DTYPE
 
 
 def _compiled(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:

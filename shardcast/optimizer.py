@@ -11,21 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat
+from shardcast import _compat, checks
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig, check_bound
 from shardcast.contract import StatefulOptimizer
 from shardcast.layout import Layout
 from shardcast.master import Master, build_master
 from shardcast.overlap import Overlap
-from shardcast.pack import (
-    check_embeddings,
-    check_limit,
-    check_params,
-    describe,
-    describe_groups,
-    plan_packs,
-)
+from shardcast.pack import describe, plan_packs
 from shardcast.precision import Precision
 from shardcast.reduce import Reducer
 from shardcast.scaler import Scaler, Verdict
@@ -113,7 +106,7 @@ class ShardedOptimizer(StatefulOptimizer):
         verdict = self._pending()
         if verdict is None:
             verdict = self._combine(self.config.max_grad_norm)
-        elif self._reduce.seen() != self._clipped:
+        elif self._reduce.edits.seen() != self._clipped:
             raise RuntimeError(
                 "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
                 "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
@@ -242,7 +235,7 @@ class ShardedOptimizer(StatefulOptimizer):
         bound = check_bound("max_norm", max_norm)
         self._check_limits()
         self._verdict = self._combine(bound, self._pending())
-        self._clipped = self._reduce.seen()
+        self._clipped = self._reduce.edits.seen()
         return self._verdict.norm.float()
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -259,11 +252,11 @@ class ShardedOptimizer(StatefulOptimizer):
         pending = self._pending()
         self._reduce.finish()
         self._scaler.clip_value(bound, pending)
-        self._clipped = self._reduce.seen()
+        self._clipped = self._reduce.edits.seen()
 
     def _check_limits(self) -> None:
         for number, group in enumerate(self.param_groups):
-            check_limit(group, self.defaults, number)
+            checks.check_limit(group, self.defaults, number)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -311,17 +304,17 @@ class ShardedOptimizer(StatefulOptimizer):
                 "param_group: it holds a parameter that is not the model's; add the new module "
                 "to the model first"
             )
-        check_params(added)
-        check_limit(group, self.defaults, number)
+        checks.check_params(added)
+        checks.check_limit(group, self.defaults, number)
         precision = Precision(self._model, self.config)
-        check_embeddings(self._model, wanted, precision.storage_dtype, self.config)
+        checks.check_embeddings(self._model, wanted, precision.storage_dtype, self.config)
         groups = dict.fromkeys(added.values(), number)
         infos = describe(added, self.config, groups, precision.storage_dtype)
         new = plan_packs(infos, self._comm.size, self.layout.partition, self.config)
         first = len(self.layout.packs)
         packs = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in new.packs)
         layout = dataclasses.replace(self.layout, packs=self.layout.packs + packs)
-        facts = layout.lines() + describe_groups(self._original, [group], number)
+        facts = layout.lines() + checks.describe_groups(self._original, [group], number)
         device = self._masters[0].pack.data.device
         same_everywhere(self._comm, facts, device)  # before anything is changed
         if added:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.checks import check_params
 from shardcast.config import GroupFn, ShardcastConfig
 from shardcast.grads import GradPack
 from shardcast.layout import Layout
-from shardcast.pack import Pack, check_params, describe, plan_packs
+from shardcast.pack import Pack, describe, plan_packs
 from shardcast.precision import is_packable
 
 

@@ -35,6 +35,11 @@ NORMS: tuple[type[nn.Module], ...] = (
 )
 
 
+def sum_dtype(wire: torch.dtype) -> torch.dtype:
+    """What gradients are summed in: one size up, so that a mean of equal values is that value."""
+    return torch.float64 if wire == MASTER_DTYPE else MASTER_DTYPE
+
+
 def is_packable(param: Tensor) -> bool:
     """Real floating-point parameters are packed, cast and sharded; all others are left alone."""
     return param.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -32,6 +32,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.edits import Edits
 from shardcast.grads import GradPack
 from shardcast.mean import choose_mean
 from shardcast.pack import Pack
@@ -76,15 +77,15 @@ class Reducer:
         # Launch packs before the backward ends. Not in the first one, and never after one inside
         # another was seen: a re-entrant checkpoint may bring a gradient twice. Sharded gradients
         # are always launched: to wait would need the memory that they are to save.
-        # Nor where one backward goes through several models on a group: which of them has a pack
-        # complete first depends on the gradients that a rank has, and so would the order.
+        # But never again after one backward went through several models on a group: which of them
+        # has a pack complete first depends on the gradients of a rank, and so would the order.
         self._early = self._sharded
         self._nested = self._crowded = False
         self._crowd = _Crowd()
         self._sync = True
         self._due = True  # a round must be run before the next step
-        self._versions: list[int] = []  # of the gradients when the last backward had ended
-        self._may_warn = self._may_warn_of_graph = True
+        self.edits = Edits(self.grads)
+        self._may_warn_of_graph = True
         self._told = False  # zero_grad() or a step made the last round's means a thing of the past
         self._cleared: bool | None = None  # some were found cleared since the last round
         self._flying: list[Stage] = []
@@ -212,50 +213,14 @@ class Reducer:
                 for position in range(len(grads.pack.params)):
                     grads.take(position)
             return
-        self._check_edits()
+        self.edits.check_in_place()
         if self._due or self._comm.size == 1:  # alone no backward makes a round due
             self._flush()
         elif self._told:
-            self._check_strangers()
+            self.edits.check_strangers()
         self._land_all()
         for grads in self.grads:
             grads.adopt_all()  # one replaced by hand after the reduction is final, as with DDP
-
-    def _check_strangers(self) -> None:
-        """Warn of gradients set by hand after zero_grad(), of which no rank knows the others'."""
-        if any(
-            param.grad is not None and not grads.holds(position)
-            for grads in self.grads
-            for position, param in enumerate(grads.pack.params)
-        ):
-            warnings.warn(
-                "gradients were set by hand after those of a backward were dropped without a step: "
-                "they are taken for means and not averaged over ranks; average them yourself, or "
-                "drop gradients by a step that changes nothing (all .grad None)",
-                stacklevel=4,
-            )
-
-    def _check_edits(self) -> None:
-        """Warn of what torch.nn.utils.clip_grad_norm_ does, which would be silently wrong."""
-        edited = [
-            grads.data._version != version
-            for grads, version in zip(self.grads, self._versions, strict=False)
-        ]
-        self._versions = []
-        if self._may_warn and any(edited):
-            self._may_warn = False
-            warnings.warn(
-                "gradients were edited in place after backward; only the part of a gradient that "
-                "this rank owns is the mean over ranks, so torch.nn.utils.clip_grad_norm_ and "
-                "whatever else looks at several gradients gives another result on each rank: use "
-                "optimizer.clip_grad_norm_ (edits of each element by itself are fine)",
-                stacklevel=4,
-            )
-
-    def seen(self) -> list[tuple[int, int]]:
-        """What changes when a gradient is edited in place, replaced or cleared."""
-        grads = (param.grad for pack in self.grads for param in pack.pack.params)
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
 
     def used(self) -> None:
         """A step used the gradients: the next one needs a round of its own."""
@@ -364,7 +329,7 @@ class Reducer:
         self._early = not (self._nested or self._crowded)
         self._land_all()  # whoever edits .grad in place after backward edits the mean
         if not self._sharded:
-            self._versions = [grads.data._version for grads in self.grads]
+            self.edits.note()
 
     def _flush(self) -> None:
         for stage in self._stages[self._next :]:
@@ -402,7 +367,7 @@ class Reducer:
         stage.reopen(kept)  # usually none: all gradients were set to None, all are overwritten
 
     def _was_cleared(self) -> bool:
-        """Whether gradients were cleared or replaced since the last round."""
+        """Whether gradients were cleared since the last round."""
         if self._cleared is None:
             self._cleared = self._told or any(
                 param.grad is None

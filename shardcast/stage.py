@@ -103,6 +103,6 @@ class Stage:
             return [received]
         assert self.sent is not None
         pieces = list(received.split(span.numel))
-        in_place = self.sent is grads.data and not grads.sharded
+        in_place = not grads.sharded and self.sent is grads.data
         pieces[span.owner] = own if in_place else self.sent[span.start : span.stop]
         return pieces

@@ -67,8 +67,8 @@ class Odd(nn.Module):
 @pytest.fixture
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``shard`` take models on ``meta``: its own checks look at values, which are not there."""
-    for name in ("check_params", "same_everywhere", "_convert_rest"):
-        monkeypatch.setattr(f"shardcast.build.{name}", lambda *_: None)
+    for name in ("checks.check_params", "build.same_everywhere", "build._convert_rest"):
+        monkeypatch.setattr(f"shardcast.{name}", lambda *_: None)
     monkeypatch.setattr(Pack, "check", lambda _: None)
 
 
