@@ -92,8 +92,9 @@ def test_one_graph_serves_all_lengths_and_places(monkeypatch: pytest.MonkeyPatch
     run = torch.compile(mean_, dynamic=True, fullgraph=True, backend=counter)
     monkeypatch.setattr(mean, "_kernel", lambda: run)
     grads, received = torch.randn(4096).to(BF16), torch.randn(4096).to(BF16)
-    for start, stop in ((0, 2048), (2048, 4096), (64, 1024), (128, 192)):
-        own, other = grads[start:stop], received[start:stop]
+    # The first as on rank 0 of two, where the offset of what it received is the length too.
+    for mine, theirs, numel in ((0, 2048, 2048), (2048, 0, 2048), (64, 128, 960), (128, 64, 64)):
+        own, other = grads[mine : mine + numel], received[theirs : theirs + numel]
         expected = (own.float() + other.float()).div(2).to(BF16)
         mean._compiled([own, other], 2, None, own)
         assert torch.equal(own, expected)
