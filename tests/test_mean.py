@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 from shardcast import ShardcastConfig, mean
