@@ -5,11 +5,11 @@ optimizer, and broadcasts the low-precision parameters on the compute stream. St
 :func:`shard`; every option is a field of :class:`ShardcastConfig`.
 """
 
-from shardcast.build import shard
 from shardcast.config import ShardcastConfig
-from shardcast.convert import convert_
-from shardcast.optimizer import ShardedOptimizer
-from shardcast.packed import PackedParameters, pack_parameters
+from shardcast.memory.convert import convert_
+from shardcast.memory.pack_only import PackedParameters, pack_parameters
+from shardcast.optimizer.setup import shard
+from shardcast.optimizer.sharded import ShardedOptimizer
 
 __version__ = "0.1.0"
 

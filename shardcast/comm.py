@@ -1,4 +1,4 @@
-"""F1: the collectives of shardcast, and nothing else that talks to other ranks.
+"""The collectives of shardcast, and nothing else that talks to other ranks.
 
 Tensor collectives run on the current stream: with ``async_op=False`` the process group launches
 on the stream that computes (torch >= 2.8, PyTorch PR 148590), so no event, no ``record_stream``

@@ -1,4 +1,4 @@
-"""F0: every option of shardcast, named, documented and checked in one place.
+"""Every option of shardcast, named, documented and checked in one place.
 
 A :class:`ShardcastConfig` is frozen and comparable; it reads itself from keywords, a mapping, a
 YAML file or ``SHARDCAST_*`` environment variables, in this order of precedence::

@@ -1,4 +1,4 @@
-"""F3, estimate: what each rank will hold and send, before a job starts, without its memory."""
+"""Estimate: what each rank will hold and send, before a job starts, without its memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast.build import partition_of
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.kernels import STATE_NAMES, rule_of
-from shardcast.layout import Layout, PackLayout, Span
-from shardcast.master import FILL
-from shardcast.pack import describe, plan_packs
-from shardcast.precision import MASTER_DTYPE, Precision, is_packable
-from shardcast.stores import block_of
-from shardcast.update import ELEMENTWISE, make_update
+from shardcast.memory.pack import describe, plan_packs
+from shardcast.memory.shard import FILL
+from shardcast.memory.stores import block_of
+from shardcast.optimizer.setup import partition_of
+from shardcast.plan.layout import Layout, PackLayout, Span
+from shardcast.plan.precision import MASTER_DTYPE, Precision, is_packable
+from shardcast.step.update.fused import ELEMENTWISE, make_update
+from shardcast.step.update.rules import STATE_NAMES, rule_of
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _packing_peak(
 
     At a pack's worst moment either its originals and the fp32 staging of all of it are there, or,
     originals freed, the staging, the cast pack and what becomes the masters of the own span
-    (:func:`shardcast.master.build_master`).
+    (:func:`shardcast.memory.shard.build_master`).
     """
     peak = live = 0
     size = layout.world_size

@@ -1,4 +1,4 @@
-"""F4, lightning: Lightning's Trainer with a sharded optimizer in place of DDP.
+"""Lightning: Lightning's Trainer with a sharded optimizer in place of DDP.
 
     import shardcast.lightning
 
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast._accelerate import says_param_dtype
-from shardcast.build import shard
+from shardcast.accelerate.details import says_param_dtype
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer import ShardedOptimizer
-from shardcast.precision import Precision as Rules
-from shardcast.watch import is_marked
+from shardcast.optimizer.model_hooks import is_marked
+from shardcast.optimizer.setup import shard
+from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.plan.precision import Precision as Rules
 
 try:
     from lightning.fabric.utilities.apply_func import apply_to_collection

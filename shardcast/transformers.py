@@ -1,4 +1,4 @@
-"""F4, transformers: Hugging Face's Trainer with a sharded optimizer.
+"""Transformers: Hugging Face's Trainer with a sharded optimizer.
 
     trainer = ShardcastTrainer(model=model, args=args, ..., shardcast_config="bf16.yaml")
 
@@ -24,7 +24,7 @@ import torch
 from shardcast import checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
 from shardcast.checkpoint import commit
-from shardcast.optimizer import ShardedOptimizer
+from shardcast.optimizer.sharded import ShardedOptimizer
 
 try:
     from transformers import Trainer

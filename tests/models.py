@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
-from shardcast import state
+from shardcast.optimizer import state
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 LOW = (torch.bfloat16, torch.float16)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
-from shardcast import ShardedOptimizer, _accelerate
+from shardcast import ShardedOptimizer
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable
+from shardcast.accelerate import details as _accelerate
 from shardcast.config import ShardcastConfig
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,7 +67,7 @@ def test_importing_shardcast_imports_no_adapter_and_no_accelerate() -> None:
     code = (
         "import sys, shardcast; "
         "print([m for m in sys.modules if m.split('.')[0] in ('accelerate', 'transformers', "
-        "'lightning') or m in ('shardcast.accelerate', 'shardcast._accelerate')])"
+        "'lightning') or m in ('shardcast.accelerate', 'shardcast.accelerate.details')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout.strip() == "[]", done.stderr

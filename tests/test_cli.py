@@ -14,8 +14,9 @@ import torch
 import yaml
 
 import shardcast
-from shardcast import checkpoint, cli, selftest
-from shardcast.cli import main
+from shardcast import checkpoint
+from shardcast.cli import commands as cli
+from shardcast.cli import main, selftest
 from shardcast.config import ShardcastConfig
 
 pytestmark = pytest.mark.timeout(60)

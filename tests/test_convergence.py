@@ -12,7 +12,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor
 
 import shardcast
-from shardcast.stores import Blocks8Store
+from shardcast.memory.stores import Blocks8Store
 
 pytestmark = pytest.mark.timeout(120)
 

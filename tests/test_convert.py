@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardcast
-from shardcast import convert
+from shardcast.memory import convert
 
 pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32

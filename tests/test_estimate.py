@@ -19,7 +19,7 @@ from test_memory import live
 from torch import Tensor, nn
 
 import shardcast
-from shardcast import _estimate_command
+from shardcast.cli import estimate_command as _estimate_command
 from shardcast.cli import main
 from shardcast.estimate import estimate, peers
 from shardcast.testing import SpawnedWorld

@@ -15,8 +15,9 @@ import torch
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import Tensor, nn
 
-from shardcast import ShardcastConfig, kernels
-from shardcast.fuse import ChunkedKernel, WholeKernel, choose_kernel
+from shardcast import ShardcastConfig
+from shardcast.step.update import rules as kernels
+from shardcast.step.update.execute import ChunkedKernel, WholeKernel, choose_kernel
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -255,7 +256,7 @@ def test_chunks_and_their_number_do_not_show_in_the_result(
 ):
     results = []
     for chunk in (1 << 16, 7):
-        monkeypatch.setattr("shardcast.fuse.CHUNK", chunk)
+        monkeypatch.setattr("shardcast.step.update.execute.CHUNK", chunk)
         model = CASES["gpt"].build()
         optimizer = sharded(
             model, optimizer=lambda m: ADAMW(m.parameters(), lr=1e-2, fused=fused),
@@ -428,7 +429,9 @@ def test_auto_compiles_on_a_gpu_where_triton_and_its_compiler_are(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if triton else None)
     monkeypatch.setattr("shutil.which", lambda name: name if compiler else None)
     made: list[bool] = []
-    monkeypatch.setattr("shardcast.fuse.WholeKernel", lambda compile: made.append(compile))
+    monkeypatch.setattr(
+        "shardcast.step.update.execute.WholeKernel", lambda compile: made.append(compile)
+    )
     choose_kernel(ShardcastConfig(fuse=fuse), torch.device("cuda", 0))
     assert made == [compiled]
 
@@ -445,7 +448,7 @@ def test_the_eager_fallback_of_accelerators_works_by_pieces(monkeypatch: pytest.
     group, rule, copies = ranges(*RULES["adamw"], 100)
     results = []
     for piece in (7, 1 << 24):
-        monkeypatch.setattr("shardcast.fuse.PIECE", piece)
+        monkeypatch.setattr("shardcast.step.update.execute.PIECE", piece)
         flat = copies()
         flat.grad.fill_(0.25)
         whole_run(WholeKernel(False), rule, flat, group, 1)

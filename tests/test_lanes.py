@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardcast import lanes as module
-from shardcast.lanes import through
+from shardcast.step.update import offload as module
+from shardcast.step.update.offload import through
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,8 +9,9 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from shardcast import ShardcastConfig, mean
-from shardcast.mean import choose_mean, mean_, mean_in_chunks_
+from shardcast import ShardcastConfig
+from shardcast.step.reduce import mean
+from shardcast.step.reduce.mean import choose_mean, mean_, mean_in_chunks_
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -174,7 +174,7 @@ def test_set_up_needs_one_pack_and_the_shard_beside_the_fp32_model(size: int, dt
 
 def test_originals_that_are_not_freed_are_noticed(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the same set-up with the fp32 originals kept alive needs too much."""
-    from shardcast import build
+    from shardcast.optimizer import setup as build
 
     kept: list[Tensor] = []
     original = build.build_master

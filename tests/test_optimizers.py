@@ -14,8 +14,8 @@ from oracle import check, mlp, set_grads, steps
 from torch import Tensor, nn
 
 import shardcast
+from shardcast.step.update.fused import ELEMENTWISE
 from shardcast.testing import ThreadedWorld
-from shardcast.update import ELEMENTWISE
 
 ALL = {
     name: kind

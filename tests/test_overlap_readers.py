@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.pack import Pack
-from shardcast.sync import Sync
+from shardcast.memory.pack import Pack
+from shardcast.step.sync.in_step import Sync
 from shardcast.testing import (
     BufferHazardError,
     Death,

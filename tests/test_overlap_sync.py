@@ -12,8 +12,8 @@ from models import CASES, Tensors, assert_same_bits, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.overlap import Overlap
-from shardcast.sync import Sync
+from shardcast.step.sync.in_step import Sync
+from shardcast.step.sync.overlap import Overlap
 from shardcast.testing import BufferHazardError, SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)

@@ -256,7 +256,7 @@ def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
 
 def test_a_local_sum_instead_of_the_mean_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """Negative control of the comparison above: gradients of one's own data alone fail it."""
-    from shardcast.reduce import Reducer
+    from shardcast.step.reduce.reducer import Reducer
 
     land = Reducer._land
 

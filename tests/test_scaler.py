@@ -107,7 +107,7 @@ def test_a_skipped_first_step_leaves_no_trace():
 @pytest.mark.filterwarnings("ignore:step skipped")
 def test_without_the_skip_a_nan_would_spread(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the comparison fails when the verdict never skips."""
-    from shardcast.scaler import Scaler
+    from shardcast.step.combine.scaler import Scaler
 
     combine = Scaler.combine
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
-from shardcast.reduce import Reducer
+from shardcast.step.reduce.reducer import Reducer
 from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)

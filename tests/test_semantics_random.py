@@ -229,7 +229,7 @@ def test_random_interleavings_with_backwards_equal_plain_torch_to_the_bit(
 @pytest.mark.parametrize("fault", ["sums", "absent ones updated"])
 def test_the_machine_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch):
     """The controls: sums for means; absent gradients that are updated all the same."""
-    from shardcast.reduce import Reducer
+    from shardcast.step.reduce.reducer import Reducer
 
     land, step = Reducer._land, shardcast.ShardedOptimizer._present
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
-from shardcast.grads import GradPack
-from shardcast.reduce import WINDOW
+from shardcast.memory.gradients import GradPack
+from shardcast.step.reduce.reducer import WINDOW
 from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardcast.pack import Pack
+from shardcast.memory.pack import Pack
 from shardcast.testing import SpawnedWorld, fake_world
 
 pytestmark = pytest.mark.timeout(60)

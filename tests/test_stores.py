@@ -11,9 +11,12 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 import shardcast
-from shardcast import checkpoint, fuse, stores, update
-from shardcast.master import FILL
-from shardcast.stores import Bf16Store, Blocks8Store, ExactStore, Place, SplitStore
+from shardcast import checkpoint
+from shardcast.memory import stores
+from shardcast.memory.shard import FILL
+from shardcast.memory.stores import Bf16Store, Blocks8Store, ExactStore, Place, SplitStore
+from shardcast.step.update import execute as fuse
+from shardcast.step.update import fused as update
 
 pytestmark = pytest.mark.timeout(90)
 

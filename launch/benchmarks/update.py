@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardcast import kernels
-from shardcast.fuse import ChunkedKernel, Kernel, WholeKernel
+from shardcast.step.update import rules as kernels
+from shardcast.step.update.execute import ChunkedKernel, Kernel, WholeKernel
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
 GROUP = {

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat, state
+from shardcast import _compat
 from shardcast.checkpoint.shards import Part, is_elementwise, model_path, state_path, whole
-from shardcast.layout import Slot
-from shardcast.optimizer import ShardedOptimizer
+from shardcast.optimizer import state
+from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.plan.layout import Slot
 
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
 RECOMPUTED = "_checkpoint_wrapped_module."

@@ -1,0 +1,397 @@
+"""Accelerate: Hugging Face's Accelerator with a sharded optimizer instead of DDP and autocast.
+
+One class, three doors::
+
+    accelerator = ShardcastAccelerator(shardcast_config="bf16.yaml")   # in place of Accelerator
+    accelerator = enable(Accelerator(), max_grad_norm=1.0)             # one that exists already
+    python -m shardcast.run script.py                                  # no edit at all
+
+The script stays as it is: ``prepare`` places the model without wrapping it and shards its
+optimizer; ``backward``, ``accumulate``, ``clip_grad_norm_``, the schedulers and ``save_state`` do
+for the sharded optimizer what they do for DDP. What cannot work raises a sentence. Nothing is
+computed here: every number is the core's.
+
+Collective, so to be called by every rank: ``prepare``, ``backward`` of the last micro-batch,
+``clip_grad_norm_``, ``clip_grad_value_``, the optimizer's ``step``, ``save_state``,
+``load_state``. One model with one optimizer per accelerator; further models may be frozen.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.config import ShardcastConfig
+from shardcast.optimizer.setup import shard
+from shardcast.optimizer.sharded import ShardedOptimizer
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils.operations import convert_to_fp32
+except ImportError as error:
+    raise ImportError(
+        "shardcast.accelerate needs Accelerate, which is not installed here: pip install accelerate"
+    ) from error
+
+from shardcast.accelerate import details
+
+ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+class ShardcastOptimizer(AcceleratedOptimizer):
+    """What ``prepare`` returns for an optimizer; ``optimizer`` is the :class:`ShardedOptimizer`.
+
+    Steps and forgets gradients only where gradients are synchronised, as Accelerate's own does.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer, handles: Iterable[Any] = ()) -> None:
+        # No device placement: the state is on its device, and is not copied out and in for it.
+        super().__init__(sharded, device_placement=False, scaler=None)
+        self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, list(handles))
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, on all ranks, for a non-finite gradient.
+
+        Reading it waits for the device; a prepared scheduler reads it in every step.
+        """
+        norm = self.optimizer.grad_norm
+        return norm is not None and not bool(norm.isfinite())
+
+
+def _close(sharded: ShardedOptimizer, handles: list[Any]) -> None:
+    sharded.close()
+    for handle in handles:
+        handle.remove()
+
+
+class ShardcastAccelerator(Accelerator):
+    """An Accelerator that shards the optimizer it prepares.
+
+    Args:
+        args, kwargs: those of ``accelerate.Accelerator``. ``mixed_precision`` decides
+            ``param_dtype`` (no: fp32) where the shardcast configuration does not say it.
+        shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment, see
+            :meth:`shardcast.ShardcastConfig.load`.
+
+    Raises:
+        ValueError: ``mixed_precision`` and ``param_dtype`` contradict each other.
+        RuntimeError: a plug-in that shards or casts by itself is in use (DeepSpeed, FSDP,
+            Megatron-LM, XLA, fp8, a parallelism config), or the processes were not joined.
+    """
+
+    def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
+        details.refuse_requested_plugins(kwargs)
+        super().__init__(*args, **kwargs)
+        self._take_over(shardcast_config, {})
+
+    def _take_over(self, source: ConfigSource, fields: Mapping[str, Any]) -> None:
+        details.refuse_unsupported(self)
+        self.shardcast_config = details.resolve_config(self.mixed_precision, source, fields)
+        self.native_amp = False  # no autocast: the parameters are in param_dtype
+        self.scaler = None  # the sharded optimizer scales the loss, and skips, for all ranks
+        self._sharded: ShardedOptimizer | None = None
+        self._model: nn.Module | None = None  # the bare module that is sharded
+        self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
+
+    @property
+    def sharded_optimizer(self) -> ShardedOptimizer:
+        """The sharded optimizer: ``grad_norm``, ``loss_scale``, ``skipped_steps``, ``layout`` ...
+
+        Raises:
+            RuntimeError: none was prepared yet.
+        """
+        if self._sharded is None:
+            raise RuntimeError(
+                "no optimizer is sharded yet; call accelerator.prepare(model, optimizer, ...) first"
+            )
+        return self._sharded
+
+    # -- prepare ------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As ``Accelerator.prepare``; models are placed, and their optimizer is sharded.
+
+        Every rank must call it. Models come first, whatever the order of the arguments, because
+        the optimizer is sharded over parameters that are on their device.
+        """
+        placement: list[Any] = device_placement or [None] * len(args)
+        if len(placement) == len(args):  # else Accelerate says what is wrong
+            args = tuple(
+                self.prepare_model(item, wanted) if isinstance(item, nn.Module) else item
+                for item, wanted in zip(args, placement, strict=True)
+            )
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Place (and compile) ``model`` without DDP and autocast.
+
+        A trainable model trains only after its optimizer was prepared too: until then a forward
+        in training mode raises.
+        """
+        if any(model is known for known in self._models):
+            return model
+        inner = _compat.unwrapped(model)
+        if _compat.is_ddp(model):
+            raise ValueError(
+                "prepare: the model is wrapped in DistributedDataParallel already; pass the bare "
+                "model, shardcast reduces the gradients itself"
+            )
+        placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        known = inner is self._model or inner in self._unsharded or details.is_sharded(inner)
+        if not (known or evaluation_mode) and any(p.requires_grad for p in inner.parameters()):
+            watch = inner.register_forward_pre_hook(details.refuse_training)
+            self._unsharded[inner] = watch
+        return placed
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> ShardcastOptimizer:
+        """Shard ``optimizer`` over its model, which must be prepared before or beside it.
+
+        Raises:
+            ValueError: its model was not prepared by this accelerator.
+            RuntimeError: another pair is sharded already, or the model with another optimizer.
+        """
+        if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
+            self._refuse_second(optimizer.optimizer)
+            super().prepare_optimizer(optimizer)
+            self._sharded = optimizer.optimizer
+            self._model = self._find_model(optimizer.optimizer)
+            return optimizer
+        self._refuse_second(optimizer)
+        model = self._find_model(optimizer)
+        if isinstance(optimizer, ShardedOptimizer):  # by hand, with shardcast.shard
+            sharded = optimizer
+        else:
+            details.refuse_sharded(model)
+            sharded = shard(model, optimizer, self.shardcast_config)
+        watch = self._unsharded.pop(model, None)
+        if watch is not None:
+            watch.remove()
+        handles = []
+        if sharded.config.param_dtype != torch.float32:  # as autocast under Accelerate does
+            handles.append(model.register_forward_hook(_outputs_to_fp32))
+        prepared = ShardcastOptimizer(sharded, handles)
+        prepared._is_accelerate_prepared = True
+        self._optimizers.append(prepared)
+        self._sharded, self._model = sharded, model
+        return prepared
+
+    def _refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._sharded is not None and self._sharded is not optimizer:
+            raise RuntimeError(
+                "prepare: this accelerator has a sharded optimizer already; expected one model "
+                f"with one optimizer, got a second one ({type(optimizer).__name__}). Put all "
+                "trained parameters in one module and one optimizer with several groups, or call "
+                "accelerator.free_memory() between two trainings"
+            )
+
+    def _find_model(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        params = {p for group in optimizer.param_groups for p in group["params"]}
+        models = dict.fromkeys(_compat.unwrapped(model) for model in self._models)
+        found = [m for m in models if not params.isdisjoint(m.parameters())]
+        if len(found) != 1:
+            raise ValueError(
+                f"prepare: expected the {type(optimizer).__name__}'s parameters in one prepared "
+                f"model, found them in {len(found)} of {len(models)}; prepare model and optimizer "
+                "in one call, accelerator.prepare(model, optimizer, ...), and several trained "
+                "models as one module"
+            )
+        return found[0]
+
+    # -- backward and step --------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As ``Accelerator.backward``: divided by the accumulation steps, loss scale applied."""
+        if self._sharded is not None:
+            loss = self._sharded.scale_loss(loss)
+        super().backward(loss, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Within it gradients of ``model`` accumulate locally; ``accumulate`` uses it too."""
+        if self._sharded is not None and _compat.unwrapped(model) is self._model:
+            with self._sharded.no_sync():
+                yield
+        else:
+            with super().no_sync(model):
+                yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: the step unscales, and ``clip_grad_norm_`` returns an unscaled norm.
+
+        Raises:
+            RuntimeError: a loss scale is in use, so the caller counts on unscaled ``.grad``.
+        """
+        if self._sharded is None:
+            super().unscale_gradients(optimizer)
+        elif self._sharded.loss_scale is not None:
+            raise RuntimeError(
+                "unscale_gradients: gradients are unscaled inside optimizer.step(), over all "
+                "ranks; remove the call, and clip with accelerator.clip_grad_norm_ or "
+                "accelerator.clip_grad_value_, which take the loss scale into account"
+            )
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Clip the *global* norm of the sharded gradients in the coming step; returns the norm.
+
+        Every rank must call it.
+
+        Raises:
+            ValueError: only a part of the trained parameters, or another ``norm_type`` than the
+                configuration's.
+            RuntimeError: between the micro-batches of an accumulation.
+        """
+        params = _listed(parameters)
+        sharded = details.clipped(self._sharded, params, self.sync_gradients, "clip_grad_norm_")
+        if sharded is None:
+            norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
+            return norm
+        if float(norm_type) != sharded.config.norm_type:
+            raise ValueError(
+                f"clip_grad_norm_: expected norm_type {sharded.config.norm_type}, got {norm_type}; "
+                f"set norm_type: {float(norm_type)} in the shardcast configuration"
+            )
+        return sharded.clip_grad_norm_(max_norm)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp every element of the averaged gradients. Every rank must call it.
+
+        Raises: as :meth:`clip_grad_norm_`.
+        """
+        params = _listed(parameters)
+        sharded = details.clipped(self._sharded, params, self.sync_gradients, "clip_grad_value_")
+        if sharded is None:
+            super().clip_grad_value_(params, clip_value)
+        else:
+            sharded.clip_grad_value_(clip_value)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Only with even batches (Accelerate's default), where there is nothing to join.
+
+        Raises:
+            RuntimeError: with uneven batches, on several processes.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        if self._sharded is None:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        if self.num_processes > 1 and not even:
+            raise RuntimeError(
+                "join_uneven_inputs: expected even_batches=True, got False: the ranks of a sharded "
+                "optimizer must make the same number of steps; leave even_batches on (the default "
+                "of Accelerate; gather_for_metrics drops the repeated samples), or drop_last"
+            )
+        with details.even_batches(self._dataloaders, even):
+            yield
+
+    # -- state --------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """As ``Accelerator.save_state``; every rank writes its own shard, and must call it.
+
+        The checkpoint in ``output_dir`` is committed as the last act: a run that is killed while
+        it saves leaves the one that was there before.
+        """
+        if self._sharded is None:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        return details.save_state(self, super().save_state, output_dir, safe_serialization, kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As ``Accelerator.load_state``, at any world size. Every rank must call it.
+
+        Also takes what stock Accelerate saved under DDP.
+
+        Raises:
+            FileNotFoundError: no committed checkpoint in ``input_dir``.
+        """
+        if self._sharded is None:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        else:
+            details.load_state(self, super().load_state, input_dir, load_kwargs, kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As ``Accelerator.free_memory``; the hooks on the model's gradients go with the optimizer.
+
+        They go at once if model or optimizer is among ``objects``, and when the caller drops the
+        optimizer if not; one that is kept may be prepared again.
+        """
+        for prepared in self._optimizers:
+            if any(item is prepared or item in self._models for item in objects):
+                prepared.close()
+        for watch in self._unsharded.values():
+            watch.remove()
+        self._unsharded = {}
+        self._sharded = self._model = None
+        return super().free_memory(*objects)
+
+
+def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> ShardcastAccelerator:
+    """Make an existing accelerator shard; it must not have prepared anything yet.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``, or one of a subclass of it; changed in place.
+        config: as ``shardcast_config`` of :class:`ShardcastAccelerator`.
+        fields: single options, which win over ``config``.
+
+    Returns:
+        The same object.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            f"enable: expected an accelerate.Accelerator, got {type(accelerator).__name__}"
+        )
+    if isinstance(accelerator, ShardcastAccelerator):
+        raise RuntimeError("enable: this accelerator shards already; call enable() once")
+    if accelerator._models or accelerator._optimizers:
+        raise RuntimeError(
+            "enable: the accelerator has prepared a model or an optimizer already; call enable() "
+            "right after Accelerator(...)"
+        )
+    before = type(accelerator)
+    wanted: Any = ShardcastAccelerator
+    if before is not Accelerator:
+        wanted = type(f"Shardcast{before.__name__}", (ShardcastAccelerator, before), {})
+    accelerator.__class__ = wanted
+    try:
+        accelerator._take_over(config, fields)
+    except Exception:
+        accelerator.__class__ = before
+        raise
+    enabled: ShardcastAccelerator = accelerator
+    return enabled
+
+
+def _outputs_to_fp32(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return convert_to_fp32(output)
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,5 @@
+"""The ``shardcast`` command."""
+
+from shardcast.cli.commands import main
+
+__all__ = ["main"]

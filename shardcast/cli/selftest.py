@@ -1,0 +1,91 @@
+"""What ``shardcast test`` runs: a few steps of a small model in each kind of world."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import spawn
+
+STEPS = 5
+
+
+def run(timeout: float) -> int:
+    """Print one line per world; 0 if all passed, 1 otherwise."""
+    worlds = [("one process", 1, "gloo", "cpu"), ("two processes over gloo", 2, "gloo", "cpu")]
+    gpus = min(2, torch.cuda.device_count())
+    if gpus:
+        worlds.append((f"{gpus} GPU(s) over NCCL", gpus, "nccl", "cuda"))
+    failed = 0
+    for name, size, backend, device in worlds:
+        started = time.monotonic()
+        try:
+            reports = spawn(check, size, device, timeout=timeout, backend=backend)
+        except Exception as error:  # whatever is wrong with an installation is to be shown
+            failed += 1
+            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+        else:
+            print(f"ok     {name}: {reports[0]}, {time.monotonic() - started:.1f} s", flush=True)
+    if not gpus:
+        print("-      NCCL: no GPU found", flush=True)
+    return 1 if failed else 0
+
+
+def check(group: Any, device_type: str) -> str:
+    """Train beside plain torch; every rank calls it. Raises what is wrong."""
+    rank = dist.get_rank(group)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    difference = float((_train(device, torch.float32) - _plain(device)).abs().max())
+    if not difference < 1e-5:
+        raise RuntimeError(
+            f"fp32 weights: expected those of plain torch.optim.AdamW, got {difference:.1e} off"
+        )
+    low = _train(device, torch.bfloat16)
+    first = low.clone()
+    dist.broadcast(first, 0, group=group)
+    if not torch.equal(first, low):
+        raise RuntimeError("bf16 weights: expected equal ones on all ranks, got different ones")
+    return f"fp32 {difference:.0e} from plain torch, bf16 ranks equal"
+
+
+def _model(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(15, 33), nn.GELU(), nn.Linear(33, 5)).to(device)
+
+
+def _loss(model: nn.Module, step: int, device: torch.device) -> Tensor:
+    data = torch.randn(8, 15, generator=torch.Generator().manual_seed(step)).to(device)
+    loss: Tensor = model(data).float().square().mean()
+    return loss
+
+
+def _train(device: torch.device, dtype: torch.dtype) -> Tensor:
+    model = _model(device)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = shardcast.shard(model, adamw, shardcast.ShardcastConfig(param_dtype=dtype))
+    for step in range(STEPS):
+        _loss(model, step, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _flat(model)
+
+
+def _plain(device: torch.device) -> Tensor:
+    model = _model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        _loss(model, step, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _flat(model)
+
+
+def _flat(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])

@@ -1,0 +1,103 @@
+"""Convert: a module to another dtype without holding both copies (PaddlePaddle PR 36862).
+
+``module.to(dtype)`` fails where the device has no room for another copy of its largest tensor, and
+knows no modules that stay in fp32. Here each tensor is converted by itself, and goes through host
+memory where the device is full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast.config import ShardcastConfig
+from shardcast.plan.precision import Precision
+
+GRANULE = 256  # bytes: what allocators round up to
+RESERVE = 1.2  # of the need; the allocator may have to split a larger block
+
+FreeMemory = Callable[[torch.device], float]  # bytes that can be allocated on a device
+
+
+@torch.no_grad()
+def convert_(
+    module: nn.Module,
+    dtype: torch.dtype | str,
+    device: torch.device | str | None = None,
+    *,
+    keep_fp32: Any = (),
+    free_memory: FreeMemory | None = None,
+) -> nn.Module:
+    """Convert parameters, gradients and buffers to ``dtype``, in place, tensor by tensor. Local.
+
+    Parameters keep their identity: optimizers, ties and hooks stay valid. Extra memory is the
+    converted copy of the largest tensor; if it does not fit, that tensor is moved to the host,
+    its device copy freed, the cast done there and the result moved back. Integer, boolean and
+    complex tensors keep their dtype and follow to ``device``.
+
+    Args:
+        dtype: bf16, fp16 or fp32.
+        device: where to; ``None`` leaves each tensor on its own device.
+        keep_fp32: modules that stay in fp32, as the option of :class:`ShardcastConfig`.
+        free_memory: tells the free bytes of a device; the default asks the device, and takes the
+            host's memory for unlimited.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        ValueError: a ``dtype`` that is not one of these, or a pattern that matches nothing.
+    """
+    config = ShardcastConfig(param_dtype=dtype, keep_fp32=keep_fp32, cast_buffers=True)  # type: ignore[arg-type]
+    precision = Precision(module, config)
+    free = free_memory or free_bytes
+    target = None if device is None else torch.device(device)
+    for param in module.parameters():
+        grad, param.grad = param.grad, None
+        wanted = precision.storage_dtype(param)
+        convert_tensor_(param, wanted, target, free)
+        if grad is not None:
+            convert_tensor_(grad, wanted, target, free)
+            param.grad = grad
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            kept = buffer.detach()
+            convert_tensor_(kept, precision.buffer_dtype(owner, buffer), target, free)
+            owner._buffers[name] = kept
+    return module
+
+
+def free_bytes(device: torch.device) -> float:
+    """Bytes that can be allocated on ``device`` now; unlimited for the host."""
+    if device.type != "cuda":
+        return math.inf
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def need_of(tensor: Tensor, dtype: torch.dtype) -> float:
+    """Bytes that must be free for a copy of ``tensor`` in ``dtype``."""
+    size = tensor.numel() * dtype.itemsize
+    return math.ceil(size / GRANULE) * GRANULE * RESERVE
+
+
+def convert_tensor_(
+    tensor: Tensor,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    free: FreeMemory = free_bytes,
+) -> None:
+    """Give ``tensor`` its values in another dtype or place; the object stays the same."""
+    device = tensor.device if device is None else device
+    if tensor.dtype == dtype and tensor.device == device:
+        return
+    if tensor.is_meta or free(device) >= need_of(tensor, dtype):
+        tensor.data = tensor.data.to(device, dtype)
+        return
+    host = tensor.data.cpu()
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # frees the copy there
+    tensor.data = host.to(dtype).to(device)

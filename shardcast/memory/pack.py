@@ -1,0 +1,148 @@
+"""Packs: contiguous, aligned storage with model parameters as views.
+
+The idea is that of PaddlePaddle PR 33461 (+13.8 % tokens/s with 300+ parameters: clip and update
+run once on flat memory) and of MegEngine's ParamPack. Parameters keep their identity: only what
+``param.data`` points to changes, so optimizers, ties and hooks stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.config import ShardcastConfig
+from shardcast.plan.layout import Layout, PackLayout, ParamInfo, Span, plan
+
+
+class Pack:
+    """The storage of one pack and the model parameters that live in it.
+
+    Args:
+        layout: the slots.
+        params: the parameters in slot order; they are moved in by :meth:`fill`.
+        own: this rank's span.
+    """
+
+    def __init__(self, layout: PackLayout, params: list[nn.Parameter], own: Span) -> None:
+        self.layout = layout
+        self.params = params
+        self.own = own
+        self.data = torch.empty(0)
+        self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
+
+    def wait(self) -> None:
+        """Return when no collective uses the storage; on a GPU it is the stream that waits."""
+        if self.pending:
+            for work in self.pending:
+                work.wait()
+            self.pending.clear()  # not before: a work that failed must not pass for a done one
+
+    def fill(self, source: Tensor | None = None) -> None:
+        """Allocate the pack, copy the parameters in (cast to its dtype), make them views.
+
+        Args:
+            source: 1-d, ``layout.numel`` elements of any dtype, padding zero; becomes the storage
+                itself if its dtype is the pack's. ``None`` takes the parameters' present values.
+        """
+        layout = self.layout
+        device = self.params[0].device
+        if source is None:
+            source = self._only()
+        if source is None:  # zeros, for padding takes part in collectives
+            self.data = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        else:
+            self.data = source.to(layout.dtype)
+        views = self.views(self.data)
+        if source is None:
+            torch._foreach_copy_(views, [param.detach() for param in self.params])
+        for param, view in zip(self.params, views, strict=True):
+            param.data = _compat.own_storage(view)
+
+    def _only(self) -> Tensor | None:
+        """The storage of the single parameter of a pack of one, which then stays as it is."""
+        param = self.params[0]
+        if len(self.params) == 1 and self.layout.padding == 0 and param.is_contiguous():
+            return param.detach().view(-1)
+        return None
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each slot's elements of ``flat``, which is laid out like the pack, in their shape."""
+        slots = self.layout.slots  # size=: or torch looks first whether it is a dtype
+        return [flat[slot.offset : slot.end].view(size=slot.shape) for slot in slots]
+
+    def span(self, span: Span) -> Tensor:
+        """The elements of one span, 1-d."""
+        return self.data[span.start : span.stop]
+
+    def check(self) -> None:
+        """Raise if a parameter is no longer a view of this pack.
+
+        Raises:
+            RuntimeError: names it.
+        """
+        start, size = self.data.data_ptr(), self.data.element_size()
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            if slot.numel and param.data_ptr() != start + slot.offset * size:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was moved out of its pack after shardcast.shard (by "
+                    "model.to, model.half, load_state_dict(assign=True) or the like); do that "
+                    "before sharding"
+                )
+
+    @property
+    def converted(self) -> bool:
+        """Whether the parameters have another dtype or device now; looks at the first one only."""
+        param = self.params[0]
+        return param.dtype != self.layout.dtype or param.device != self.data.device
+
+
+def describe(
+    named: Mapping[str, nn.Parameter],
+    config: ShardcastConfig,
+    groups: Mapping[nn.Parameter, int],
+    storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
+) -> list[ParamInfo]:
+    """The planner's view of parameters, in the order of ``named`` (model order).
+
+    Args:
+        groups: index of each parameter's optimizer group.
+        storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
+    """
+    # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
+    devices: dict[torch.device, str] = {}
+    for param in named.values():
+        if param.device not in devices:
+            kind = param.device.type
+            count = sum(device.type == kind for device in devices)
+            devices[param.device] = f"{kind} {count + 1}" if count else kind
+    return [
+        ParamInfo(
+            name,
+            tuple(param.shape),
+            param.dtype if storage_dtype is None else storage_dtype(param),
+            devices[param.device],
+            param.requires_grad,
+            groups[param],
+            "" if config.group_fn is None else repr(config.group_fn(name, param)),
+        )
+        for name, param in named.items()
+    ]
+
+
+def plan_packs(
+    infos: list[ParamInfo], world_size: int, partition: str, config: ShardcastConfig
+) -> Layout:
+    """:func:`shardcast.plan.layout.plan` with the pack options of ``config``."""
+    return plan(
+        infos,
+        world_size,
+        partition,
+        pack_mb=config.pack_mb,
+        pack_params=config.pack_params,
+        unpacked_first=config.unpacked_first,
+        alignment=config.alignment,
+    )

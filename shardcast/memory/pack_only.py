@@ -1,0 +1,116 @@
+"""Packing by itself: flat parameters for any elementwise optimizer, without sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.config import GroupFn, ShardcastConfig
+from shardcast.memory.gradients import GradPack
+from shardcast.memory.pack import Pack, describe, plan_packs
+from shardcast.plan.layout import Layout
+from shardcast.plan.precision import is_packable
+from shardcast.plan.validate import check_params
+
+
+class PackedParameters:
+    """The result of :func:`pack_parameters`: one flat parameter per pack, gradients flat too.
+
+    ``parameters()`` goes to any elementwise optimizer, which then runs once per pack instead of
+    once per parameter. Model parameters are views of the packs, their ``.grad`` views of the flat
+    gradients; clear them with :meth:`zero_grad` or with the optimizer's ``zero_grad``.
+    """
+
+    def __init__(self, layout: Layout, packs: list[Pack]) -> None:
+        self.layout = layout
+        self.packs = packs
+        self._grads = [GradPack(pack, pack.layout.dtype) for pack in packs]
+        self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
+        for flat in self._flats:  # the hooks live while an optimizer holds a flat parameter
+            flat._shardcast_packed = self  # type: ignore[attr-defined]
+        for number, pack in enumerate(packs):
+            if pack.layout.requires_grad:
+                for position, param in enumerate(pack.params):
+                    self._watch(number, position, param)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """One 1-d parameter per pack, in pack order; frozen packs included."""
+        return iter(self._flats)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with names ``pack.0``, ``pack.1`` ..."""
+        return ((f"pack.{number}", flat) for number, flat in enumerate(self._flats))
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, of packs and of model parameters."""
+        for pack, flat in zip(self.packs, self._flats, strict=True):
+            flat.grad = None
+            for param in pack.params:
+                param.grad = None
+
+    def __repr__(self) -> str:
+        return repr(self.layout)
+
+    def _watch(self, number: int, position: int, param: nn.Parameter) -> None:
+        before = partial(PackedParameters._before_accumulate, number=number)
+        after = partial(PackedParameters._after_accumulate, number=number, position=position)
+        param.register_hook(_compat.weak_hook(before, self))
+        param.register_post_accumulate_grad_hook(_compat.weak_hook(after, self))
+
+    def _before_accumulate(self, _grad: Tensor, number: int) -> None:
+        # An optimizer's zero_grad clears flat.grad alone: what the views still hold is old
+        # and must not be added to.
+        if self._flats[number].grad is None:
+            for param in self.packs[number].params:
+                param.grad = None
+
+    def _after_accumulate(self, _param: Tensor, number: int, position: int) -> None:
+        flat, grads = self._flats[number], self._grads[number]
+        if flat.grad is None:
+            for other in range(len(grads.pack.params)):
+                grads.clear(other)
+            flat.grad = grads.data
+        grads.adopt(position)
+
+
+def pack_parameters(
+    model: nn.Module,
+    *,
+    pack_mb: float = 16.0,
+    pack_params: int | None = None,
+    unpacked_first: int = 0,
+    alignment: int = 128,
+    group_fn: GroupFn | None = None,
+) -> PackedParameters:
+    """Gather the parameters of ``model`` into packs, without sharding, casts or collectives.
+
+    The counterpart of MegEngine's ParamPack: parameters of equal device, dtype,
+    ``requires_grad`` and ``group_fn`` key share contiguous storage. The options are those of
+    :class:`shardcast.ShardcastConfig`. Local: any rank may call it.
+
+    Raises:
+        ValueError: an option out of range, or a parameter still on the meta device.
+    """
+    config = ShardcastConfig(
+        pack_mb=pack_mb,
+        pack_params=pack_params,
+        unpacked_first=unpacked_first,
+        alignment=alignment,
+        group_fn=group_fn,
+    )
+    named = {name: param for name, param in model.named_parameters() if is_packable(param)}
+    check_params(named)
+    infos = describe(named, config, dict.fromkeys(named.values(), 0))
+    layout = plan_packs(infos, 1, "even", config)
+    packs = []
+    for pack_layout in layout.packs:
+        params = [named[slot.name] for slot in pack_layout.slots]
+        pack = Pack(pack_layout, params, pack_layout.spans[0])
+        with torch.no_grad():
+            pack.fill()
+        packs.append(pack)
+    return PackedParameters(layout, packs)

@@ -1,0 +1,124 @@
+"""Masters: the fp32 copy of the elements that this rank owns.
+
+A low-precision pack has fp32 masters for its own span: 4 bytes per owned element, or 2 where the
+published bf16 is the other half. A pack stored in fp32 is its own master: the update writes
+straight into it and nothing is cast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.memory.gradients import GradPack
+from shardcast.memory.pack import Pack
+from shardcast.memory.stores import ExactStore, Place, SplitStore, Store
+from shardcast.plan.layout import PackLayout
+from shardcast.plan.precision import MASTER_DTYPE
+
+FILL = 1 << 18  # masters that are split at a time, for each takes 8 bytes on the way
+
+
+class Master:
+    """Masters of one pack on this rank.
+
+    Attributes:
+        store: the own span in full precision; it is the pack's own memory if that is fp32.
+        fragments: the parameters' parts in the own span, in pack order.
+    """
+
+    store: Store
+
+    def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
+        self.pack = pack
+        self.grads: GradPack | None = None  # None while frozen: neither reduced nor updated
+        self.fragments = pack.layout.fragments(pack.own.owner)
+        self._split = config.master == "split16"
+        self._place = Place(pack.params[0].device, config.offload and not self.in_place)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the pack's own span *is* the master."""
+        return self.pack.layout.dtype == MASTER_DTYPE
+
+    @property
+    def data(self) -> Tensor:
+        """1-d fp32, the memory of the masters; only where the store keeps them so."""
+        assert isinstance(self.store, ExactStore)
+        return self.store.data
+
+    @property
+    def published(self) -> Tensor:
+        """The own span of the pack, 1-d."""
+        return self.pack.span(self.pack.own)
+
+    @property
+    def casts(self) -> bool:
+        """Whether the update itself has to cast into the pack."""
+        return not self.in_place and not self._split
+
+    def fill(self, source: Tensor) -> None:
+        """Take the own span of ``source``: 1-d, the whole pack, fp32."""
+        own = source[self.pack.own.start : self.pack.own.stop]
+        if self.in_place:
+            self.store = ExactStore(self.published, self._place)
+        elif self._split:
+            self.store = SplitStore(self.published, self._place)
+            for start in range(0, own.numel(), FILL):
+                self.store.write(slice(start, start + FILL), own[start : start + FILL])
+        elif self._place.host:
+            self.store = ExactStore(self._place.zeros(own.numel(), MASTER_DTYPE), self._place)
+            self.store.write(slice(None), own)
+        else:  # a clone, so that the rest of the source is freed
+            alone = own.numel() == source.numel()
+            self.store = ExactStore(own if alone else own.clone(), self._place)
+
+    def local(self, start: int, stop: int) -> slice:
+        """Pack elements ``[start, stop)`` as a slice of the own span."""
+        return slice(start - self.pack.own.start, stop - self.pack.own.start)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Cast the masters into the own span of the pack."""
+        if self.casts:
+            self.published.copy_(self.store.read(slice(None)))
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Take published values that are not the cast of their masters as the new masters.
+
+        Masters whose cast is what is published keep their full precision. Split ones are changed
+        by changing what is published, and what they keep beside it remains.
+        """
+        if self.casts:
+            exact, published = self.store.read(slice(None)), self.published
+            same = exact.to(published.dtype) == published
+            self.store.write(slice(None), torch.where(same, exact, published.to(MASTER_DTYPE)))
+
+
+def build_master(
+    layout: PackLayout, params: list[nn.Parameter], comm: Comm, config: ShardcastConfig
+) -> Master:
+    """One pack and its masters: stage in fp32, broadcast from rank 0, keep, cast, free.
+
+    Originals are freed when they are staged, so no more than one pack is held twice.
+    Every rank must call it, with equal layouts.
+    """
+    pack = Pack(layout, params, layout.spans[comm.rank])
+    master = Master(pack, config)
+    if comm.size == 1 and layout.dtype == MASTER_DTYPE:
+        pack.fill()
+        master.fill(pack.data)
+        return master
+    device = params[0].device
+    staged = torch.zeros(layout.numel, dtype=MASTER_DTYPE, device=device)
+    torch._foreach_copy_(pack.views(staged), [param.detach() for param in params])
+    nothing = torch.empty(0, dtype=layout.dtype, device=device)
+    for param in params:
+        param.data = nothing
+    comm.broadcast(staged, 0)
+    pack.fill(staged)
+    master.fill(staged)
+    return master

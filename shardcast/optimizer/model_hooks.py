@@ -1,0 +1,176 @@
+"""Watch: hooks on the model that notice what the optimizer cannot see by itself.
+
+A backward that begins (so that the outermost one flushes the reduction), weights that
+``load_state_dict`` changes behind the masters, a model that was converted, and a DDP wrapper put
+around a sharded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.memory.shard import Master
+from shardcast.plan.layout import Fragment
+from shardcast.plan.precision import MASTER_DTYPE
+
+MARK = "_shardcast_model"  # attribute of a sharded model: its own id, so copies have another
+
+
+def mark(model: nn.Module) -> None:
+    """Note that ``model`` is sharded."""
+    setattr(model, MARK, id(model))
+
+
+def unmark(model: nn.Module) -> None:
+    """Take the note away, if it is there."""
+    if hasattr(model, MARK):
+        delattr(model, MARK)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Whether ``model`` itself, not the model it was copied from, is sharded."""
+    return getattr(model, MARK, None) == id(model)
+
+
+class Hook:
+    """A hook that belongs to one model: copies and pickles of the model carry an idle one.
+
+    Otherwise ``copy.deepcopy(model)``, as for an EMA, would copy masters and process groups.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class Watch:
+    """Hooks of one model.
+
+    Args:
+        model: the unwrapped root module.
+        masters: all masters; the list may grow.
+        begin: called when a backward reaches an output of the model.
+        averaged: a DDP wrapper was there first, and is to stay.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: Sequence[Master],
+        begin: Callable[[], None],
+        averaged: bool,
+    ) -> None:
+        self._model, self._masters = model, masters
+        self._stale = False
+        self._handles: list[Any] = [
+            model.register_forward_hook(Hook(partial(_on_backward, begin))),
+            model.register_forward_pre_hook(Hook(self._refuse_converted)),
+        ]
+        if not averaged:
+            self._handles.append(model.register_forward_pre_hook(Hook(_refuse_ddp)))
+        for module in model.modules():
+            self._handles += [
+                module.register_load_state_dict_pre_hook(Hook(self._before_load)),
+                module.register_load_state_dict_post_hook(Hook(self._after_load)),
+            ]
+
+    def resync(self) -> None:
+        """Take loaded weights as masters, if there was a ``load_state_dict`` since. Local."""
+        if self._stale:
+            self._stale = False
+            here = set(self._model.parameters())
+            if any(param not in here for master in self._masters for param in master.pack.params):
+                raise RuntimeError(
+                    "model: load_state_dict(assign=True) replaced parameters of a sharded model; "
+                    "load without assign, or before shardcast.shard"
+                )
+            for master in self._masters:
+                master.absorb()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _refuse_converted(self, module: nn.Module, _args: Any) -> None:
+        """Before torch stops at some operation or gradient without saying why."""
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return  # a model that is only to be used may be converted
+        for master in self._masters:
+            if master.pack.converted:
+                master.pack.check()
+
+    @torch.no_grad()
+    def _before_load(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_rest: Any
+    ) -> None:
+        """Give masters the loaded values in full precision; the model gets them cast.
+
+        Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
+        of a master whose cast they are: it stays, as in :meth:`Master.absorb`.
+        """
+        own = dict(module.named_parameters(recurse=False))
+        wanted = {own[name]: state_dict.get(prefix + name) for name in own}
+        for param, master, fragment in self._fragments(wanted):
+            value = wanted[param]
+            if isinstance(value, Tensor) and value.shape == param.shape and not master.in_place:
+                start, stop = fragment.param_range
+                exact = value.reshape(-1)[start:stop].to(param.device, MASTER_DTYPE)
+                part = master.local(fragment.start, fragment.stop)
+                if value.dtype == master.pack.layout.dtype:
+                    kept = master.store.read(part)
+                    exact = torch.where(kept.to(value.dtype) == exact, kept, exact)
+                master.store.write(part, exact)
+
+    def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
+        self._stale = True
+
+    def _fragments(
+        self, params: Mapping[nn.Parameter, Any]
+    ) -> Iterator[tuple[nn.Parameter, Master, Fragment]]:
+        for master in self._masters:
+            here = [param for param in master.pack.params if param in params]
+            if here:
+                slots = dict(zip(master.pack.layout.slots, master.pack.params, strict=True))
+                for fragment in master.fragments:
+                    if slots[fragment.slot] in params:
+                        yield slots[fragment.slot], master, fragment
+
+
+def _on_backward(begin: Callable[[], None], _module: nn.Module, _args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():  # the first gradient hook begins it then
+        return
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _grad: begin())
+
+
+def _refuse_ddp(module: nn.Module, _args: Any) -> None:
+    if not torch.compiler.is_compiling() and _compat.inside_ddp(module):
+        raise RuntimeError(
+            "model: a sharded model was wrapped in DistributedDataParallel, so gradients would be "
+            "averaged twice; use the model as shardcast.shard left it, without DDP"
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

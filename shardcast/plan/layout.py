@@ -1,0 +1,296 @@
+"""Where every element lives. Pure Python: no storage, no collectives.
+
+A layout is planned from names, shapes, dtypes and groups alone, so all ranks plan the same one,
+and any rank's part of a world of thousands can be planned in one process::
+
+    pack 0   | wte.weight      | wpe.weight  | h.0.ln.weight |padding|   one dtype, device,
+             |-- slot ---------|-- slot -----|-- slot -------|       |   requires_grad, group
+             |---- span, rank 0 ----|---- span, rank 1 ----|- ... ---|   even: W equal spans
+
+             | h.0.fc.weight   | h.2.fc.weight ||h.1.fc.weight |     |   whole: slots sorted by
+             |---- span, rank 0 ----------------|- span, rank 1 -----|   owner, one span each
+
+Slots and spans begin at multiples of ``alignment`` bytes. Padding is never a slot's.
+Packing follows MegEngine's ParamPack (by device, dtype, requires_grad and a user key; caps; first
+parameters left alone); the flat memory itself is the idea of PaddlePaddle PR 33461.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+MIB = 1024 * 1024
+
+
+class ParamInfo(NamedTuple):
+    """What planning needs to know of one parameter, in model order.
+
+    ``dtype`` is the storage dtype after the precision policy; ``group`` the index of its
+    optimizer group; ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
+    all ranks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+    requires_grad: bool = True
+    group: int = 0
+    key: str = ""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Slot(NamedTuple):
+    """One parameter's place in a pack; ``offset`` and ``numel`` in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+class Span(NamedTuple):
+    """The contiguous range ``[start, stop)`` of a pack that rank ``owner`` updates."""
+
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Fragment(NamedTuple):
+    """The part ``[start, stop)`` (pack elements) of one slot that lies in one rank's span."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def param_range(self) -> tuple[int, int]:
+        """The same range counted from the parameter's first element."""
+        return self.start - self.slot.offset, self.stop - self.slot.offset
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Slots and spans of one pack; ``numel`` includes padding. One span per rank, in order."""
+
+    index: int
+    device: str
+    dtype: torch.dtype
+    requires_grad: bool
+    group: int
+    key: str
+    numel: int
+    slots: tuple[Slot, ...]
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        position = 0
+        for slot in self.slots:
+            if slot.offset < position or slot.numel != math.prod(slot.shape):
+                raise ValueError(f"layout: slot {slot.name!r} overlaps or has a wrong size")
+            position = slot.end
+        ends = [0, *(span.stop for span in self.spans)]
+        starts = [*(span.start for span in self.spans), self.numel]
+        if position > self.numel or ends != starts:
+            raise ValueError(f"layout: the spans of pack {self.index} do not tile it")
+
+    @property
+    def padding(self) -> int:
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+    def fragments(self, rank: int) -> tuple[Fragment, ...]:
+        """The slots' parts in ``rank``'s span, in pack order; empty slots are left out."""
+        span = self.spans[rank]
+        parts = (
+            Fragment(slot, max(slot.offset, span.start), min(slot.end, span.stop))
+            for slot in self.slots
+        )
+        return tuple(part for part in parts if part.numel > 0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All packs, slots and spans of a model, optimizer and world size. Equal on all ranks."""
+
+    world_size: int
+    partition: str
+    packs: tuple[PackLayout, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all packs, with padding."""
+        return sum(pack.numel for pack in self.packs)
+
+    @property
+    def padding(self) -> int:
+        return sum(pack.padding for pack in self.packs)
+
+    def owned(self, rank: int) -> int:
+        """Elements, with padding, whose masters ``rank`` holds."""
+        return sum(pack.spans[rank].numel for pack in self.packs)
+
+    def slots(self) -> Iterator[tuple[PackLayout, Slot]]:
+        for pack in self.packs:
+            for slot in pack.slots:
+                yield pack, slot
+
+    def lines(self) -> list[str]:
+        """One line per pack and slot: what is compared across ranks and printed."""
+        lines = [
+            f"Layout: {sum(len(p.slots) for p in self.packs)} parameters in {len(self.packs)} "
+            f"packs, {self.numel} elements ({self.padding} padding), partition "
+            f"{self.partition!r}, world size {self.world_size}"
+        ]
+        for pack in self.packs:
+            dtype = str(pack.dtype).removeprefix("torch.")
+            frozen = "" if pack.requires_grad else " frozen"
+            key = f" key {pack.key}" if pack.key else ""
+            sizes = [span.numel for span in pack.spans]
+            spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)
+            lines.append(
+                f"  pack {pack.index}: {dtype} on {pack.device}, group {pack.group}{key}{frozen}, "
+                f"{pack.numel} elements ({pack.padding} padding), spans {spans}"
+            )
+            for slot in pack.slots:
+                lines.append(f"    {slot.name} {tuple(slot.shape)} @ {slot.offset}")
+        return lines
+
+    def digest(self) -> bytes:
+        """32 bytes that differ wherever anything in the layout differs."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).digest()
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def plan(
+    params: Sequence[ParamInfo],
+    world_size: int,
+    partition: str,
+    *,
+    pack_mb: float,
+    pack_params: int | None,
+    unpacked_first: int,
+    alignment: int,
+) -> Layout:
+    """Plan the packs of ``params`` (in model order) for ``world_size`` ranks.
+
+    Args:
+        partition: ``even`` or ``whole``.
+        pack_mb, pack_params: caps of a pack; a bigger single parameter has its own.
+        unpacked_first: this many first parameters have a pack of their own each.
+        alignment: of slots and spans, in bytes.
+    """
+    bins: list[list[ParamInfo]] = []
+    current: dict[tuple[object, ...], list[ParamInfo]] = {}  # the open pack of each kind
+    filled: dict[tuple[object, ...], int] = {}  # and its elements so far
+    for position, param in enumerate(params):
+        if position < unpacked_first:
+            bins.append([param])
+            continue
+        kind = (param.device, param.dtype, param.requires_grad, param.group, param.key)
+        cap = int(pack_mb * MIB) // param.dtype.itemsize
+        align = max(1, alignment // param.dtype.itemsize)
+        pack = current.get(kind)
+        if (
+            pack is None
+            or filled[kind] + param.numel > cap
+            or (pack_params is not None and len(pack) >= pack_params)
+        ):
+            pack = current[kind] = []
+            filled[kind] = 0
+            bins.append(pack)
+        pack.append(param)
+        filled[kind] += _round_up(param.numel, align)
+    load = [0] * world_size
+    packs = tuple(
+        _plan_pack(index, members, world_size, partition, alignment, load)
+        for index, members in enumerate(bins)
+    )
+    return Layout(world_size, partition, packs)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _plan_pack(
+    index: int,
+    members: list[ParamInfo],
+    world_size: int,
+    partition: str,
+    alignment: int,
+    load: list[int],
+) -> PackLayout:
+    first = members[0]
+    align = max(1, alignment // first.dtype.itemsize)
+    if partition == "whole":
+        slots, spans = _plan_whole(members, world_size, align, load)
+    else:
+        slots, spans = _plan_even(members, world_size, align)
+    return PackLayout(
+        index, first.device, first.dtype, first.requires_grad, first.group, first.key,
+        spans[-1].stop, slots, spans,
+    )  # fmt: skip
+
+
+def _place(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[Slot], int]:
+    slots = []
+    for param in members:
+        offset = _round_up(offset, align)
+        slots.append(Slot(param.name, param.shape, offset, param.numel))
+        offset += param.numel
+    return slots, offset
+
+
+def _plan_even(
+    members: Sequence[ParamInfo], world_size: int, align: int
+) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
+    slots, end = _place(members, 0, align)
+    if world_size == 1:  # nothing to cut: a pack of one keeps its exact size
+        return tuple(slots), (Span(0, 0, end),)
+    size = _round_up(-(-end // world_size), align)
+    return tuple(slots), tuple(Span(r, r * size, (r + 1) * size) for r in range(world_size))
+
+
+def _plan_whole(
+    members: Sequence[ParamInfo], world_size: int, align: int, load: list[int]
+) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
+    """Greedy: the biggest parameter goes to the rank with the least so far (``load``, updated)."""
+    owned: list[list[int]] = [[] for _ in range(world_size)]
+    for position in sorted(range(len(members)), key=lambda i: (-members[i].numel, i)):
+        owner = min(range(world_size), key=lambda rank: (load[rank], rank))
+        load[owner] += _round_up(members[position].numel, align)
+        owned[owner].append(position)
+    slots: list[Slot] = []
+    spans: list[Span] = []
+    offset = 0
+    for owner, positions in enumerate(owned):
+        mine, end = _place([members[i] for i in sorted(positions)], offset, align)
+        end = end if world_size == 1 else _round_up(end, align)
+        slots += mine
+        spans.append(Span(owner, offset, end))
+        offset = end
+    return tuple(slots), tuple(spans)

@@ -1,0 +1,188 @@
+"""The one rule that says which dtype each parameter is stored, accumulated and sent in.
+
+Every dtype decision of shardcast is made here (PaddlePaddle PR 35878 asked for one global rule
+instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless
+its module is kept in fp32; kept modules cast their inputs on entry and their outputs on exit, so
+the forward just works. Masters and arithmetic are always fp32.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast._compat import own_params
+from shardcast.config import KeepRule, ShardcastConfig
+
+MASTER_DTYPE = torch.float32
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+def sum_dtype(wire: torch.dtype) -> torch.dtype:
+    """What gradients are summed in: one size up, so that a mean of equal values is that value."""
+    return torch.float64 if wire == MASTER_DTYPE else MASTER_DTYPE
+
+
+def is_packable(param: Tensor) -> bool:
+    """Real floating-point parameters are packed, cast and sharded; all others are left alone."""
+    return param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Precision:
+    """The dtypes of one model under one configuration.
+
+    Args:
+        model: the root module; read only.
+        config: ``param_dtype``, ``keep_fp32``, ``grad_dtype``, ``reduce_dtype`` and
+            ``cast_forward_inputs`` are used.
+
+    Raises:
+        ValueError: a ``keep_fp32`` pattern that matches nothing.
+    """
+
+    def __init__(self, model: nn.Module, config: ShardcastConfig) -> None:
+        self._config = config
+        self._kept = _kept_modules(model, config.keep_fp32)
+        if not config.cast_buffers:  # torch refuses fp32 running statistics with low precision
+            self._kept.update(
+                (module, None)
+                for module in model.modules()
+                if isinstance(module, NORMS) and any(map(is_packable, module.buffers()))
+            )
+        self._kept_params = {param for module in self._kept for param in own_params(module)}
+
+    def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """The dtype in which forward and backward see ``param``."""
+        if not is_packable(param):
+            return param.dtype
+        return MASTER_DTYPE if param in self._kept_params else self._config.param_dtype
+
+    def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
+        """The dtype of a buffer that ``module`` owns."""
+        cast = self._config.cast_buffers and is_packable(buffer) and module not in self._kept
+        return self._config.param_dtype if cast else buffer.dtype
+
+    def grad_dtype(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter stored as ``storage`` accumulate."""
+        return self._config.grad_dtype or storage
+
+    def wire_dtype(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype in which these gradients travel to their owner."""
+        return self._config.reduce_dtype or self.grad_dtype(storage)
+
+    def install_casts(self, model: nn.Module) -> list[Any]:
+        """Register the forward hooks that cast activations; returns their handles.
+
+        The root casts its floating-point inputs to ``param_dtype``; each kept module casts its
+        inputs to fp32 and its outputs back. Parameters are never cast in forward or backward.
+        """
+        low = self._config.param_dtype
+        handles: list[Any] = []
+        if low == MASTER_DTYPE:
+            return handles
+        if self._config.cast_forward_inputs and model not in self._kept:
+            handles.append(_cast_inputs(model, low))
+        inner = {
+            child for module in self._kept for child in module.modules() if child is not module
+        }
+        for module in self._kept:
+            if module not in inner:  # inside a kept module everything is fp32 already
+                handles.append(_cast_inputs(module, MASTER_DTYPE))
+                handles.append(module.register_forward_hook(partial(_cast_output, low)))
+        return handles
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> Any:
+    return module.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
+
+
+def _cast_arguments(
+    dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with each packable tensor inside cast; containers keep their type."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if is_packable(value) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        items = {key: _cast(item, dtype) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)
+    return value
+
+
+def _kept_modules(model: nn.Module, rules: tuple[KeepRule, ...]) -> dict[nn.Module, None]:
+    """Modules kept in fp32, as an ordered set.
+
+    A rule keeps the modules that own a matching parameter (patterns, predicates) or that are of
+    the class, with all modules inside. A tie keeps every module that shares a parameter with them.
+    """
+    kept: dict[nn.Module, None] = {}
+    for rule in rules:
+        matches = _matcher(rule)
+        found = [module for prefix, module in model.named_modules() if matches(prefix, module)]
+        if not found and isinstance(rule, str) and rule != "norms":
+            raise ValueError(
+                f"keep_fp32: the pattern {rule!r} matches no parameter of the model; patterns "
+                "are matched against names as in model.named_parameters()"
+            )
+        for module in found:
+            inside = module.modules() if isinstance(rule, type) else [module]
+            kept.update(dict.fromkeys(inside))
+    while True:
+        shared = {param for module in kept for param in own_params(module)}
+        tied = [
+            module
+            for module in model.modules()
+            if module not in kept and shared.intersection(own_params(module))
+        ]
+        if not tied:
+            return kept
+        kept.update(dict.fromkeys(tied))
+
+
+def _matcher(rule: KeepRule) -> Callable[[str, nn.Module], bool]:
+    if rule == "norms":
+        return lambda _prefix, module: isinstance(module, NORMS)
+    if isinstance(rule, type):
+        return lambda _prefix, module: isinstance(module, rule)
+    if isinstance(rule, str):
+        return _owns(lambda name, _param: fnmatch.fnmatchcase(name, rule))
+    return _owns(rule)
+
+
+def _owns(
+    test: Callable[[str, nn.Parameter], bool],
+) -> Callable[[str, nn.Module], bool]:
+    def matches(prefix: str, module: nn.Module) -> bool:
+        dot = f"{prefix}." if prefix else ""
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        return any(test(dot + name, param) for name, param in own)
+
+    return matches

@@ -1,0 +1,127 @@
+"""What cannot be sharded is refused by name; what ranks must have alike is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast.config import ShardcastConfig, check_bound
+from shardcast.plan.precision import MASTER_DTYPE, is_packable
+
+_NOT_PLAIN = object()
+
+
+def check_params(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise for a parameter that cannot be packed.
+
+    Raises:
+        ValueError: it is on the meta device, so it has no values; or it has the memory of another.
+        TypeError: it is a ``DTensor``, complex, an integer, or of another dtype than fp32, bf16,
+            fp16.
+    """
+    owners: dict[tuple[torch.device, int], str] = {}
+    for name, param in named.items():
+        if param.is_meta:
+            raise ValueError(
+                f"model: parameter {name!r} is on the meta device and was never materialised; "
+                "call model.to_empty(device=...) and initialise it first, or pass materialize="
+            )
+        if hasattr(param, "device_mesh"):
+            raise TypeError(
+                f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
+                "fully_shard, distribute_module or parallelize_module have cut cannot be sharded "
+                "again; use the plain optimizer with it"
+            )
+        if not is_packable(param):
+            kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
+                "leave it out of this optimizer's groups (complex ones: train a real view)"
+            )
+        if param.numel() and param.data_ptr():  # empty ones have no memory
+            other = owners.setdefault((param.device, param.data_ptr()), name)
+            if other != name:  # packs would give each its own
+                raise ValueError(
+                    f"model: parameters {other!r} and {name!r} are two objects on the same memory, "
+                    "which packing would untie; tie the Parameter itself, as in "
+                    "b.weight = a.weight rather than b.weight.data = a.weight.data, before the "
+                    "optimizer is built"
+                )
+
+
+def check_embeddings(
+    model: nn.Module,
+    params: Collection[nn.Parameter],
+    storage_dtype: Callable[[nn.Parameter], torch.dtype],
+    config: ShardcastConfig,
+) -> None:
+    """Raise for an embedding whose forward rescales weights that are not the masters.
+
+    Raises:
+        ValueError: ``max_norm`` with a weight among ``params`` that is stored in low precision.
+    """
+    if config.master == "split16":  # what is published is a part of the masters
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        weight = module._parameters.get("weight")
+        if weight is None or weight not in params:
+            continue
+        dtype = storage_dtype(weight)
+        if dtype != MASTER_DTYPE:
+            kind = "Embedding" if isinstance(module, nn.Embedding) else "EmbeddingBag"
+            raise ValueError(
+                f"model: {name!r} has max_norm={module.max_norm}, whose forward rescales the "
+                f"weight in place; it is to be stored as {dtype}, and the fp32 masters would undo "
+                f"that in every step; pass keep_fp32=(torch.nn.{kind},), or master='split16' with "
+                "bf16"
+            )
+
+
+def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: int) -> None:
+    """Raise for a group whose own bound of the gradient norm is none.
+
+    Args:
+        defaults: those of the optimizer; what is there is an option of its class, not ours.
+
+    Raises:
+        TypeError, ValueError: ``max_grad_norm`` is not a number above 0.
+    """
+    limit = group.get("max_grad_norm")
+    if limit is not None and "max_grad_norm" not in defaults:
+        check_bound(f"max_grad_norm of parameter group {number}", limit)
+
+
+def describe_groups(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], first: int = 0
+) -> list[str]:
+    """What ranks must have alike of an optimizer: its class, and the plain options of groups.
+
+    Args:
+        first: the number of the first of ``groups``.
+    """
+    lines = [f"optimizer = {type(optimizer).__qualname__}"]
+    for number, group in enumerate(groups, first):
+        for key in sorted(group):
+            value = _plain(group[key])
+            ours = key in optimizer.defaults or key == "max_grad_norm"  # not a script's own notes
+            if ours and value is not _NOT_PLAIN:
+                lines.append(f"group {number}: {key} = {value!r}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    """A number, text, a flag, None, or a tuple of them; tensors, such as a tensor ``lr``, by value.
+
+    Anything else, of which nobody knows whether it is alike on all ranks, is ``_NOT_PLAIN``.
+    """
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() == 1 and not value.is_meta else _NOT_PLAIN
+    if isinstance(value, (tuple, list)):
+        items = tuple(_plain(item) for item in value)
+        return _NOT_PLAIN if _NOT_PLAIN in items else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN

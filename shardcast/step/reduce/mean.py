@@ -1,0 +1,85 @@
+"""Reduce: the mean over ranks of what arrived for a span, in chunks or as one kernel.
+
+In chunks it takes some ten passes over the span for eight ranks, which on an accelerator is more
+memory traffic than the whole update; compiled, every piece is read once and the mean written once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.config import ShardcastConfig
+from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
+from shardcast.step.update.execute import compiles
+
+CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
+PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
+# Of how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
+# a power of two is exact in whatever way a compiler divides.
+SIZES = (2, 4, 8, 16, 32)
+
+Mean = Callable[[Sequence[Tensor], int, Tensor | None, Tensor], None]
+
+
+def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:
+    """:func:`mean_`, compiled where the update is, or :func:`mean_in_chunks_`; the same bits."""
+    return _compiled if size in SIZES and compiles(config, device) else mean_in_chunks_
+
+
+def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+    """The sum of ``pieces``, in their order, over ``size``, plus the fp32 carry, rounded once.
+
+    Args:
+        pieces: 1-d, of equal length and dtype; ``out`` itself may be one of them.
+        out: 1-d, overwritten.
+    """
+    total = pieces[0].to(sum_dtype(pieces[0].dtype))
+    for piece in pieces[1:]:
+        total = total + piece
+    # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
+    total = total / size
+    out.copy_(total if carry is None else total + carry)
+
+
+def mean_in_chunks_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+    """:func:`mean_`, with no more than a chunk in higher precision at a time."""
+    low = out.dtype == pieces[0].dtype != MASTER_DTYPE
+    if len(pieces) == size == 2 and carry is None and low:
+        # In fp32, where the difference and its half are exact, and rounded once: the bits of
+        # the sum's half, unless values exceed 1.7e38. There, and where one is infinite, what
+        # comes out may be NaN, which skips the step as an infinity does.
+        torch.lerp(pieces[0], pieces[1], 0.5, out=out)
+        return
+    chunk = CHUNK if out.device.type == "cpu" else PIECE
+    for start in range(0, out.numel(), chunk):
+        part = slice(start, start + chunk)
+        total = pieces[0][part].to(sum_dtype(pieces[0].dtype), copy=True)
+        for piece in pieces[1:]:
+            total += piece[part]
+        total /= size
+        if carry is not None:
+            total += carry[part]
+        out[part].copy_(total)
+
+
+def _compiled(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+    if not out.numel():
+        return
+    # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
+    target = _compat.own_storage(out)
+
+    def alone(tensor: Tensor) -> Tensor:
+        return target if tensor is out else _compat.own_storage(tensor)
+
+    rest = None if carry is None else alone(carry)
+    _kernel()([alone(piece) for piece in pieces], size, rest, target)
+
+
+@functools.cache  # one compiled function, so that models of one process share its graphs
+def _kernel() -> Callable[..., None]:
+    return _compat.compiled(mean_)

@@ -1,0 +1,61 @@
+"""What a script did to gradients after backward, as far as it must be told of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from shardcast.memory.gradients import GradPack
+
+
+class Edits:
+    """Notices edits of gradients and warns of those that would be silently wrong. Local.
+
+    Args:
+        grads: the gradient packs; the list may grow.
+    """
+
+    def __init__(self, grads: Sequence[GradPack]) -> None:
+        self._grads = grads
+        self._versions: list[int] = []  # when the last backward had ended
+        self._may_warn = True
+
+    def note(self) -> None:
+        """A backward ended: in-place edits count from here."""
+        self._versions = [grads.data._version for grads in self._grads]
+
+    def check_in_place(self) -> None:
+        """Warn of what torch.nn.utils.clip_grad_norm_ does, which would be silently wrong."""
+        edited = [
+            grads.data._version != version
+            for grads, version in zip(self._grads, self._versions, strict=False)
+        ]
+        self._versions = []
+        if self._may_warn and any(edited):
+            self._may_warn = False
+            warnings.warn(
+                "gradients were edited in place after backward; only the part of a gradient that "
+                "this rank owns is the mean over ranks, so torch.nn.utils.clip_grad_norm_ and "
+                "whatever else looks at several gradients gives another result on each rank: use "
+                "optimizer.clip_grad_norm_ (edits of each element by itself are fine)",
+                stacklevel=5,
+            )
+
+    def check_strangers(self) -> None:
+        """Warn of gradients set by hand after zero_grad(), of which no rank knows the others'."""
+        if any(
+            param.grad is not None and not grads.holds(position)
+            for grads in self._grads
+            for position, param in enumerate(grads.pack.params)
+        ):
+            warnings.warn(
+                "gradients were set by hand after those of a backward were dropped without a step: "
+                "they are taken for means and not averaged over ranks; average them yourself, or "
+                "drop gradients by a step that changes nothing (all .grad None)",
+                stacklevel=5,
+            )
+
+    def seen(self) -> list[tuple[int, int]]:
+        """What changes when a gradient is edited in place, replaced or cleared."""
+        found = (param.grad for grads in self._grads for param in grads.pack.params)
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]

@@ -1,0 +1,1 @@
+"""sync: the owners' updated spans to everybody."""

@@ -1,0 +1,1 @@
+"""update: unscale, clip and update the own masters and moments."""

@@ -1,0 +1,187 @@
+"""Update by any torch optimizer: its own ``step`` on masters instead of model parameters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.comm import Comm
+from shardcast.memory.shard import Master
+from shardcast.plan.layout import Fragment
+from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.step.combine.scaler import Verdict
+
+PROBATION = 10  # steps in which an unknown class is watched
+
+
+class InnerUpdate:
+    """Any torch optimizer, run on masters: one master parameter per fragment, in its group.
+
+    The inner optimizer is the user's own object's twin: same class, same attributes, but masters
+    in place of model parameters. Under the ``whole`` partition masters have their parameter's
+    shape, under ``even`` they are 1-d.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool) -> None:
+        self._optimizer, self._comm = optimizer, comm
+        self.elementwise = elementwise
+        foreign = not type(optimizer).__module__.startswith("torch.optim")
+        self._unproven = PROBATION if foreign else 0  # steps after which options are compared
+        self._params: dict[Master, list[nn.Parameter]] = {}
+        self._inner = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
+        self._inner.__dict__.update(optimizer.__dict__)
+        self._inner.__dict__.pop("step", None)  # a scheduler's wrapper steps the original
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self._inner, hooks, OrderedDict())  # they run on the sharded optimizer
+        self._inner.state = defaultdict(dict)
+        self._inner.param_groups = []
+
+    def add(self, master: Master) -> None:
+        """Update ``master`` too, from now on."""
+        if master.fragments:
+            self._params[master] = [
+                self._master_parameter(master, part) for part in master.fragments
+            ]
+            self._read_groups()
+
+    @staticmethod
+    def _master_parameter(master: Master, fragment: Fragment) -> nn.Parameter:
+        flat = master.data[master.local(fragment.start, fragment.stop)]
+        whole = fragment.numel == fragment.slot.numel
+        return nn.Parameter(flat.view(fragment.slot.shape) if whole else flat)
+
+    def _read_groups(self) -> None:
+        """Give the inner groups the outer ones' present options, masters as parameters."""
+        for index, outer in enumerate(self._optimizer.param_groups):
+            if index == len(self._inner.param_groups):
+                self._inner.param_groups.append({})
+            inner = self._inner.param_groups[index]
+            inner.update((key, value) for key, value in outer.items() if key != "params")
+            inner["params"] = [
+                param
+                for master, params in self._params.items()
+                if master.pack.layout.group == index
+                for param in params
+            ]
+
+    @torch.no_grad()
+    def __call__(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]]) -> None:
+        """Update and publish the own spans; see ``FusedUpdate.__call__``.
+
+        The class decides on the host whether to step, so on an accelerator this waits for the
+        verdict once.
+        """
+        if verdict.skip.tolist():
+            return
+        self._read_groups()
+        for master, params in self._params.items():
+            assert master.grads is not None
+            factor = verdict.factors[master.pack.layout.group]
+            exact = master.grads.own.to(MASTER_DTYPE)
+            exact = exact if factor is None else exact * factor
+            for param, part, here in zip(params, master.fragments, present[master], strict=True):
+                if here:
+                    grad = exact[master.local(part.start, part.stop)]
+                    param.grad = grad.view(param.shape)
+        with torch.enable_grad():  # some optimizers compute with autograd
+            _compat.bare_step(self._inner)()
+        if self._unproven and self._comm.size > 1:
+            self._unproven -= 1
+            self._compare_options(verdict.skip.device)
+        self._write_groups()
+        for params in self._params.values():
+            for param in params:
+                param.grad = None
+        self.publish()
+
+    def _write_groups(self) -> None:
+        """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
+        groups = zip(self._optimizer.param_groups, self._inner.param_groups, strict=True)
+        for outer, inner in groups:
+            outer.update((key, value) for key, value in inner.items() if key != "params")
+
+    def _compare_options(self, device: torch.device) -> None:
+        """Raise if what the class keeps in its groups differs between ranks.
+
+        Then it was computed from all of a rank's parameters, as the step size of Prodigy and
+        D-Adaptation is, and no partition can be right. Such classes are not known by name.
+        """
+        mine = {
+            f"{key!r} of group {number}": float(value)
+            for number, group in enumerate(self._inner.param_groups)
+            for key, value in group.items()
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        everyone = self._comm.exchange(mine, device)
+        for option in mine:
+            values = [theirs[option] for theirs in everyone if option in theirs]
+            if any(value != values[0] for value in values):
+                raise RuntimeError(
+                    f"optimizer: {type(self._optimizer).__name__} computed {option} as "
+                    f"{', '.join(map(str, values))} on the ranks: its update of one parameter "
+                    "depends on all of them, so it cannot be sharded; use it with DDP, or use "
+                    "another optimizer"
+                )
+
+    def publish(self) -> None:
+        """Cast the masters into the packs; takes in what an optimizer put elsewhere."""
+        for master, params in self._params.items():
+            for param, part in zip(params, master.fragments, strict=True):
+                flat = master.data[master.local(part.start, part.stop)]
+                if param.data_ptr() != flat.data_ptr():  # it assigned param.data
+                    flat.copy_(param.detach().reshape(-1))
+                    param.data = flat.view(param.shape)
+            master.publish()
+
+    def switch(self, mode: str) -> bool:
+        """Call ``train`` or ``eval`` of optimizers that have it (schedule-free ones).
+
+        Returns:
+            Whether the masters may have changed and were published; a sync must follow.
+        """
+        method = getattr(self._inner, mode, None)
+        if not callable(method):
+            return False
+        self._read_groups()
+        method()
+        self._write_groups()
+        self.publish()
+        return True
+
+    def nbytes(self) -> int:
+        """Bytes of the inner optimizer's tensors, 0-dim ones aside."""
+        return sum(
+            value.nbytes
+            for state in self._inner.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim()
+        )
+
+    def fragment_state(self, master: Master, position: int) -> dict[str, Any]:
+        """The inner optimizer's own state of one fragment."""
+        if master not in self._params:
+            return {}
+        return dict(self._inner.state.get(self._params[master][position], {}))
+
+    def load_fragment(self, master: Master, position: int, state: Mapping[str, Any]) -> None:
+        """Overwrite the state of one fragment; tensors of its length take its master's shape."""
+        if master not in self._params:  # frozen: it has none
+            return
+        param = self._params[master][position]
+        loaded = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value = value.detach().clone().to(param.device)
+                if value.dim() and value.numel() == param.numel():
+                    value = value.view(param.shape)
+                if value.is_floating_point() and name != "step":  # as torch's load_state_dict
+                    value = value.to(param.dtype)
+            loaded[name] = value
+        self._inner.state.pop(param, None)
+        if loaded:
+            self._inner.state[param] = loaded

@@ -1,0 +1,124 @@
+"""Windows of host memory through an accelerator: the next one comes while this one is updated.
+
+Three lanes work beside each other::
+
+    fetch      n+1 ...              host to device
+    current        n ...            the update, in the order of everything else
+    send               n-1 ...      device to host
+
+Hazards, and what orders them: a window is updated after its fetch and sent after its update. Its
+memory is given back when a later fetch has been told to wait for its send; it belongs to the fetch
+lane, so nothing before that can get it, and no more than three windows are on the device. The
+first fetch waits for what the current stream had to do before, and the current stream in the end
+for the last send. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+Window = TypeVar("Window")
+Values = TypeVar("Values")
+BEHIND = 2  # sends that may be under way when a fetch begins
+
+
+class Lanes(Protocol):
+    """Queues of work; an event is reached when all work before it in its queue is done."""
+
+    def fetch(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
+        """Queue ``work`` behind the event ``after``; its result, and the event of its end."""
+
+    def update(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
+        """The same on the current stream."""
+
+    def send(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
+        """The same for the way back."""
+
+    def mark(self) -> Any:
+        """An event of the current stream."""
+
+    def join(self, event: Any) -> None:
+        """Let the current stream wait for an event."""
+
+
+class StreamLanes:
+    """Two streams beside the current one of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._fetching = torch.cuda.Stream(device)
+        self._sending = torch.cuda.Stream(device)
+
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def fetch(
+        self, work: Callable[[], Any], after: torch.cuda.Event
+    ) -> tuple[Any, torch.cuda.Event]:
+        return _queue(self._fetching, work, after)
+
+    def update(
+        self, work: Callable[[], Any], after: torch.cuda.Event
+    ) -> tuple[Any, torch.cuda.Event]:
+        return _queue(self._current, work, after)
+
+    def send(
+        self, work: Callable[[], Any], after: torch.cuda.Event
+    ) -> tuple[Any, torch.cuda.Event]:
+        return _queue(self._sending, work, after)
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = self._current.record_event()
+        return event
+
+    def join(self, event: torch.cuda.Event) -> None:
+        self._current.wait_event(event)
+
+
+def _queue(
+    stream: torch.cuda.Stream, work: Callable[[], Any], after: torch.cuda.Event
+) -> tuple[Any, torch.cuda.Event]:
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        result = work()
+    return result, stream.record_event()
+
+
+def through(
+    lanes: Lanes,
+    windows: Iterable[Window],
+    fetch: Callable[[Window], Values],
+    update: Callable[[Window, Values], None],
+    send: Callable[[Window, Values], None],
+) -> None:
+    """Fetch, update and send back each window, in order.
+
+    Args:
+        fetch: allocates and fills what ``update`` changes and ``send`` gives back.
+    """
+    begun = lanes.mark()
+    sends: deque[tuple[Any, Values]] = deque()  # keeps what they read alive
+    last = None
+
+    def fetched(window: Window) -> tuple[Window, Values, Any]:
+        after = begun
+        if len(sends) == BEHIND:
+            after = sends.popleft()[0]  # and let its memory go
+        return (window, *lanes.fetch(lambda: fetch(window), after))
+
+    coming = map(fetched, windows)
+    ahead = next(coming, None)
+    while ahead is not None:
+        window, values, there = ahead
+        ahead = next(coming, None)
+        _, done = lanes.update(lambda w=window, v=values: update(w, v), there)  # type: ignore[misc]
+        _, last = lanes.send(lambda w=window, v=values: send(w, v), done)  # type: ignore[misc]
+        sends.append((last, values))
+        del values
+    if last is not None:
+        lanes.join(last)
