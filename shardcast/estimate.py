@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory.pack import describe, plan_packs
 from shardcast.memory.shard import FILL
 from shardcast.memory.stores import block_of
 from shardcast.optimizer.setup import partition_of
 from shardcast.plan.layout import Layout, PackLayout, Span
+from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import MASTER_DTYPE, Precision, is_packable
 from shardcast.step.update.fused import ELEMENTWISE, make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
@@ -202,7 +202,7 @@ def _packing_peak(
 
     At a pack's worst moment either its originals and the fp32 staging of all of it are there, or,
     originals freed, the staging, the cast pack and what becomes the masters of the own span
-    (:func:`shardcast.memory.shard.build_master`).
+    (:func:`shardcast.memory.shard.build_shard`).
     """
     peak = live = 0
     size = layout.world_size
@@ -226,7 +226,7 @@ def _packing_peak(
 
 
 def _filling(pack: PackLayout, span: Span, config: ShardcastConfig) -> int:
-    """Bytes that ``Master.fill`` takes beside the staging and the pack."""
+    """Bytes that ``Shard.fill`` takes beside the staging and the pack."""
     if config.master == "split16":  # and the bit patterns of both halves, as 32-bit integers
         window = min(span.numel, FILL) * 2 * torch.int32.itemsize
         return span.numel * _master_size(pack, config) + window

@@ -16,7 +16,7 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
-from shardcast.step.update import rules as kernels
+from shardcast.step.update import rules
 from shardcast.step.update.execute import ChunkedKernel, WholeKernel, choose_kernel
 
 pytestmark = pytest.mark.timeout(60)
@@ -289,13 +289,13 @@ needs_compiler = pytest.mark.skipif(
 def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: int) -> Any:
     """A group, its rule, and a function that makes equal operands."""
     group = kind([nn.Parameter(torch.zeros(1))], lr=1e-3, **options).param_groups[0]
-    rule = kernels.rule_of(kind, group)
+    rule = rules.rule_of(kind, group)
     torch.manual_seed(0)
     master = (0.5 + torch.rand(numel)) * torch.randn(numel).sign()
     state = tuple(torch.zeros(numel) for _ in rule.state)
 
-    def copies() -> kernels.Flat:
-        return kernels.Flat(
+    def copies() -> rules.Flat:
+        return rules.Flat(
             master.clone(), torch.empty(numel), tuple(flat.clone() for flat in state),
             torch.empty(numel).half(),
         )  # fmt: skip
@@ -303,12 +303,12 @@ def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: in
     return group, rule, copies
 
 
-def whole_run(kernel: Any, rule: Any, flat: kernels.Flat, group: Any, step: int) -> None:
+def whole_run(kernel: Any, rule: Any, flat: rules.Flat, group: Any, step: int) -> None:
     skip = torch.tensor(False)
     if kernel.on_host:
         numbers = rule.numbers(group, float(step))
     else:
-        numbers = kernels.as_tensors(
+        numbers = rules.as_tensors(
             rule.numbers(group, torch.tensor(float(step), dtype=torch.float64)), skip
         )
     kernel(rule, flat, numbers, None, skip)
@@ -333,7 +333,7 @@ def test_the_form_without_host_decisions_is_within_one_ulp_of_the_chunked_one(
     eager = copies()
     for step in range(1, 51):
         eager.grad.normal_()
-        other = kernels.Flat(*(copy.deepcopy(part) for part in eager))
+        other = rules.Flat(*(copy.deepcopy(part) for part in eager))
         moments = [flat.clone() for flat in eager.state]
         whole_run(whole, rule, other, group, step)
         whole_run(chunked, rule, eager, group, step)

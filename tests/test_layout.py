@@ -13,8 +13,8 @@ from models import GPT, MLP, sharded
 from torch import nn
 
 import shardcast
-from shardcast.memory.pack import describe
-from shardcast.plan.layout import Layout, PackLayout, ParamInfo, Slot, Span, plan
+from shardcast.plan.layout import Layout, PackLayout, ParamInfo, Slot, Span
+from shardcast.plan.packing import describe, plan
 
 pytestmark = pytest.mark.timeout(60)
 

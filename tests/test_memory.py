@@ -177,13 +177,13 @@ def test_originals_that_are_not_freed_are_noticed(monkeypatch: pytest.MonkeyPatc
     from shardcast.optimizer import setup as build
 
     kept: list[Tensor] = []
-    original = build.build_master
+    original = build.build_shard
 
     def hoard(layout: Any, params: list[nn.Parameter], *rest: Any) -> Any:
         kept.extend(param.data for param in params)
         return original(layout, params, *rest)
 
-    monkeypatch.setattr(build, "build_master", hoard)
+    monkeypatch.setattr(build, "build_shard", hoard)
     with fake_world(4, 0) as group:
         assert peak_of(lambda: shard_wide(group, BF16)) > allowed(4, BF16)
 

@@ -106,15 +106,15 @@ def test_a_skipped_first_step_leaves_no_trace():
 
 @pytest.mark.filterwarnings("ignore:step skipped")
 def test_without_the_skip_a_nan_would_spread(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: the comparison fails when the verdict never skips."""
+    """Negative control: the comparison fails when the decision never skips."""
     from shardcast.step.combine.scaler import Scaler
 
     combine = Scaler.combine
 
     def never(self: Scaler, *args: Any) -> Any:
-        verdict = combine(self, *args)
-        verdict.skip.fill_(False)
-        return verdict
+        decision = combine(self, *args)
+        decision.skip.fill_(False)
+        return decision
 
     monkeypatch.setattr(Scaler, "combine", never)
     with pytest.raises(AssertionError):
@@ -241,7 +241,7 @@ def test_padding_and_owners_do_not_enter_the_norm():
 
 
 def test_a_clip_whose_gradients_were_dropped_is_forgotten():
-    """After clip, look at the norm, drop the batch: the next step has a verdict of its own."""
+    """After clip, look at the norm, drop the batch: the next step has a decision of its own."""
     model, other = CASES["mlp"].build(), CASES["mlp"].build()
     optimizer, expected = sharded(model), sharded(other)
     install(model, 0)

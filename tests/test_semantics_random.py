@@ -237,8 +237,8 @@ def test_the_machine_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch):
         land(self, stage)
         stage.grads.own.mul_(self._comm.size)
 
-    def all_present(self: Any, verdict: Any) -> Any:
-        return {master: [True] * len(here) for master, here in step(self, verdict).items()}
+    def all_present(self: Any, decision: Any) -> Any:
+        return {master: [True] * len(here) for master, here in step(self, decision).items()}
 
     if fault == "sums":
         monkeypatch.setattr(Reducer, "_land", sums)

@@ -260,7 +260,7 @@ def test_worlds_of_one_two_and_three_have_the_same_bits(kind: str, case: str):
 def test_the_kernel_of_accelerators_gives_nearly_the_same(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Numbers of the step and the verdict are tensors there, and nothing may ask for them."""
+    """Numbers of the step and the decision are tensors there, and nothing may ask for them."""
     chunked = train(None, 5, **KINDS[kind])[1]
     monkeypatch.setattr(update, "choose_kernel", lambda *_: fuse.WholeKernel(compile=False))
     found = train(None, 5, **KINDS[kind])[1]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardcast.step.update import rules as kernels
+from shardcast.step.update import rules
 from shardcast.step.update.execute import ChunkedKernel, Kernel, WholeKernel
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
@@ -23,7 +23,7 @@ GROUP = {
 def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per round of every form of the update, of the copy first."""
     torch.set_num_threads(threads)
-    flat = kernels.Flat(
+    flat = rules.Flat(
         torch.randn(elements),
         torch.randn(elements).bfloat16(),
         (torch.zeros(elements), torch.zeros(elements)),
@@ -49,9 +49,9 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def runner(kernel: Kernel, flat: kernels.Flat, fused: bool) -> Callable[[], None]:
+def runner(kernel: Kernel, flat: rules.Flat, fused: bool) -> Callable[[], None]:
     """One update with a clipping factor."""
-    rule = kernels.rule_of(torch.optim.AdamW, GROUP, fused)
+    rule = rules.rule_of(torch.optim.AdamW, GROUP, fused)
     factor, skip = torch.tensor(0.5), torch.tensor(False)
 
     def run() -> None:
@@ -59,13 +59,13 @@ def runner(kernel: Kernel, flat: kernels.Flat, fused: bool) -> Callable[[], None
             numbers = rule.numbers(GROUP, 3.0)
         else:
             step = torch.tensor(3.0, dtype=torch.float64)
-            numbers = kernels.as_tensors(rule.numbers(GROUP, step), skip)
+            numbers = rules.as_tensors(rule.numbers(GROUP, step), skip)
         kernel(rule, flat, numbers, factor, skip)
 
     return run
 
 
-def passes(flat: kernels.Flat) -> Callable[[], None]:
+def passes(flat: rules.Flat) -> Callable[[], None]:
     """What a mixed-precision wrapper does: cast and unscale, torch's step, cast back."""
     factor = torch.tensor(0.5)
     master = torch.nn.Parameter(flat.master)

@@ -7,15 +7,13 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.config import ShardcastConfig
-from shardcast.plan.layout import Layout, PackLayout, ParamInfo, Span, plan
+from shardcast.plan.layout import PackLayout, Span
 
 
 class Pack:
@@ -98,51 +96,3 @@ class Pack:
         """Whether the parameters have another dtype or device now; looks at the first one only."""
         param = self.params[0]
         return param.dtype != self.layout.dtype or param.device != self.data.device
-
-
-def describe(
-    named: Mapping[str, nn.Parameter],
-    config: ShardcastConfig,
-    groups: Mapping[nn.Parameter, int],
-    storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
-) -> list[ParamInfo]:
-    """The planner's view of parameters, in the order of ``named`` (model order).
-
-    Args:
-        groups: index of each parameter's optimizer group.
-        storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
-    """
-    # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
-    devices: dict[torch.device, str] = {}
-    for param in named.values():
-        if param.device not in devices:
-            kind = param.device.type
-            count = sum(device.type == kind for device in devices)
-            devices[param.device] = f"{kind} {count + 1}" if count else kind
-    return [
-        ParamInfo(
-            name,
-            tuple(param.shape),
-            param.dtype if storage_dtype is None else storage_dtype(param),
-            devices[param.device],
-            param.requires_grad,
-            groups[param],
-            "" if config.group_fn is None else repr(config.group_fn(name, param)),
-        )
-        for name, param in named.items()
-    ]
-
-
-def plan_packs(
-    infos: list[ParamInfo], world_size: int, partition: str, config: ShardcastConfig
-) -> Layout:
-    """:func:`shardcast.plan.layout.plan` with the pack options of ``config``."""
-    return plan(
-        infos,
-        world_size,
-        partition,
-        pack_mb=config.pack_mb,
-        pack_params=config.pack_params,
-        unpacked_first=config.unpacked_first,
-        alignment=config.alignment,
-    )

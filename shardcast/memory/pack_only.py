@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.config import GroupFn, ShardcastConfig
 from shardcast.memory.gradients import GradPack
-from shardcast.memory.pack import Pack, describe, plan_packs
+from shardcast.memory.pack import Pack
 from shardcast.plan.layout import Layout
+from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import is_packable
 from shardcast.plan.validate import check_params
 

@@ -21,7 +21,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 FILL = 1 << 18  # masters that are split at a time, for each takes 8 bytes on the way
 
 
-class Master:
+class Shard:
     """Masters of one pack on this rank.
 
     Attributes:
@@ -98,16 +98,16 @@ class Master:
             self.store.write(slice(None), torch.where(same, exact, published.to(MASTER_DTYPE)))
 
 
-def build_master(
+def build_shard(
     layout: PackLayout, params: list[nn.Parameter], comm: Comm, config: ShardcastConfig
-) -> Master:
+) -> Shard:
     """One pack and its masters: stage in fp32, broadcast from rank 0, keep, cast, free.
 
     Originals are freed when they are staged, so no more than one pack is held twice.
     Every rank must call it, with equal layouts.
     """
     pack = Pack(layout, params, layout.spans[comm.rank])
-    master = Master(pack, config)
+    master = Shard(pack, config)
     if comm.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()
         master.fill(pack.data)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory.shard import Master
+from shardcast.memory.shard import Shard
 from shardcast.optimizer import state
 from shardcast.optimizer.state import Piece
 from shardcast.plan.layout import Layout
@@ -37,7 +37,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     config: ShardcastConfig
     _original: torch.optim.Optimizer
     _model: nn.Module
-    _masters: list[Master]
+    _masters: list[Shard]
     _comm: Comm
     _scaler: Scaler
     _update: Update
@@ -54,7 +54,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
             setattr(original, name, _refused(name))
 
-    def _activate(self, master: Master) -> None:
+    def _activate(self, master: Shard) -> None:
         """Reduce, update and sync this pack from now on."""
         raise NotImplementedError
 

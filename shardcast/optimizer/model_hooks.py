@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.memory.shard import Master
+from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -67,7 +67,7 @@ class Watch:
     def __init__(
         self,
         model: nn.Module,
-        masters: Sequence[Master],
+        masters: Sequence[Shard],
         begin: Callable[[], None],
         averaged: bool,
     ) -> None:
@@ -119,7 +119,7 @@ class Watch:
         """Give masters the loaded values in full precision; the model gets them cast.
 
         Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
-        of a master whose cast they are: it stays, as in :meth:`Master.absorb`.
+        of a master whose cast they are: it stays, as in :meth:`Shard.absorb`.
         """
         own = dict(module.named_parameters(recurse=False))
         wanted = {own[name]: state_dict.get(prefix + name) for name in own}
@@ -139,7 +139,7 @@ class Watch:
 
     def _fragments(
         self, params: Mapping[nn.Parameter, Any]
-    ) -> Iterator[tuple[nn.Parameter, Master, Fragment]]:
+    ) -> Iterator[tuple[nn.Parameter, Shard, Fragment]]:
         for master in self._masters:
             here = [param for param in master.pack.params if param in params]
             if here:

@@ -16,11 +16,11 @@ from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
-from shardcast.memory.pack import describe, plan_packs
-from shardcast.memory.shard import build_master
+from shardcast.memory.shard import build_shard
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan import validate as checks
+from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import Precision
 from shardcast.step.update.execute import compiles
 from shardcast.step.update.fused import ELEMENTWISE, make_update
@@ -96,7 +96,7 @@ def shard(
 
         _convert_rest(inner, rest, precision, comm)
         masters = [
-            build_master(pack, [mine[slot.name] for slot in pack.slots], comm, config)
+            build_shard(pack, [mine[slot.name] for slot in pack.slots], comm, config)
             for pack in layout.packs
         ]
         for param in mine.values():

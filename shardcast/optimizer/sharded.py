@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig, check_bound
-from shardcast.memory.pack import describe, plan_packs
-from shardcast.memory.shard import Master, build_master
+from shardcast.memory.shard import Shard, build_shard
 from shardcast.optimizer.contract import StatefulOptimizer
 from shardcast.optimizer.model_hooks import Watch, mark, unmark
 from shardcast.plan import validate as checks
 from shardcast.plan.layout import Layout
+from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import Precision
-from shardcast.step.combine.scaler import Scaler, Verdict
+from shardcast.step.combine.scaler import Decision, Scaler
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.in_step import Sync
 from shardcast.step.sync.overlap import Overlap
@@ -48,18 +48,18 @@ class ShardedOptimizer(StatefulOptimizer):
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         layout: Layout,
-        masters: Sequence[Master],
+        masters: Sequence[Shard],
         comm: Comm,
         precision: Precision,
         config: ShardcastConfig,
     ) -> None:
-        self._masters: list[Master] = []
+        self._masters: list[Shard] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.layout = layout
         self.config = config
         self._original, self._model = optimizer, _compat.unwrapped(model)
         self._comm, self._precision = comm, precision
-        self._verdict: Verdict | None = None
+        self._decision: Decision | None = None
         self._clipped: list[tuple[int, int]] = []  # the gradients when clip_grad_norm_ saw them
         self._reduce = Reducer(comm, precision, config, _compat.is_ddp(model))
         self._scaler = Scaler(self._reduce.grads, comm, config, masters[0].pack.data.device)
@@ -70,13 +70,13 @@ class ShardedOptimizer(StatefulOptimizer):
         self._hook()
         self._take_over(optimizer)
 
-    def _adopt(self, masters: Sequence[Master]) -> None:
+    def _adopt(self, masters: Sequence[Shard]) -> None:
         self._masters += masters
         for master in masters:
             if master.pack.layout.requires_grad:
                 self._activate(master)
 
-    def _activate(self, master: Master) -> None:
+    def _activate(self, master: Shard) -> None:
         """Reduce, update and sync this pack from now on."""
         master.grads = self._reduce.add(master.pack)
         self._update.add(master)
@@ -104,34 +104,34 @@ class ShardedOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        verdict = self._pending()
-        if verdict is None:
-            verdict = self._combine(self.config.max_grad_norm)
+        decision = self._pending()
+        if decision is None:
+            decision = self._combine(self.config.max_grad_norm)
         elif self._reduce.edits.seen() != self._clipped:
             raise RuntimeError(
                 "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
                 "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
             )
         self._sync.wait()  # what an overlapped one still sends is what the update writes
-        self._update(verdict, self._present(verdict))
-        self._note_writes(verdict)
-        self._scaler.update(verdict)
+        self._update(decision, self._present(decision))
+        self._note_writes(decision)
+        self._scaler.update(decision)
         if self.config.broadcast_buffers:
             self._broadcast_buffers()
         if self._overlap is None:
             self._sync()
         else:
             self._overlap()
-        self._last_norm = verdict.norm
-        self._reduce.show(verdict.present)
+        self._last_norm = decision.norm
+        self._reduce.show(decision.present)
         self._reduce.used()
-        self._verdict = None
+        self._decision = None
         self._scaler.loss_was_scaled = False
         _compat.note_step_called(self._original)
         self._scaler.poll()
         return loss
 
-    def _combine(self, max_norm: float | None, pending: Verdict | None = None) -> Verdict:
+    def _combine(self, max_norm: float | None, pending: Decision | None = None) -> Decision:
         self._check_call()
         self._watch.resync()
         self._wake()
@@ -140,16 +140,16 @@ class ShardedOptimizer(StatefulOptimizer):
         limits = [None if own else group.get("max_grad_norm") for group in self.param_groups]
         return self._scaler.combine(max_norm, limits, pending)
 
-    def _pending(self) -> Verdict | None:
+    def _pending(self) -> Decision | None:
         """What a clip found of the gradients that are there now."""
-        if self._verdict is not None and self._reduce.touched:
-            self._verdict = None
+        if self._decision is not None and self._reduce.touched:
+            self._decision = None
             warnings.warn(
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
                 "been folded into the step; clip once, after the last backward of a step",
                 stacklevel=3,
             )
-        return self._verdict
+        return self._decision
 
     def _wake(self) -> None:
         """Activate packs that were frozen from the start and have a gradient on some rank now.
@@ -170,9 +170,9 @@ class ShardedOptimizer(StatefulOptimizer):
         for buffer in self._model.buffers():
             self._comm.broadcast(buffer, 0)
 
-    def _present(self, verdict: Verdict) -> dict[Master, list[bool]]:
+    def _present(self, decision: Decision) -> dict[Shard, list[bool]]:
         """Per master and fragment, whether some rank has a gradient."""
-        slots = dict(zip(self._reduce.grads, verdict.present, strict=True))
+        slots = dict(zip(self._reduce.grads, decision.present, strict=True))
         return {
             master: [
                 there
@@ -183,7 +183,7 @@ class ShardedOptimizer(StatefulOptimizer):
             if master.grads is not None
         }
 
-    def _note_writes(self, verdict: Verdict) -> None:
+    def _note_writes(self, decision: Decision) -> None:
         """Have autograd refuse a backward through a graph that was made before this step.
 
         It would use the new weights with the old activations. Packs have storages of their own,
@@ -192,7 +192,7 @@ class ShardedOptimizer(StatefulOptimizer):
         torch.autograd.graph.increment_version(
             [
                 param
-                for grads, slots in zip(self._reduce.grads, verdict.present, strict=True)
+                for grads, slots in zip(self._reduce.grads, decision.present, strict=True)
                 for param, there in zip(grads.pack.params, slots, strict=True)
                 if there
             ]
@@ -200,7 +200,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
-        self._verdict = None
+        self._decision = None
         self._reduce.cleared()
         # The marks of sharded gradients have no memory that could be zeroed.
         super().zero_grad(set_to_none or self.config.grads == "sharded")
@@ -235,9 +235,9 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         bound = check_bound("max_norm", max_norm)
         self._check_limits()
-        self._verdict = self._combine(bound, self._pending())
+        self._decision = self._combine(bound, self._pending())
         self._clipped = self._reduce.edits.seen()
-        return self._verdict.norm.float()
+        return self._decision.norm.float()
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the averaged gradients; every rank must call it.
@@ -322,7 +322,7 @@ class ShardedOptimizer(StatefulOptimizer):
             self._look_again()
         params = ([added[slot.name] for slot in pack.slots] for pack in packs)
         masters = [
-            build_master(pack, theirs, self._comm, self.config)
+            build_shard(pack, theirs, self._comm, self.config)
             for pack, theirs in zip(packs, params, strict=True)
         ]
         self.layout = layout
@@ -360,7 +360,7 @@ class ShardedOptimizer(StatefulOptimizer):
             master.publish()
             everything.add(master.pack)
         everything()
-        self._verdict = None
+        self._decision = None
 
     # -- the rest ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.comm import Comm
-from shardcast.memory.shard import Master
+from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.update.fused import Update
@@ -26,13 +26,13 @@ Groups = Sequence[Mapping[str, Any]]
 class Piece(NamedTuple):
     """What a fragment is to have: torch's state of it and, if not ``None``, its master."""
 
-    master: Master
+    master: Shard
     position: int
     values: dict[str, Any]
     exact: Tensor | None = None
 
 
-def owned(masters: Sequence[Master]) -> Iterator[tuple[Master, int, nn.Parameter]]:
+def owned(masters: Sequence[Shard]) -> Iterator[tuple[Shard, int, nn.Parameter]]:
     """Each fragment of this rank, with its model parameter."""
     for master in masters:
         params = dict(zip(master.pack.layout.slots, master.pack.params, strict=True))
@@ -76,7 +76,7 @@ class Told(dict[Any, Any]):
 class States(Told):
     """torch's state by model parameter; what is assigned in it is so in the shards too."""
 
-    def __init__(self, masters: Sequence[Master], update: Update) -> None:
+    def __init__(self, masters: Sequence[Shard], update: Update) -> None:
         self._places = {param: (master, position) for master, position, param in owned(masters)}
         self._update = update
         super().__init__(
@@ -112,12 +112,12 @@ def apart(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: value.clone() if isinstance(value, Tensor) else value for n, value in values.items()}
 
 
-def part(master: Master, fragment: Fragment) -> Tensor:
+def part(master: Shard, fragment: Fragment) -> Tensor:
     """The master elements of one fragment, 1-d fp32; :func:`set_part` takes them back."""
     return master.store.read(master.local(fragment.start, fragment.stop))
 
 
-def set_part(master: Master, fragment: Fragment, values: Tensor) -> None:
+def set_part(master: Shard, fragment: Fragment, values: Tensor) -> None:
     """Overwrite the master elements of one fragment; 1-d, any floating dtype, any device."""
     exact = values.to(master.published.device, MASTER_DTYPE)
     master.store.write(master.local(fragment.start, fragment.stop), exact)
@@ -156,7 +156,7 @@ def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
         group.update((key, value) for key, value in other.items() if key != "params")
 
 
-def local_state(masters: Sequence[Master], update: Update, groups: Groups) -> dict[int, Any]:
+def local_state(masters: Sequence[Shard], update: Update, groups: Groups) -> dict[int, Any]:
     """Per parameter index: the fragment's ``master`` (1-d fp32) and torch's state of it."""
     index = numbered(groups)
     return {
@@ -169,7 +169,7 @@ def local_state(masters: Sequence[Master], update: Update, groups: Groups) -> di
 
 
 def plan_local(
-    masters: Sequence[Master], update: Update, groups: Groups, state: Mapping[int, Any]
+    masters: Sequence[Shard], update: Update, groups: Groups, state: Mapping[int, Any]
 ) -> list[Piece]:
     """The inverse of :func:`local_state`, on the same rank of an equal layout; changes nothing.
 
@@ -199,7 +199,7 @@ def _checked(update: Update, fragment: Fragment, values: dict[str, Any]) -> dict
 
 
 def plan_plain(
-    masters: Sequence[Master], update: Update, state: Mapping[nn.Parameter, Mapping[str, Any]]
+    masters: Sequence[Shard], update: Update, state: Mapping[nn.Parameter, Mapping[str, Any]]
 ) -> list[Piece]:
     """This rank's part of a plain optimizer's state, keyed by model parameter; changes nothing.
 
@@ -250,7 +250,7 @@ def _check_numel(
 
 
 def gather_plain(
-    masters: Sequence[Master], update: Update, groups: Groups, comm: Comm
+    masters: Sequence[Shard], update: Update, groups: Groups, comm: Comm
 ) -> dict[str, Any]:
     """The whole state on rank 0, as the unsharded optimizer's ``state_dict``; empty elsewhere.
 
@@ -278,7 +278,7 @@ def gather_plain(
     return {"state": dict(sorted(state.items())), "param_groups": plain_groups(groups)}
 
 
-def gather_masters(masters: Sequence[Master], comm: Comm) -> dict[str, Tensor]:
+def gather_masters(masters: Sequence[Shard], comm: Comm) -> dict[str, Tensor]:
     """All parameters in fp32 by name, on rank 0's host; empty elsewhere. Collective, as above."""
     found: dict[str, Tensor] = {}
     for master in masters:

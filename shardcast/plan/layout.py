@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-MIB = 1024 * 1024
 
 
 class ParamInfo(NamedTuple):
@@ -183,114 +181,3 @@ class Layout:
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
-
-
-def plan(
-    params: Sequence[ParamInfo],
-    world_size: int,
-    partition: str,
-    *,
-    pack_mb: float,
-    pack_params: int | None,
-    unpacked_first: int,
-    alignment: int,
-) -> Layout:
-    """Plan the packs of ``params`` (in model order) for ``world_size`` ranks.
-
-    Args:
-        partition: ``even`` or ``whole``.
-        pack_mb, pack_params: caps of a pack; a bigger single parameter has its own.
-        unpacked_first: this many first parameters have a pack of their own each.
-        alignment: of slots and spans, in bytes.
-    """
-    bins: list[list[ParamInfo]] = []
-    current: dict[tuple[object, ...], list[ParamInfo]] = {}  # the open pack of each kind
-    filled: dict[tuple[object, ...], int] = {}  # and its elements so far
-    for position, param in enumerate(params):
-        if position < unpacked_first:
-            bins.append([param])
-            continue
-        kind = (param.device, param.dtype, param.requires_grad, param.group, param.key)
-        cap = int(pack_mb * MIB) // param.dtype.itemsize
-        align = max(1, alignment // param.dtype.itemsize)
-        pack = current.get(kind)
-        if (
-            pack is None
-            or filled[kind] + param.numel > cap
-            or (pack_params is not None and len(pack) >= pack_params)
-        ):
-            pack = current[kind] = []
-            filled[kind] = 0
-            bins.append(pack)
-        pack.append(param)
-        filled[kind] += _round_up(param.numel, align)
-    load = [0] * world_size
-    packs = tuple(
-        _plan_pack(index, members, world_size, partition, alignment, load)
-        for index, members in enumerate(bins)
-    )
-    return Layout(world_size, partition, packs)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _plan_pack(
-    index: int,
-    members: list[ParamInfo],
-    world_size: int,
-    partition: str,
-    alignment: int,
-    load: list[int],
-) -> PackLayout:
-    first = members[0]
-    align = max(1, alignment // first.dtype.itemsize)
-    if partition == "whole":
-        slots, spans = _plan_whole(members, world_size, align, load)
-    else:
-        slots, spans = _plan_even(members, world_size, align)
-    return PackLayout(
-        index, first.device, first.dtype, first.requires_grad, first.group, first.key,
-        spans[-1].stop, slots, spans,
-    )  # fmt: skip
-
-
-def _place(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[Slot], int]:
-    slots = []
-    for param in members:
-        offset = _round_up(offset, align)
-        slots.append(Slot(param.name, param.shape, offset, param.numel))
-        offset += param.numel
-    return slots, offset
-
-
-def _plan_even(
-    members: Sequence[ParamInfo], world_size: int, align: int
-) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
-    slots, end = _place(members, 0, align)
-    if world_size == 1:  # nothing to cut: a pack of one keeps its exact size
-        return tuple(slots), (Span(0, 0, end),)
-    size = _round_up(-(-end // world_size), align)
-    return tuple(slots), tuple(Span(r, r * size, (r + 1) * size) for r in range(world_size))
-
-
-def _plan_whole(
-    members: Sequence[ParamInfo], world_size: int, align: int, load: list[int]
-) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
-    """Greedy: the biggest parameter goes to the rank with the least so far (``load``, updated)."""
-    owned: list[list[int]] = [[] for _ in range(world_size)]
-    for position in sorted(range(len(members)), key=lambda i: (-members[i].numel, i)):
-        owner = min(range(world_size), key=lambda rank: (load[rank], rank))
-        load[owner] += _round_up(members[position].numel, align)
-        owned[owner].append(position)
-    slots: list[Slot] = []
-    spans: list[Span] = []
-    offset = 0
-    for owner, positions in enumerate(owned):
-        mine, end = _place([members[i] for i in sorted(positions)], offset, align)
-        end = end if world_size == 1 else _round_up(end, align)
-        slots += mine
-        spans.append(Span(owner, offset, end))
-        offset = end
-    return tuple(slots), tuple(spans)

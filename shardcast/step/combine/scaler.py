@@ -28,7 +28,7 @@ BACKOFF, GROWTH = 0.5, 2.0  # of the dynamic loss scale, as torch.amp.GradScaler
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What all ranks agreed on for one step.
 
     Attributes:
@@ -92,9 +92,9 @@ class Scaler:
         self,
         max_norm: float | None,
         limits: Sequence[float | None],
-        pending: Verdict | None = None,
-    ) -> Verdict:
-        """The verdict over all ranks' own spans. Every rank must call it, after the reduction.
+        pending: Decision | None = None,
+    ) -> Decision:
+        """The decision over all ranks' own spans. Every rank must call it, after the reduction.
 
         One all-reduce of doubles: per rank a row of one norm per group and the first bad element,
         then a number per slot. Each rank adds its own row, so the sum of rows, in rank order, is
@@ -103,7 +103,7 @@ class Scaler:
         Args:
             max_norm: bound of the norm of all groups that have none of their own.
             limits: per optimizer group, a bound of its own, by which it is clipped by itself.
-            pending: an earlier verdict on these gradients: they count as clipped by it, and the
+            pending: an earlier decision on these gradients: they count as clipped by it, and the
                 new factors hold for both.
         """
         size, rank, columns = self._comm.size, self._comm.rank, len(limits) + 1
@@ -136,12 +136,12 @@ class Scaler:
         clips = self._clips(parts, max_norm, limits)
         folded = tuple(_product(old, new) for old, new in zip(factors, clips, strict=True))
         present = self._present(pattern, control[size * columns :])
-        return Verdict(norm, skip, folded, present, rows[:, -1].clone())
+        return Decision(norm, skip, folded, present, rows[:, -1].clone())
 
     def _unscale(self) -> Tensor | None:
         return None if self.loss_scale is None else 1.0 / self.loss_scale
 
-    def _clipped(self, pending: Verdict) -> Tensor:
+    def _clipped(self, pending: Decision) -> Tensor:
         """Per group, what its clipping does to its sum of p-th powers (or maximum)."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.double()
         one = torch.ones((), dtype=torch.float64, device=self._device)
@@ -167,13 +167,13 @@ class Scaler:
             for number, limit in enumerate(limits)
         ]
 
-    def clip_value(self, limit: float, pending: Verdict | None) -> None:
+    def clip_value(self, limit: float, pending: Decision | None) -> None:
         """Clamp the own spans to ``[-limit, limit]``, loss scale considered. Local.
 
         Infinities stay, so that the step is skipped for them.
 
         Args:
-            pending: the verdict by whose factors the gradients are going to be multiplied.
+            pending: the decision by whose factors the gradients are going to be multiplied.
         """
         for grads in self._grads:
             bound = torch.tensor(limit, dtype=torch.float32, device=self._device)
@@ -185,13 +185,13 @@ class Scaler:
             own = grads.own
             own.copy_(torch.where(own.isfinite(), own.clamp(-bound, bound), own))
 
-    def update(self, verdict: Verdict) -> None:
+    def update(self, decision: Decision) -> None:
         """Count the step; grow or back off the dynamic loss scale as torch.amp.GradScaler does."""
-        self._count(verdict.skip, verdict.bad)
+        self._count(decision.skip, decision.bad)
         if self.dynamic:
             assert self.loss_scale is not None
             torch._amp_update_scale_(
-                self.loss_scale, self._growth, verdict.skip.float(),
+                self.loss_scale, self._growth, decision.skip.float(),
                 GROWTH, BACKOFF, self._config.loss_scale_growth_interval,
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from shardcast.step.reduce.mean import Mean
 
 
 @dataclass
-class Stage:
+class Bucket:
     """Where one gradient pack stands."""
 
     grads: GradPack

@@ -35,7 +35,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE, Precision
-from shardcast.step.reduce.bucket import Stage
+from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.mean import choose_mean
 from shardcast.step.reduce.user_edits import Edits
 
@@ -68,9 +68,9 @@ class Reducer:
         self.averaged = averaged
         self.grads: list[GradPack] = []  # in the order of add()
         self.touched = False  # a gradient arrived since finish()
-        self._stages: list[Stage] = []  # in the order of launching
-        self._numbered: list[Stage] = []  # as grads
-        self._next = 0  # first stage of this round that was not launched yet
+        self._buckets: list[Bucket] = []  # in the order of launching
+        self._numbered: list[Bucket] = []  # as grads
+        self._next = 0  # first bucket of this round that was not launched yet
         self._end: Callable[[], Any] = _nothing  # weak, to the queued end-of-backward callback
         self._backward = -1  # which backward that is
         self._accumulating = -1  # the last backward known to add to gradients
@@ -88,7 +88,7 @@ class Reducer:
         self._may_warn_of_graph = True
         self._told = False  # zero_grad() or a step made the last round's means a thing of the past
         self._cleared: bool | None = None  # some were found cleared since the last round
-        self._flying: list[Stage] = []
+        self._flying: list[Bucket] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again within this step
         self._handles: list[Any] = []
 
@@ -100,17 +100,17 @@ class Reducer:
         grads = GradPack(pack, self._precision.grad_dtype(pack.layout.dtype), self._sharded)
         wire = self._precision.wire_dtype(pack.layout.dtype)
         mean = choose_mean(self._config, self._comm.size, pack.data.device)
-        stage = Stage(grads, wire, self._scatters(pack, wire), mean)
+        bucket = Bucket(grads, wire, self._scatters(pack, wire), mean)
         self.grads.append(grads)
         number = len(self._numbered)
-        self._numbered.append(stage)
+        self._numbered.append(bucket)
         for param in pack.params:
             if param.grad_dtype != grads.dtype:
                 grad, param.grad = param.grad, None
                 param.grad_dtype = grads.dtype
                 param.grad = None if grad is None else grad.to(grads.dtype)
         # Gradients arrive roughly from the last parameter to the first.
-        self._stages.insert(0, stage)
+        self._buckets.insert(0, bucket)
         if not self.averaged:
             before = _compat.weak_hook(partial(Reducer._before_accumulate, number=number), self)
             for position, param in enumerate(pack.params):
@@ -123,7 +123,7 @@ class Reducer:
                 ]
                 param.requires_grad_(trains)
             if not self._due:
-                self._launch(stage)
+                self._launch(bucket)
         return grads
 
     def _scatters(self, pack: Pack, wire: torch.dtype) -> bool:
@@ -172,8 +172,10 @@ class Reducer:
             return
         self._backward = _compat.current_backward()
         self._next = 0  # not so if an exception ended the backward before
-        for stage in self._stages:  # nor this; and under no_sync() not all of a pack may have come
-            stage.arrived.clear()
+        for (
+            bucket
+        ) in self._buckets:  # nor this; and under no_sync() not all of a pack may have come
+            bucket.arrived.clear()
         end = partial(Reducer._end_backward, self)
         self._end = weakref.ref(end)
         _compat.at_end_of_backward(end)
@@ -194,7 +196,7 @@ class Reducer:
         return self._end() is not None
 
     def finish(self) -> None:
-        """Have all gradients of the own spans here; the last call of the stage before a step.
+        """Have all gradients of the own spans here; the last call of this stage before a step.
 
         Every rank must call it. Runs the round itself for gradients that no synchronised
         backward brought (set by hand, or accumulated under :meth:`no_sync`).
@@ -238,12 +240,12 @@ class Reducer:
         Args:
             present: per pack, in the order of :meth:`add`, and slot.
         """
-        for stage, slots in zip(self._numbered, present, strict=True):
-            grads = stage.grads
+        for bucket, slots in zip(self._numbered, present, strict=True):
+            grads = bucket.grads
             for position, param in enumerate(grads.pack.params):
                 if param.grad is None and slots[position] and grads.owned[position]:
                     grads.show(position)
-                    stage.absent.discard(position)  # is seen when it is cleared
+                    bucket.absent.discard(position)  # is seen when it is cleared
 
     # -- hooks ------------------------------------------------------------------------------
 
@@ -264,40 +266,40 @@ class Reducer:
         self.begin()
         self.touched = True
         self._launch_complete()
-        stage = self._numbered[number]
-        if stage.grads.pack.pending:
+        bucket = self._numbered[number]
+        if bucket.grads.pack.pending:
             raise RuntimeError(
                 "overlap_sync: a backward reached "
-                f"{stage.grads.pack.layout.slots[0].name!r} or a parameter packed with it, whose "
+                f"{bucket.grads.pack.layout.slots[0].name!r} or a parameter packed with it, whose "
                 "values of the last step were still on their way: a forward read it without its "
                 "module being called, or was made before that step; call optimizer.wait_sync() "
                 "before such a forward, or leave overlap_sync off"
             )
-        if stage.reduced or stage.work is not None:
-            if self._armed() and self._launched_in_this_round(stage):
+        if bucket.reduced or bucket.work is not None:
+            if self._armed() and self._launched_in_this_round(bucket):
                 # To launch it again would be a collective that the other ranks may not issue.
                 raise RuntimeError(
                     "backward: a re-entrant checkpoint brought a gradient of "
-                    f"{stage.grads.pack.layout.slots[0].name!r} or a parameter packed with it for "
+                    f"{bucket.grads.pack.layout.slots[0].name!r} or a parameter packed with it for "
                     "a second time after it was sent; use torch.utils.checkpoint with "
                     "use_reentrant=False, or checkpoint from the first step on with grads 'full'"
                 )
-            self._reopen(stage)
+            self._reopen(bucket)
 
-    def _launched_in_this_round(self, stage: Stage) -> bool:
-        return any(stage is other for other in self._stages[: self._next])
+    def _launched_in_this_round(self, bucket: Bucket) -> bool:
+        return any(bucket is other for other in self._buckets[: self._next])
 
     def _after_accumulate(self, param: Tensor, number: int, position: int) -> None:
         if param.grad is not None and param.grad.requires_grad:
             self._warn_of_graph()
-        stage = self._numbered[number]
+        bucket = self._numbered[number]
         if self._sharded:  # elsewhere all of a pack at once, which takes one call
-            stage.grads.adopt(position)
-        stage.arrived.add(position)
+            bucket.grads.adopt(position)
+        bucket.arrived.add(position)
         if self._local:
-            if stage.complete:  # else when it is collected
-                stage.grads.adopt_all()
-                stage.arrived.clear()
+            if bucket.complete:  # else when it is collected
+                bucket.grads.adopt_all()
+                bucket.arrived.clear()
             return
         if _compat.current_backward() != self._backward:
             self._nested = not self._sharded
@@ -319,8 +321,10 @@ class Reducer:
         Not in the hook that completed one: hooks of the script on that very parameter, which may
         clip or replace ``.grad``, run after ours.
         """
-        while self._early and self._next < len(self._stages) and self._stages[self._next].complete:
-            self._launch(self._stages[self._next])
+        while (
+            self._early and self._next < len(self._buckets) and self._buckets[self._next].complete
+        ):
+            self._launch(self._buckets[self._next])
             self._next += 1
 
     def _end_backward(self) -> None:
@@ -332,8 +336,8 @@ class Reducer:
             self.edits.note()
 
     def _flush(self) -> None:
-        for stage in self._stages[self._next :]:
-            self._launch(stage)
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
         self._next = 0
         self._due = self._told = False
         self._cleared = None
@@ -345,51 +349,51 @@ class Reducer:
 
     # -- one pack ---------------------------------------------------------------------------
 
-    def _reopen(self, stage: Stage) -> None:
+    def _reopen(self, bucket: Bucket) -> None:
         """New gradients for a reduced pack: keep the mean of those that were not cleared.
 
         Where this rank had no gradient there may be a mean all the same, of other ranks' ones. One
         that a script replaced (``p.grad = p.grad * 2``) is a mean too, and not to be averaged.
         """
-        if stage.work is not None:
-            self._flying.remove(stage)
-            self._land(stage)
-        grads = stage.grads
+        if bucket.work is not None:
+            self._flying.remove(bucket)
+            self._land(bucket)
+        grads = bucket.grads
         if not self._told:
             for position in range(len(grads.pack.params)):
-                if position not in stage.absent:
+                if position not in bucket.absent:
                     grads.adopt(position)
         kept = {position for position in range(len(grads.pack.params)) if grads.holds(position)}
         if not self._was_cleared():
             kept |= {
-                position for position in stage.absent if grads.pack.params[position].grad is None
+                position for position in bucket.absent if grads.pack.params[position].grad is None
             }
-        stage.reopen(kept)  # usually none: all gradients were set to None, all are overwritten
+        bucket.reopen(kept)  # usually none: all gradients were set to None, all are overwritten
 
     def _was_cleared(self) -> bool:
         """Whether gradients were cleared since the last round."""
         if self._cleared is None:
             self._cleared = self._told or any(
                 param.grad is None
-                for stage in self._stages
-                for position, param in enumerate(stage.grads.pack.params)
-                if stage.reduced and position not in stage.absent
+                for bucket in self._buckets
+                for position, param in enumerate(bucket.grads.pack.params)
+                if bucket.reduced and position not in bucket.absent
             )
         return self._cleared
 
-    def _launch(self, stage: Stage) -> None:
-        if stage.reduced or stage.work is not None:
-            self._reopen(stage)
-        stage.collect()
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket.reduced or bucket.work is not None:
+            self._reopen(bucket)
+        bucket.collect()
         if self._comm.size == 1:
             return
-        stage.send(self._comm, self._spare)
-        self._flying.append(stage)
+        bucket.send(self._comm, self._spare)
+        self._flying.append(bucket)
         if len(self._flying) > WINDOW:
             self._land(self._flying.pop(0))
 
-    def _land(self, stage: Stage) -> None:
-        self._spare.append(stage.land(self._comm.size))
+    def _land(self, bucket: Bucket) -> None:
+        self._spare.append(bucket.land(self._comm.size))
 
 
 def _nothing() -> None:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm
-from shardcast.memory.shard import Master
+from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.combine.scaler import Verdict
+from shardcast.step.combine.scaler import Decision
 
 PROBATION = 10  # steps in which an unknown class is watched
 
 
-class InnerUpdate:
+class AnyOptimizerUpdate:
     """Any torch optimizer, run on masters: one master parameter per fragment, in its group.
 
     The inner optimizer is the user's own object's twin: same class, same attributes, but masters
@@ -32,7 +32,7 @@ class InnerUpdate:
         self.elementwise = elementwise
         foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._unproven = PROBATION if foreign else 0  # steps after which options are compared
-        self._params: dict[Master, list[nn.Parameter]] = {}
+        self._params: dict[Shard, list[nn.Parameter]] = {}
         self._inner = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
         self._inner.__dict__.update(optimizer.__dict__)
         self._inner.__dict__.pop("step", None)  # a scheduler's wrapper steps the original
@@ -41,7 +41,7 @@ class InnerUpdate:
         self._inner.state = defaultdict(dict)
         self._inner.param_groups = []
 
-    def add(self, master: Master) -> None:
+    def add(self, master: Shard) -> None:
         """Update ``master`` too, from now on."""
         if master.fragments:
             self._params[master] = [
@@ -50,7 +50,7 @@ class InnerUpdate:
             self._read_groups()
 
     @staticmethod
-    def _master_parameter(master: Master, fragment: Fragment) -> nn.Parameter:
+    def _master_parameter(master: Shard, fragment: Fragment) -> nn.Parameter:
         flat = master.data[master.local(fragment.start, fragment.stop)]
         whole = fragment.numel == fragment.slot.numel
         return nn.Parameter(flat.view(fragment.slot.shape) if whole else flat)
@@ -70,18 +70,18 @@ class InnerUpdate:
             ]
 
     @torch.no_grad()
-    def __call__(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]]) -> None:
+    def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
         """Update and publish the own spans; see ``FusedUpdate.__call__``.
 
         The class decides on the host whether to step, so on an accelerator this waits for the
-        verdict once.
+        decision once.
         """
-        if verdict.skip.tolist():
+        if decision.skip.tolist():
             return
         self._read_groups()
         for master, params in self._params.items():
             assert master.grads is not None
-            factor = verdict.factors[master.pack.layout.group]
+            factor = decision.factors[master.pack.layout.group]
             exact = master.grads.own.to(MASTER_DTYPE)
             exact = exact if factor is None else exact * factor
             for param, part, here in zip(params, master.fragments, present[master], strict=True):
@@ -92,7 +92,7 @@ class InnerUpdate:
             _compat.bare_step(self._inner)()
         if self._unproven and self._comm.size > 1:
             self._unproven -= 1
-            self._compare_options(verdict.skip.device)
+            self._compare_options(decision.skip.device)
         self._write_groups()
         for params in self._params.values():
             for param in params:
@@ -162,13 +162,13 @@ class InnerUpdate:
             if isinstance(value, Tensor) and value.dim()
         )
 
-    def fragment_state(self, master: Master, position: int) -> dict[str, Any]:
+    def fragment_state(self, master: Shard, position: int) -> dict[str, Any]:
         """The inner optimizer's own state of one fragment."""
         if master not in self._params:
             return {}
         return dict(self._inner.state.get(self._params[master][position], {}))
 
-    def load_fragment(self, master: Master, position: int, state: Mapping[str, Any]) -> None:
+    def load_fragment(self, master: Shard, position: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment; tensors of its length take its master's shape."""
         if master not in self._params:  # frozen: it has none
             return

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.update import rules as kernels
+from shardcast.step.update import rules
 from shardcast.step.update.rules import Flat, Rule
 
 CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
@@ -24,7 +24,7 @@ COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 
 
 class ChunkedKernel:
-    """The eager update on CPU, where the step's numbers and verdict are on the host anyway."""
+    """The eager update on CPU, where the step's numbers and decision are on the host anyway."""
 
     on_host = True
 
@@ -44,7 +44,7 @@ class ChunkedKernel:
         """See :func:`.rules.update_`; a skipped step is not to come here."""
         size = max(1, min(CHUNK * torch.get_num_threads(), flat.master.numel()))
         scratch = [torch.empty(size, dtype=MASTER_DTYPE) for _ in range(2)]
-        kernels.update_in_chunks_(rule, flat, numbers, factor, scratch)
+        rules.update_in_chunks_(rule, flat, numbers, factor, scratch)
 
 
 class WholeKernel:
@@ -73,12 +73,12 @@ Kernel = ChunkedKernel | WholeKernel
 def _by_pieces(rule: Rule, flat: Flat, *rest: Any) -> None:
     """The eager form allocates several times the operands: not of more than so much at a time."""
     for piece in flat.chunks(PIECE):
-        kernels.update_(rule, piece, *rest)
+        rules.update_(rule, piece, *rest)
 
 
 @functools.cache  # one compiled function, so that models of one process share its graphs
 def _compiled() -> Callable[..., None]:
-    return _compat.compiled(kernels.update_)
+    return _compat.compiled(rules.update_)
 
 
 def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory.shard import Master
+from shardcast.memory.shard import Shard
 from shardcast.memory.stores import (
     Bf16Store,
     Blocks8Store,
@@ -26,9 +26,9 @@ from shardcast.memory.stores import (
     chances,
 )
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.combine.scaler import Verdict
-from shardcast.step.update import rules as kernels
-from shardcast.step.update.any_optimizer import InnerUpdate
+from shardcast.step.combine.scaler import Decision
+from shardcast.step.update import rules
+from shardcast.step.update.any_optimizer import AnyOptimizerUpdate
 from shardcast.step.update.execute import ChunkedKernel, Kernel, choose_kernel
 from shardcast.step.update.offload import Lanes, StreamLanes, through
 from shardcast.step.update.rules import Flat, Rule
@@ -52,7 +52,7 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 
 def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm) -> Update:
     """The update for the class of ``optimizer``, whose groups it reads in every step."""
-    if type(optimizer) in kernels.STATE_NAMES:
+    if type(optimizer) in rules.STATE_NAMES:
         return FusedUpdate(optimizer, config)
     plain = ShardcastConfig()
     for name in ("master", "moments", "offload"):
@@ -63,11 +63,11 @@ def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm:
                 f"{getattr(plain, name)!r}"
             )
     elementwise = type(optimizer) in ELEMENTWISE
-    return InnerUpdate(optimizer, comm, elementwise)
+    return AnyOptimizerUpdate(optimizer, comm, elementwise)
 
 
 @dataclass
-class _Shard:
+class _State:
     """What is updated together: one master, its state and its steps.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Shard:
         flat: torch's state by name, parallel to the master; made when first used.
     """
 
-    master: Master
+    master: Shard
     config: ShardcastConfig
     steps: list[Tensor | None]
     flat: dict[str, Store] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class _Shard:
 class _Window(NamedTuple):
     """A part of a shard, and how it is updated."""
 
-    shard: _Shard
+    shard: _State
     part: slice
     rule: Rule
     numbers: tuple[Any, ...]
@@ -182,38 +182,38 @@ class FusedUpdate:
         self._optimizer = optimizer
         self._kind = type(optimizer)
         self._config = config
-        self._shards: dict[Master, _Shard] = {}
+        self._shards: dict[Shard, _State] = {}
         self._common: Tensor | None = None  # the step that all fragments of all masters share
         self._kernel: Kernel = ChunkedKernel()
         self._lanes: Lanes | None = None
 
-    def add(self, master: Master) -> None:
+    def add(self, master: Shard) -> None:
         """Update ``master`` too, from now on."""
         if master.fragments:
             if not self._shards:
                 self._kernel = choose_kernel(self._config, master.published.device)
                 self._lanes = make_lanes(self._config, master.published.device)
-            self._shards[master] = _Shard(master, self._config, [None] * len(master.fragments))
+            self._shards[master] = _State(master, self._config, [None] * len(master.fragments))
             self._common = None
 
     @torch.no_grad()
-    def __call__(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]]) -> None:
+    def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
         """Update, cast and publish the own spans.
 
         Args:
             present: per master and fragment, whether some rank has a gradient.
         """
-        if not self._shards or (self._kernel.on_host and bool(verdict.skip)):
+        if not self._shards or (self._kernel.on_host and bool(decision.skip)):
             return
         everything = all(all(present[master]) for master in self._shards)
-        self._advance(verdict, None if everything else present)
+        self._advance(decision, None if everything else present)
 
         def fetch(window: _Window) -> Flat:
             return window.shard.operands(window.part, window.rule)
 
         def update(window: _Window, flat: Flat) -> None:
-            factor = verdict.factors[window.shard.master.pack.layout.group]
-            self._kernel(window.rule, flat, window.numbers, factor, verdict.skip)
+            factor = decision.factors[window.shard.master.pack.layout.group]
+            self._kernel(window.rule, flat, window.numbers, factor, decision.skip)
 
         def send(window: _Window, flat: Flat) -> None:
             window.shard.keep(window.part, window.rule, flat, window.step)
@@ -228,7 +228,7 @@ class FusedUpdate:
             send(window, flat)
 
     def _windows(
-        self, present: Mapping[Master, Sequence[bool]], everything: bool
+        self, present: Mapping[Shard, Sequence[bool]], everything: bool
     ) -> Iterator[_Window]:
         """What is updated at a time: runs of present parameters, cut where copies are made."""
         known: dict[tuple[int, int], tuple[Rule, tuple[Any, ...]]] = {}
@@ -250,9 +250,9 @@ class FusedUpdate:
         """The rule of a group, and its numbers in this step."""
         group = self._optimizer.param_groups[number]
         if not self._kernel.on_host:
-            rule = kernels.rule_of(self._kind, group)
-            return rule, kernels.as_tensors(rule.numbers(group, step.double()), step)
-        rule = kernels.rule_of(self._kind, group, fused=self._by_torch(group))
+            rule = rules.rule_of(self._kind, group)
+            return rule, rules.as_tensors(rule.numbers(group, step.double()), step)
+        rule = rules.rule_of(self._kind, group, fused=self._by_torch(group))
         numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
         return rule, rule.numbers(numeric, float(step))
 
@@ -262,7 +262,7 @@ class FusedUpdate:
             return bool(group.get("fused"))
         return self._config.fuse == "auto"
 
-    def _advance(self, verdict: Verdict, present: Mapping[Master, Sequence[bool]] | None) -> None:
+    def _advance(self, decision: Decision, present: Mapping[Shard, Sequence[bool]] | None) -> None:
         """Count the step for the fragments that take part in it, without asking the device.
 
         A step tensor shared by fragments that take part and others is split first. SGD counts
@@ -271,7 +271,7 @@ class FusedUpdate:
         Args:
             present: as for a call, or ``None`` for all.
         """
-        taken = 1.0 - verdict.skip.float()
+        taken = 1.0 - decision.skip.float()
         groups = self._optimizer.param_groups
         counts = {m: bool(groups[m.pack.layout.group].get("momentum", True)) for m in self._shards}
         uniform = len(set(counts.values())) == 1
@@ -279,7 +279,7 @@ class FusedUpdate:
             if all(counts.values()):
                 self._common += taken
             return
-        fresh = torch.zeros((), dtype=torch.float32, device=verdict.skip.device)
+        fresh = torch.zeros((), dtype=torch.float32, device=decision.skip.device)
         moving: dict[int, Tensor] = {}
         staying: dict[int, Tensor] = {}
         for master, shard in self._shards.items():
@@ -309,7 +309,7 @@ class FusedUpdate:
         """Bytes of the flat state; the 0-dim steps aside."""
         return sum(s.nbytes for shard in self._shards.values() for s in shard.flat.values())
 
-    def fragment_state(self, master: Master, position: int) -> dict[str, Tensor]:
+    def fragment_state(self, master: Shard, position: int) -> dict[str, Tensor]:
         """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use."""
         shard = self._shards.get(master)
         step = None if shard is None else shard.steps[position]
@@ -322,7 +322,7 @@ class FusedUpdate:
             return views if float(step) else {}
         return {"step": step, **views}
 
-    def load_fragment(self, master: Master, position: int, state: Mapping[str, Any]) -> None:
+    def load_fragment(self, master: Shard, position: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by 1-d tensors of its length."""
         shard = self._shards.get(master)
         if shard is None:  # frozen: it has none
@@ -335,7 +335,7 @@ class FusedUpdate:
             for store in shard.flat.values():
                 store.write(part, torch.zeros(fragment.numel, device=master.published.device))
             return
-        for name in kernels.STATE_NAMES[self._kind]:
+        for name in rules.STATE_NAMES[self._kind]:
             value = state.get(name)
             if value is not None:
                 exact = value.reshape(-1).to(master.published.device, MASTER_DTYPE)
@@ -345,7 +345,7 @@ class FusedUpdate:
             started = 0.0
         shard.steps[position] = self._shared_step(float(state.get("step", started)), master)
 
-    def _shared_step(self, value: float, master: Master) -> Tensor:
+    def _shared_step(self, value: float, master: Shard) -> Tensor:
         """A step tensor of this value, shared with the fragments that have the same."""
         for shard in self._shards.values():
             for step in shard.steps:
@@ -361,4 +361,4 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-Update = FusedUpdate | InnerUpdate
+Update = FusedUpdate | AnyOptimizerUpdate
