@@ -12,8 +12,8 @@ import ctypes
 import hashlib
 import os
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ BROADCAST = (
 )  # fmt: skip
 
 
+T = TypeVar("T")
+SHOWN = 8  # ranks that an error names one by one
 TAG, TURNS = 0x5C000000, 1 << 16  # our sends, apart from those of a script
 
 
@@ -219,6 +221,49 @@ class Comm:
             for rank, length in enumerate(lengths)
         ]
 
+    def together(self, fn: Callable[[], T], device: torch.device, call: str = "") -> T:
+        """Run ``fn`` on this rank; what it returns if all ranks succeed, else all ranks raise.
+
+        The one way in which something that may fail on one rank alone is done on all of them: a
+        rank that raised by itself would leave the others waiting in their next collective. All
+        ranks must call it, for their own ``fn``, which must not contain collectives of this
+        group. Where all succeed it costs one collective of 16 bytes per rank.
+
+        Args:
+            device: where the flags are exchanged, of a kind that the group's backend serves.
+            call: what is being done, for example ``"save"``; ranks that meet here in different
+                calls all raise an error that names each rank's.
+
+        Raises:
+            Exception: on a rank whose ``fn`` raised: that very exception.
+            ValueError, TypeError, RuntimeError: on the other ranks, with the ranks that failed
+                and their messages; of the kind that was raised there if that is ValueError or
+                TypeError, else RuntimeError.
+        """
+        value, error = _attempt(fn)
+        if self.size > 1:
+            known = hashlib.sha256(call.encode()).digest()[:7]
+            mine = torch.tensor(
+                [error is not None, int.from_bytes(known, "little")], dtype=torch.int64
+            ).to(device)
+            flags = mine.repeat(self.size)
+            self.all_gather(flags, mine)
+            told = flags.view(self.size, 2).tolist()
+            if any(failed or theirs != told[0][1] for failed, theirs in told):
+                _raise_together(self.exchange((call, _told(error)), device), error)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]  # there is one where there is no error
+
+    def collect(self, fn: Callable[[], T], device: torch.device, call: str = "") -> list[T]:
+        """:meth:`together` for values that all ranks need: those of all ranks, in rank order.
+
+        Args:
+            fn: what it returns should be small: every rank gets all of it, pickled.
+        """
+        mine = self.together(lambda: pickle.dumps(fn()), device, call)
+        return [pickle.loads(value) for value in self.exchange(mine, device)]
+
     def backend(self, device: torch.device) -> str:
         """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""
         group = self.group
@@ -228,6 +273,57 @@ class Comm:
             return group._get_backend(device).name()
         except RuntimeError:  # a mock group has no backend objects
             return group.name()
+
+
+Told = tuple[str, str] | None  # kind and message of an error
+
+
+def _attempt(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return fn(), None
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return None, error
+
+
+def _told(error: Exception | None) -> Told:
+    if error is None:
+        return None
+    kinds = (kind.__name__ for kind in (ValueError, TypeError) if isinstance(error, kind))
+    own_words = isinstance(error, (ValueError, TypeError, RuntimeError, OSError))
+    return next(kinds, ""), str(error) if own_words else f"{type(error).__name__}: {error}"
+
+
+def _raise_together(everyone: Sequence[tuple[str, Told]], error: Exception | None) -> None:
+    """Raise if a rank failed or was in another call; ``error`` is this rank's own."""
+    if error is not None:
+        raise error
+    failed = {rank: told for rank, (_, told) in enumerate(everyone) if told is not None}
+    if failed:
+        kinds = {kind for kind, _ in failed.values()}
+        raised = {"ValueError": ValueError, "TypeError": TypeError}.get(
+            kinds.pop() if len(kinds) == 1 else "", RuntimeError
+        )
+        raise raised(_by_rank((rank, message) for rank, (_, message) in failed.items()))
+    if len({call for call, _ in everyone}) > 1:
+        raise RuntimeError(
+            "the ranks are in different calls: "
+            + _by_rank((rank, call or "(unnamed)") for rank, (call, _) in enumerate(everyone))
+            + "; make the same calls in the same order on every rank"
+        )
+
+
+def _by_rank(facts: Iterable[tuple[int, str]]) -> str:
+    """``ranks 0, 2: one fact; rank 1: another``; of many ranks, or facts, the first ones."""
+    ranks: dict[str, list[int]] = {}
+    for rank, fact in facts:
+        ranks.setdefault(fact, []).append(rank)
+    shown = []
+    for fact, those in list(ranks.items())[:SHOWN]:
+        more = f" and {len(those) - SHOWN} more" if len(those) > SHOWN else ""
+        names = ", ".join(map(str, those[:SHOWN])) + more
+        shown.append(f"rank{'s' if len(those) > 1 else ''} {names}: {fact}")
+    rest = len(ranks) - SHOWN
+    return "; ".join([*shown, f"and {rest} others"] if rest > 0 else shown)
 
 
 def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> None:
@@ -254,7 +350,7 @@ def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> N
             for theirs in everyone
         ]
         if len(set(facts)) > 1:
-            shown = "; ".join(f"rank {rank}: {fact}" for rank, fact in enumerate(facts))
+            shown = _by_rank(enumerate(facts))
             raise RuntimeError(
                 f"model: the ranks do not hold the same model and options; first difference: "
                 f"{shown}. Build the same model, optimizer groups and config on every rank."

@@ -88,8 +88,9 @@ def compared(group: Any, lines: dict[int, list[str]]) -> str | None:
 def test_a_difference_is_told_alike_on_every_rank_the_most_indented_first(odd: int):
     ranks, _ = run_world(3, compared, {odd: ["total 4", "    a (3,)"]})
     assert ranks[0] is not None and ranks == [ranks[0]] * 3
-    told = [f"rank {rank}: a ({3 if rank == odd else 2},)" for rank in range(3)]
-    assert "first difference: " + "; ".join(told) + ". Build" in ranks[0]
+    others = ", ".join(str(rank) for rank in range(3) if rank != odd)
+    told = {odd: f"rank {odd}: a (3,)", (odd == 0) * 1: f"ranks {others}: a (2,)"}
+    assert "first difference: " + "; ".join(told[rank] for rank in sorted(told)) in ranks[0]
 
 
 def test_a_line_that_one_rank_lacks_is_shown_as_nothing():
@@ -127,3 +128,69 @@ def test_pieces_of_several_exchanges_arrive_where_they_belong_over_gloo(gloo: Sp
         at = 10.0 * copy
         assert first[copy] == [[at], [100.0 + at]]
         assert second[copy] == [[at + n for n in (1, 2, 3, 4)], []]
+
+
+def act(group: Any, errors: dict[int, Exception], calls: dict[int, str], method: str) -> Any:
+    """What ``together`` or ``collect`` returns or raises on this rank."""
+
+    def fn() -> int:
+        if group.rank() in errors:
+            raise errors[group.rank()]
+        return 10 * group.rank()
+
+    try:
+        return getattr(Comm(group), method)(fn, CPU, calls.get(group.rank(), "save"))
+    except Exception as error:
+        return error
+
+
+def test_what_succeeds_on_all_ranks_costs_one_collective_of_16_bytes_per_rank():
+    ranks, world = run_world(3, act, {}, {}, "together")
+    assert ranks == [0, 10, 20]
+    assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 48)]
+
+
+@pytest.mark.parametrize("method", ["together", "collect"])
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ValueError("bad"), ValueError, "rank 1: bad"),
+        (TypeError("bad"), TypeError, "rank 1: bad"),
+        (OSError(28, "No space"), RuntimeError, "rank 1: [Errno 28] No space"),
+        (KeyError("name"), RuntimeError, "rank 1: KeyError: 'name'"),
+    ],
+)
+def test_where_one_rank_fails_it_raises_its_own_error_and_the_others_name_it(
+    error: Exception, kind: type[Exception], message: str, method: str
+):
+    ranks, _ = run_world(3, act, {1: error}, {}, method)
+    assert ranks[1] is error
+    for other in (ranks[0], ranks[2]):
+        assert type(other) is kind and str(other) == message
+
+
+def test_several_ranks_that_fail_are_all_named_each_message_once():
+    errors: dict[int, Exception] = {0: ValueError("bad"), 3: ValueError("bad"), 1: OSError("full")}
+    ranks, _ = run_world(4, act, errors, {}, "together")
+    assert [ranks[rank] is error for rank, error in errors.items()] == [True] * 3
+    assert type(ranks[2]) is RuntimeError and str(ranks[2]) == "ranks 0, 3: bad; rank 1: full"
+
+
+@pytest.mark.parametrize("method", ["together", "collect"])
+def test_ranks_that_meet_in_different_calls_are_told_so_on_every_rank(method: str):
+    ranks, _ = run_world(3, act, {}, {2: "save_async"}, method)
+    for error in ranks:
+        assert type(error) is RuntimeError
+        assert "ranks 0, 1: save; rank 2: save_async; make the same calls" in str(error)
+
+
+def test_collected_values_come_in_rank_order():
+    ranks, _ = run_world(3, act, {}, {}, "collect")
+    assert ranks == [[0, 10, 20]] * 3
+
+
+def test_a_process_alone_runs_the_function_and_nothing_else():
+    assert Comm(None).together(lambda: 7, CPU) == 7
+    assert Comm(None).collect(lambda: 7, CPU) == [7]
+    with pytest.raises(KeyError):
+        Comm(None).together(lambda: {}["missing"], CPU)
