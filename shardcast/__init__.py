@@ -5,6 +5,9 @@ optimizer, and broadcasts the low-precision parameters on the compute stream. St
 :func:`shard`; every option is a field of :class:`ShardcastConfig`.
 """
 
+import importlib
+from typing import Any
+
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_
 from shardcast.memory.pack_only import PackedParameters, pack_parameters
@@ -21,3 +24,12 @@ __all__ = [
     "pack_parameters",
     "shard",
 ]
+
+_LAZY = ("accelerate", "checkpoint", "lightning", "testing", "transformers")
+
+
+def __getattr__(name: str) -> Any:
+    """Modules of the public interface that are imported when they are used first."""
+    if name in _LAZY:
+        return importlib.import_module(f"shardcast.{name}")
+    raise AttributeError(f"module 'shardcast' has no attribute {name!r}")

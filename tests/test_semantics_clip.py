@@ -232,3 +232,50 @@ def test_clipping_each_rank_by_its_own_norm_would_be_noticed(monkeypatch: pytest
     monkeypatch.setattr(Comm, "all_reduce", alone)
     with pytest.raises(AssertionError):
         check(sgd, clipped(("norm", 0.3)), worlds=(2,), tol=NORM)
+
+
+def test_clips_may_be_called_as_those_of_torch():
+    bounds = []
+    for arguments, options in (
+        ((0.5,), {}),
+        (("params", 0.5), {}),
+        (("params",), {"max_norm": 0.5, "norm_type": 2.0}),
+        (("params", 0.5, 2), {"error_if_nonfinite": False, "foreach": True}),
+        ((), {"parameters": "params", "max_norm": torch.tensor(0.5)}),
+        ((), {"max_norm": 0.5, "norm_type": 2.0}),
+    ):
+        model = mlp()
+        optimizer = shardcast.shard(model, sgd(model), param_dtype=torch.float32)
+        set_grads(model, 0)
+        told = {k: model.parameters() if v == "params" else v for k, v in options.items()}
+        norm = optimizer.clip_grad_norm_(
+            *(model.parameters() if a == "params" else a for a in arguments), **told
+        )
+        optimizer.step()
+        bounds.append((float(norm), [p.detach().clone() for p in model.parameters()]))
+    for norm, weights in bounds:
+        assert norm == bounds[0][0] > 0.5
+        assert all(torch.equal(a, b) for a, b in zip(weights, bounds[0][1], strict=True))
+    set_grads(model, 1)
+    optimizer.clip_grad_value_(model.parameters(), clip_value=0.1)
+
+
+def test_a_clip_that_would_not_be_the_one_asked_for_is_explained():
+    model, other = mlp(), nn.Linear(2, 2)
+    optimizer = shardcast.shard(model, sgd(model), param_dtype=torch.float32)
+    parameters = list(model.parameters())
+    for arguments, options, error, message in (
+        ((parameters[:-1], 1.0), {}, ValueError, "expected all trained parameters, got all but 1"),
+        (([*parameters, *other.parameters()], 1.0), {}, ValueError, "got 2 others that require"),
+        ((parameters, 1.0, math.inf), {}, ValueError, "expected norm_type 2.0, got inf; set norm"),
+        ((1.0,), {"norm_type": 1.0}, ValueError, "expected norm_type 2.0, got 1.0"),
+        ((1.0,), {"error_if_nonfinite": True}, ValueError, "skipped on all ranks"),
+        ((parameters,), {}, TypeError, "clip_grad_norm_: missing a required argument: 'max_norm'"),
+        ((1.0,), {"max_nrom": 1.0}, TypeError, "unexpected keyword argument 'max_nrom'"),
+    ):
+        with pytest.raises(error, match=message):
+            optimizer.clip_grad_norm_(*arguments, **options)
+    with pytest.raises(ValueError, match="clip_grad_value_: expected all trained parameters"):
+        optimizer.clip_grad_value_(parameters[:-1], 1.0)
+    with pytest.raises(TypeError, match=r"step: expected nothing but a closure, got grad_scale="):
+        optimizer.step(grad_scale=2.0)

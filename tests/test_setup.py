@@ -315,3 +315,16 @@ def test_originals_that_stay_alive_are_seen_in_resident_memory(tmp_path: Path):
     ((peak, expected, staged),) = resident_peaks(tmp_path, 1, 16, hoard=True)
     assert peak > granted(1, 16, staged)
     assert peak > 1.5 * expected
+
+
+def test_the_other_public_modules_are_imported_when_they_are_used():
+    code = (
+        "import sys, shardcast\n"
+        "lazy = [f'shardcast.{n}' for n in ('checkpoint', 'testing', 'accelerate')]\n"
+        "assert not set(lazy) & set(sys.modules)\n"
+        "shardcast.checkpoint.save, shardcast.testing.spawn, shardcast.accelerate.enable\n"
+        "try: shardcast.chekpoint\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "module 'shardcast' has no attribute 'chekpoint'\n", done.stderr

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, same_everywhere
-from shardcast.config import ShardcastConfig, check_bound
+from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.optimizer.contract import StatefulOptimizer
 from shardcast.optimizer.model_hooks import Watch, mark, unmark
@@ -85,7 +85,7 @@ class ShardedOptimizer(StatefulOptimizer):
     # -- the step ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """One optimizer step: unscale, clip, update, cast, broadcast. Every rank must call it.
 
         Waits for no device; a step with a non-finite gradient on any rank changes nothing.
@@ -97,9 +97,15 @@ class ShardedOptimizer(StatefulOptimizer):
             What ``closure`` returned, else ``None``.
 
         Raises:
+            TypeError: there are ``options``.
             RuntimeError: inside :meth:`no_sync`; or with a loss scale in use and a loss that was
                 not scaled; or after ``max_skipped_steps`` skips in a row.
         """
+        if options:
+            raise TypeError(
+                f"step: expected nothing but a closure, got {', '.join(options)}=; the update is "
+                "shardcast's: loss scale, clipping and learning rate are its options and groups"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -220,10 +226,12 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         return self._scaler.scale_loss(loss)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, *args: Any, **options: Any) -> Tensor:
         """Clip the global gradient norm in the coming step; every rank must call it.
 
-        Finishes the reduction now; the clipping itself is folded into the update. Wins over
+        ``clip_grad_norm_(max_norm)``, or as the function of ``torch.nn.utils``, with all trained
+        parameters and the configuration's ``norm_type``. Finishes the reduction now; the clipping
+        itself is folded into the update. Wins over
         ``max_grad_norm`` for this step. Called again it clips what is clipped already.
 
         Returns:
@@ -231,23 +239,25 @@ class ShardedOptimizer(StatefulOptimizer):
 
         Raises:
             TypeError, ValueError: ``max_norm``, or a group's ``max_grad_norm``, is not a number
-                above 0.
+                above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
-        bound = check_bound("max_norm", max_norm)
+        norm_type, groups = self.config.norm_type, self.param_groups
+        bound = checks.clip_bound("clip_grad_norm_", groups, norm_type, args, options)
         self._check_limits()
         self._decision = self._combine(bound, self._pending())
         self._clipped = self._reduce.edits.seen()
         return self._decision.norm.float()
 
-    def clip_grad_value_(self, clip_value: float) -> None:
+    def clip_grad_value_(self, *args: Any, **options: Any) -> None:
         """Clamp every element of the averaged gradients; every rank must call it.
 
+        ``clip_grad_value_(clip_value)``, or as the function of ``torch.nn.utils``.
         Finishes the reduction now. Non-finite gradients still skip the step.
 
         Raises:
-            TypeError, ValueError: ``clip_value`` is not a number above 0.
+            TypeError, ValueError: ``clip_value`` is not a number above 0; other parameters.
         """
-        bound = check_bound("clip_value", clip_value)
+        bound = checks.clip_bound("clip_grad_value_", self.param_groups, 2.0, args, options)
         self._check_call()
         self._wake()
         pending = self._pending()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,67 @@ def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: i
     limit = group.get("max_grad_norm")
     if limit is not None and "max_grad_norm" not in defaults:
         check_bound(f"max_grad_norm of parameter group {number}", limit)
+
+
+def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterable[Tensor]) -> None:
+    """Raise where ``given`` are not all the trained parameters of ``groups``, and they alone.
+
+    Raises:
+        ValueError: some are left out, or some are trained by nobody here.
+    """
+    mine, params = {param for group in groups for param in group["params"]}, set(given)
+    left_out = sum(param.requires_grad for param in mine - params)
+    if left_out:
+        raise ValueError(
+            f"{call}: expected all trained parameters, got all but {left_out} of {len(mine)}; "
+            "pass model.parameters(), or clip a group by itself with a max_grad_norm key in its "
+            "optimizer group"
+        )
+    others = sum(param.requires_grad for param in params - mine)
+    if others:
+        raise ValueError(
+            f"{call}: expected the optimizer's own parameters, got {others} others that require "
+            "gradients, which nobody averages over the ranks; add them to the optimizer, or "
+            "freeze them with requires_grad_(False)"
+        )
+
+
+def clip_bound(
+    call: str,
+    groups: Iterable[Mapping[str, Any]],
+    norm_type: float,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+) -> float:
+    """The bound of a clip that is called as ours, ``call(bound)``, or as torch's function.
+
+    Raises:
+        TypeError: arguments that torch's function of that name does not take either.
+        ValueError: it asks for another clip than that of all trained parameters by ``norm_type``.
+    """
+    first = args[0] if args else None
+    listed = isinstance(first, Iterable) and not isinstance(first, (Tensor, str))
+    told = listed or isinstance(first, nn.Parameter) or "parameters" in options
+    try:
+        torchs = inspect.signature(getattr(nn.utils, call))
+        asked = torchs.bind(*args if told else ([], *args), **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{call}: {error}") from None
+    if told:
+        params = asked["parameters"]
+        check_clipped(call, groups, [params] if isinstance(params, Tensor) else params)
+    if asked.get("norm_type", norm_type) != norm_type:
+        raise ValueError(
+            f"{call}: expected norm_type {norm_type}, got {asked['norm_type']}; set norm_type: "
+            f"{asked['norm_type']} in the shardcast configuration"
+        )
+    if asked.get("error_if_nonfinite"):
+        raise ValueError(
+            f"{call}: expected error_if_nonfinite=False, got True; a step with a non-finite "
+            "gradient is skipped on all ranks, and max_skipped_steps of them in a row raise"
+        )
+    name = "max_norm" if "max_norm" in asked else "clip_value"
+    return check_bound(name, asked[name])
 
 
 def describe_groups(
