@@ -110,7 +110,7 @@ def test_plain_states_go_in_and_out_with_an_identical_next_step(kind: Any, size:
         model.load_state_dict(weights)
         inner = kind(model.parameters(), lr=1.0)
         optimizer = shardcast.shard(
-            model, inner, process_group=group, pack_params=2, param_dtype="fp32"
+            model, inner, process_group=group, pack_params=2, param_dtype="fp32", fuse="eager"
         )
         optimizer.load_state_dict(copy.deepcopy(given))
         steps(2)(model, optimizer, BATCH, True)
@@ -220,10 +220,8 @@ def with_ddp(_group: Any, bucket_view: bool) -> None:
     batch = BATCH.chunk(2)[torch.distributed.get_rank()]
     plain = DistributedDataParallel(mlp(), gradient_as_bucket_view=bucket_view)
     wrapped = DistributedDataParallel(mlp(), gradient_as_bucket_view=bucket_view)
-    pairs = [
-        (plain, adamw(plain)),
-        (wrapped, shardcast.shard(wrapped, adamw(wrapped), param_dtype="fp32", pack_params=2)),
-    ]
+    fields = {"param_dtype": "fp32", "pack_params": 2, "fuse": "eager"}
+    pairs = [(plain, adamw(plain)), (wrapped, shardcast.shard(wrapped, adamw(wrapped), **fields))]
     for _ in range(5):
         for model, optimizer in pairs:
             model(batch).square().mean().backward()

@@ -66,7 +66,7 @@ class Side:
         if group is not None:
             self.optimizer = shardcast.shard(
                 self.model, self.optimizer, process_group=group, param_dtype="fp32",
-                pack_params=2, grads=grads, **fields,
+                pack_params=2, fuse="eager", grads=grads, **fields,
             )  # fmt: skip
         self.seen: list[list[Tensor]] = []
         self.extended = False

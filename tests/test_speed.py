@@ -67,7 +67,11 @@ class Odd(nn.Module):
 @pytest.fixture
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``shard`` take models on ``meta``: its own checks look at values, which are not there."""
-    for name in ("checks.check_params", "build.same_everywhere", "build._convert_rest"):
+    for name in (
+        "plan.validate.check_params",
+        "optimizer.setup.same_everywhere",
+        "optimizer.setup._convert_rest",
+    ):
         monkeypatch.setattr(f"shardcast.{name}", lambda *_: None)
     monkeypatch.setattr(Pack, "check", lambda _: None)
 
