@@ -453,10 +453,10 @@ DIFFERENCES = {
     "frozen": "b.bias",
     "group": "b.weight",
     "option": "",
-    "class": "rank 0: optimizer = AdamW; rank 1: optimizer = SGD",
-    "lr": "rank 0: group 0: lr = 0.5; rank 1: group 0: lr = 0.25",
-    "weight_decay": "rank 0: group 0: weight_decay = 0.01; rank 1: group 0: weight_decay = 0.5",
-    "betas": "rank 0: group 0: betas = (0.9, 0.999); rank 1: group 0: betas = (0.5, 0.9)",
+    "class": "ranks 0, 2: optimizer = AdamW; rank 1: optimizer = SGD",
+    "lr": "ranks 0, 2: group 0: lr = 0.5; rank 1: group 0: lr = 0.25",
+    "weight_decay": "ranks 0, 2: group 0: weight_decay = 0.01; rank 1: group 0: weight_decay = 0.5",
+    "betas": "ranks 0, 2: group 0: betas = (0.9, 0.999); rank 1: group 0: betas = (0.5, 0.9)",
 }
 
 
