@@ -95,12 +95,12 @@ class ShardcastPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale."""
-        return {} if self.sharded is None else {"scaler": self.sharded._scaler.state_dict()}
+        return {} if self.sharded is None else {"scaler": self.sharded._combine.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         if self.sharded is not None and "scaler" in state_dict:
-            self.sharded._scaler.load_state_dict(state_dict["scaler"])
+            self.sharded._combine.load_state_dict(state_dict["scaler"])
 
 
 class ShardcastStrategy(DDPStrategy):

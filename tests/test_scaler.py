@@ -107,16 +107,16 @@ def test_a_skipped_first_step_leaves_no_trace():
 @pytest.mark.filterwarnings("ignore:step skipped")
 def test_without_the_skip_a_nan_would_spread(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the comparison fails when the decision never skips."""
-    from shardcast.step.combine.scaler import Scaler
+    from shardcast.step.combine.combine import Combine
 
-    combine = Scaler.combine
+    decide = Combine.decide
 
-    def never(self: Scaler, *args: Any) -> Any:
-        decision = combine(self, *args)
+    def never(self: Combine, *args: Any) -> Any:
+        decision = decide(self, *args)
         decision.skip.fill_(False)
         return decision
 
-    monkeypatch.setattr(Scaler, "combine", never)
+    monkeypatch.setattr(Combine, "decide", never)
     with pytest.raises(AssertionError):
         run_world(2, skipping, NAN, 1, {"param_dtype": BF16}, "adamw")
 
@@ -158,10 +158,10 @@ def test_the_warning_names_the_rank_whose_gradient_was_bad():
 
 def test_on_an_accelerator_the_report_claims_no_more_than_the_span():
     optimizer = sharded(CASES["mlp"].build(), None)
-    scaler = optimizer._scaler
-    scaler._device = torch.device("cuda")  # of which only the kind is asked here
+    skips = optimizer._combine.skips
+    skips._device = torch.device("cuda")  # of which only the kind is asked here
     first = optimizer.layout.packs[0].slots[0].name
-    assert scaler._locate([0]) == f"in the span of rank 0 that begins in parameter {first!r}"
+    assert skips._locate([0]) == f"in the span of rank 0 that begins in parameter {first!r}"
 
 
 def always_bad(group: Any) -> list[str]:

@@ -126,7 +126,7 @@ class Held:
                 {**group, "params": [names[param] for param in group["params"]]}
                 for group in self._optimizer.param_groups
             ],
-            "scaler": self._optimizer._scaler.state_dict(),
+            "scaler": self._optimizer._combine.state_dict(),
             "ties": {name: names[param] for name, param in every if names[param] != name},
             "trained": list(self.slots),
             "extra_state": self._extra,
@@ -154,7 +154,7 @@ class Held:
         }
         self._optimizer._activate_all(packs)
         state.load_groups(self._optimizer.param_groups, head["groups"])
-        self._optimizer._scaler.load_state_dict(head["scaler"])
+        self._optimizer._combine.load_state_dict(head["scaler"])
         for name, value in head["extra_state"].items():
             self.model.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(
                 value

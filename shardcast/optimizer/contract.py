@@ -15,7 +15,7 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer import state
 from shardcast.optimizer.state import Piece
 from shardcast.plan.layout import Layout
-from shardcast.step.combine.scaler import Scaler
+from shardcast.step.combine.combine import Combine
 from shardcast.step.sync.in_step import Sync
 from shardcast.step.update.fused import Update
 
@@ -39,7 +39,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _model: nn.Module
     _masters: list[Shard]
     _comm: Comm
-    _scaler: Scaler
+    _combine: Combine
     _update: Update
     _sync: Sync
     _groups: list[dict[str, Any]]
@@ -128,7 +128,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "rank": self._comm.rank,
                 "layout": self.layout.digest().hex(),
                 "active": self._active(),
-                "scaler": self._scaler.state_dict(),
+                "scaler": self._combine.state_dict(),
             },
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -153,7 +153,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._take(*self._plan(loaded))
         head = loaded.get("shardcast")
         if head is not None:
-            self._scaler.load_state_dict(head["scaler"])
+            self._combine.load_state_dict(head["scaler"])
             self._publish()
         state.load_groups(self.param_groups, loaded["param_groups"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -21,7 +21,8 @@ from shardcast.plan import validate as checks
 from shardcast.plan.layout import Layout
 from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import Precision
-from shardcast.step.combine.scaler import Decision, Scaler
+from shardcast.step.combine.combine import Combine
+from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.in_step import Sync
 from shardcast.step.sync.overlap import Overlap
@@ -62,7 +63,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._decision: Decision | None = None
         self._clipped: list[tuple[int, int]] = []  # the gradients when clip_grad_norm_ saw them
         self._reduce = Reducer(comm, precision, config, _compat.is_ddp(model))
-        self._scaler = Scaler(self._reduce.grads, comm, config, masters[0].pack.data.device)
+        self._combine = Combine(self._reduce.grads, comm, config, masters[0].pack.data.device)
         self._update = make_update(optimizer, config, comm)
         self._sync = Sync(comm, config)
         self._adopt(masters)
@@ -112,7 +113,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 loss = closure()
         decision = self._pending()
         if decision is None:
-            decision = self._combine(self.config.max_grad_norm)
+            decision = self._decide(self.config.max_grad_norm)
         elif self._reduce.edits.seen() != self._clipped:
             raise RuntimeError(
                 "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
@@ -121,7 +122,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._sync.wait()  # what an overlapped one still sends is what the update writes
         self._update(decision, self._present(decision))
         self._note_writes(decision)
-        self._scaler.update(decision)
+        self._combine.conclude(decision)
         if self.config.broadcast_buffers:
             self._broadcast_buffers()
         if self._overlap is None:
@@ -132,19 +133,18 @@ class ShardedOptimizer(StatefulOptimizer):
         self._reduce.show(decision.present)
         self._reduce.used()
         self._decision = None
-        self._scaler.loss_was_scaled = False
         _compat.note_step_called(self._original)
-        self._scaler.poll()
+        self._combine.skips.poll()
         return loss
 
-    def _combine(self, max_norm: float | None, pending: Decision | None = None) -> Decision:
+    def _decide(self, max_norm: float | None, pending: Decision | None = None) -> Decision:
         self._check_call()
         self._watch.resync()
         self._wake()
         self._reduce.finish()
         own = "max_grad_norm" in self.defaults  # then it is an option of the optimizer's class
         limits = [None if own else group.get("max_grad_norm") for group in self.param_groups]
-        return self._scaler.combine(max_norm, limits, pending)
+        return self._combine.decide(max_norm, limits, pending)
 
     def _pending(self) -> Decision | None:
         """What a clip found of the gradients that are there now."""
@@ -178,11 +178,12 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _present(self, decision: Decision) -> dict[Shard, list[bool]]:
         """Per master and fragment, whether some rank has a gradient."""
-        slots = dict(zip(self._reduce.grads, decision.present, strict=True))
         return {
             master: [
                 there
-                for there, mine in zip(slots[master.grads], master.grads.owned, strict=True)
+                for there, mine in zip(
+                    decision.present[master.pack], master.grads.owned, strict=True
+                )
                 if mine
             ]
             for master in self._masters
@@ -198,8 +199,8 @@ class ShardedOptimizer(StatefulOptimizer):
         torch.autograd.graph.increment_version(
             [
                 param
-                for grads, slots in zip(self._reduce.grads, decision.present, strict=True)
-                for param, there in zip(grads.pack.params, slots, strict=True)
+                for pack, slots in decision.present.items()
+                for param, there in zip(pack.params, slots, strict=True)
                 if there
             ]
         )
@@ -224,7 +225,7 @@ class ShardedOptimizer(StatefulOptimizer):
         Needed with fp16 (``loss_scale``); elsewhere it returns ``loss`` itself, so a script may
         call it always. Local.
         """
-        return self._scaler.scale_loss(loss)
+        return self._combine.loss_scale.apply(loss)
 
     def clip_grad_norm_(self, *args: Any, **options: Any) -> Tensor:
         """Clip the global gradient norm in the coming step; every rank must call it.
@@ -244,7 +245,7 @@ class ShardedOptimizer(StatefulOptimizer):
         norm_type, groups = self.config.norm_type, self.param_groups
         bound = checks.clip_bound("clip_grad_norm_", groups, norm_type, args, options)
         self._check_limits()
-        self._decision = self._combine(bound, self._pending())
+        self._decision = self._decide(bound, self._pending())
         self._clipped = self._reduce.edits.seen()
         return self._decision.norm.float()
 
@@ -262,7 +263,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._wake()
         pending = self._pending()
         self._reduce.finish()
-        self._scaler.clip_value(bound, pending)
+        self._combine.clip_value(bound, pending)
         self._clipped = self._reduce.edits.seen()
 
     def _check_limits(self) -> None:
@@ -277,12 +278,12 @@ class ShardedOptimizer(StatefulOptimizer):
     @property
     def loss_scale(self) -> Tensor | None:
         """The present loss scale, 0-dim, or ``None`` where none is in use."""
-        return self._scaler.loss_scale
+        return self._combine.loss_scale.value
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for non-finite gradients. Reading it waits for the device."""
-        return self._scaler.skipped_steps
+        return self._combine.skips.skipped_steps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of model parameters; every rank must add the same one.
@@ -392,7 +393,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "
                 "optimizer.step(); shardcast scales the loss and skips steps on all ranks itself"
             )
-        if self._scaler.loss_scale is not None and not self._scaler.loss_was_scaled:
+        scale = self._combine.loss_scale
+        if scale.value is not None and not scale.applied:
             raise RuntimeError(
                 "step(): a loss scale is in use but the loss was not scaled; call "
                 "optimizer.scale_loss(loss).backward()"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -232,16 +232,17 @@ class Reducer:
         """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
         self._told = True
 
-    def show(self, present: list[list[bool]]) -> None:
+    def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Make the mean visible as ``.grad`` where only other ranks had a gradient.
 
         As DDP does; so it is cleared, or added to, like every other gradient.
 
         Args:
-            present: per pack, in the order of :meth:`add`, and slot.
+            present: per pack and slot, whether some rank has a gradient.
         """
-        for bucket, slots in zip(self._numbered, present, strict=True):
+        for bucket in self._numbered:
             grads = bucket.grads
+            slots = present[grads.pack]
             for position, param in enumerate(grads.pack.params):
                 if param.grad is None and slots[position] and grads.owned[position]:
                     grads.show(position)

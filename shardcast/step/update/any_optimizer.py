@@ -14,7 +14,7 @@ from shardcast.comm import Comm
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.combine.scaler import Decision
+from shardcast.step.combine.decision import Decision
 
 PROBATION = 10  # steps in which an unknown class is watched
 

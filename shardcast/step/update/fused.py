@@ -26,7 +26,7 @@ from shardcast.memory.stores import (
     chances,
 )
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.combine.scaler import Decision
+from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.any_optimizer import AnyOptimizerUpdate
 from shardcast.step.update.execute import ChunkedKernel, Kernel, choose_kernel

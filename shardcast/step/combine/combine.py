@@ -1,0 +1,125 @@
+"""Combine: one small all-reduce decides how, and whether, the step is made.
+
+The norm, the non-finite flag, the loss scale and the step's factors are scalars on the device; no
+method here waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.memory.gradients import GradPack
+from shardcast.step.combine.clip import clamp_, clip_factors
+from shardcast.step.combine.decision import Control, Decision
+from shardcast.step.combine.loss_scale import LossScale
+from shardcast.step.combine.norm import PNorm
+from shardcast.step.combine.skip_report import SkipReport
+
+
+class Combine:
+    """Global norm, clipping factors, loss scale and the decision to skip, for every step.
+
+    Args:
+        grads: the gradient packs that are reduced; the list may grow.
+        device: where the scalars live.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[GradPack],
+        comm: Comm,
+        config: ShardcastConfig,
+        device: torch.device,
+    ) -> None:
+        self._grads, self._device = grads, device
+        self.loss_scale = LossScale(config, device)
+        self._norm = PNorm(config.norm_type, device)
+        self._control = Control(grads, comm, self._norm, device)
+        self.skips = SkipReport(
+            grads, comm, device, config.max_skipped_steps, self.loss_scale.dynamic
+        )
+
+    @torch.no_grad()
+    def decide(
+        self,
+        max_norm: float | None,
+        limits: Sequence[float | None],
+        pending: Decision | None = None,
+    ) -> Decision:
+        """The decision over all ranks' own spans. Every rank must call it, after the reduction.
+
+        Args:
+            max_norm: bound of the norm of all groups that have none of their own.
+            limits: per optimizer group, a bound of its own, by which it is clipped by itself.
+            pending: an earlier decision on these gradients: they count as clipped by it, and the
+                new factors hold for both.
+        """
+        scale = self.loss_scale.value
+        pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
+        by_pack = [self._norm.power(grads.own) for grads in self._grads]
+        by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
+        sums = self._control.all_reduce(by_group, self.skips.first_bad(by_pack), pattern)
+        powers = sums.powers
+        skip = ~self._norm.root(powers, scale).isfinite()
+        factors: Sequence[Tensor | None] = [self.loss_scale.inverse()] * len(limits)
+        if pending is not None:
+            factors = pending.factors
+            powers = self._norm.multiplied(powers, factors, scale)
+        clips = clip_factors(self._norm, powers, scale, max_norm, limits)
+        return Decision(
+            norm=self._norm.root(powers, scale),
+            skip=skip,
+            factors=tuple(_product(old, new) for old, new in zip(factors, clips, strict=True)),
+            present=self._control.present(pattern, sums.counts),
+            bad=sums.bad,
+        )
+
+    def _group_power(self, number: int, by_pack: Sequence[Tensor]) -> Tensor:
+        """The power of this rank's spans of one group."""
+        mine = [
+            power
+            for power, grads in zip(by_pack, self._grads, strict=True)
+            if grads.pack.layout.group == number
+        ]
+        if not mine:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return self._norm.merge(torch.stack(mine))
+
+    def clip_value(self, limit: float, pending: Decision | None) -> None:
+        """Clamp the own spans to ``[-limit, limit]``, loss scale considered. Local.
+
+        Args:
+            pending: the decision by whose factors the gradients are going to be multiplied.
+        """
+        for grads in self._grads:
+            factor = self.loss_scale.inverse()
+            if pending is not None:
+                factor = pending.factors[grads.pack.layout.group]
+            clamp_(grads.own, limit, factor)
+
+    def conclude(self, decision: Decision) -> None:
+        """Count the step, made or skipped, and adapt the loss scale. Local."""
+        self.skips.count(decision)
+        self.loss_scale.update(decision.skip)
+        self.loss_scale.applied = False
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Plain numbers; waits for the device."""
+        return {**self.loss_scale.state_dict(), **self.skips.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.loss_scale.load_state_dict(state)
+        self.skips.load_state_dict(state)
+
+
+def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second

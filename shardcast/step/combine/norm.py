@@ -1,0 +1,69 @@
+"""The p-norm of gradients that are cut into spans, packs and ranks.
+
+What can be merged are sums of p-th powers (for inf: maxima), here called powers. They are fp64,
+which makes the norm independent of how the packs are cut, to fp32 precision, and finite for every
+finite gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
+
+
+class PNorm:
+    """Arithmetic of one p-norm; its results are 0-dim or 1-d fp64 on ``device``."""
+
+    def __init__(self, p: float, device: torch.device) -> None:
+        self._p, self._device = p, device
+
+    @property
+    def is_maximum(self) -> bool:
+        """Whether powers are merged by their maximum, not by their sum."""
+        return math.isinf(self._p)
+
+    def power(self, own: Tensor) -> Tensor:
+        """The power of a 1-d span, 0-dim."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        on_cpu = own.device.type == "cpu"
+        chunk = CHUNK if on_cpu else max(1, own.numel())
+        scratch = torch.empty(chunk if on_cpu else 0, dtype=torch.float64)
+        for start in range(0, own.numel(), chunk):
+            piece = own[start : start + chunk]
+            if self._p == 2.0 and on_cpu:
+                doubles = scratch[: piece.numel()].copy_(piece)
+                total += torch.dot(doubles, doubles)
+            else:
+                norm = torch.linalg.vector_norm(piece, self._p, dtype=torch.float64)
+                norm = norm.to(self._device)
+                total = torch.maximum(total, norm) if self.is_maximum else total + norm.pow(self._p)
+        return total
+
+    def merge(self, powers: Tensor) -> Tensor:
+        """Powers of parts, along the first dimension, as those of the whole."""
+        return powers.amax(0) if self.is_maximum else powers.sum(0)
+
+    def root(self, powers: Tensor, scale: Tensor | None) -> Tensor:
+        """The norm, 0-dim, of what consists of parts of these powers, ``scale`` removed."""
+        norm = self.merge(powers)
+        if not self.is_maximum:
+            norm = norm.pow(1.0 / self._p)
+        return norm if scale is None else norm / scale
+
+    def multiplied(
+        self, powers: Tensor, factors: Sequence[Tensor | None], scale: Tensor | None
+    ) -> Tensor:
+        """The powers of parts that are multiplied by ``factors``, one each; ``None`` is 1.
+
+        Args:
+            scale: a loss scale that the factors remove, and that is to stay.
+        """
+        one = torch.ones((), dtype=torch.float64, device=self._device)
+        back = one if scale is None else scale.double()
+        each = torch.stack([one if factor is None else factor * back for factor in factors])
+        return powers * (each if self.is_maximum else each.pow(self._p))

@@ -1,0 +1,173 @@
+"""Counts skipped steps, and tells whose gradient was not finite, without waiting for the device.
+
+What the host wants to know is copied to it without waiting and read when it has arrived: at once
+on CPU, a step or more later on an accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.comm import Comm
+from shardcast.memory.gradients import GradPack
+from shardcast.plan.layout import Slot
+from shardcast.step.combine.decision import Decision
+
+
+class SkipReport:
+    """Skipped steps of all ranks.
+
+    Args:
+        grads: the gradient packs that are reduced; the list may grow.
+        bound: steps skipped in a row that raise.
+        usual: a skip now and then is the normal work of a dynamic loss scale, and not told.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[GradPack],
+        comm: Comm,
+        device: torch.device,
+        bound: int,
+        usual: bool,
+    ) -> None:
+        self._grads, self._comm, self._device = grads, comm, device
+        self._bound, self._usual = bound, usual
+        # skipped so far, skipped in a row, then the first bad element of each rank (-1: none)
+        self._tally = torch.zeros(2 + comm.size, dtype=torch.float64, device=device)
+        self._host = torch.zeros_like(self._tally, device="cpu", pin_memory=device.type == "cuda")
+        self._copied: torch.cuda.Event | None = None
+        self._reported = 0.0
+        self._starts = torch.empty(0, dtype=torch.float64, device=device)
+
+    def first_bad(self, powers: Sequence[Tensor]) -> Tensor | float:
+        """1 + position, counted over all packs, of the first non-finite element; 0 for none.
+
+        On CPU the element, on an accelerator (where looking for it would be another pass over
+        the gradients) the first element of the span that holds it.
+
+        Args:
+            powers: of the own span of each pack, see :class:`PNorm`.
+        """
+        if not powers:
+            return 0.0
+        bad = ~torch.stack(list(powers)).isfinite()
+        if self._device.type != "cpu":
+            if self._starts.numel() != len(self._grads):  # a copy waits: not in every step
+                self._starts = torch.tensor(self._own_starts(), dtype=torch.float64).to(
+                    self._device
+                )
+            # Not starts[index]: to index by a tensor of no dimension is to ask for its value.
+            found = torch.where(bad, self._starts, math.inf).amin()
+            return torch.where(bad.any(), found, 0.0)
+        for number, is_bad in enumerate(bad.tolist()):
+            if is_bad:
+                own = self._grads[number].own
+                return self._own_starts()[number] + int(
+                    torch.argmax((~own.isfinite()).to(torch.uint8))
+                )
+        return 0.0
+
+    def _own_starts(self) -> list[float]:
+        """Per pack, 1 + the position of the first element of its own span."""
+        ends = accumulate((grads.pack.layout.numel for grads in self._grads), initial=1)
+        return [end + g.pack.own.start for end, g in zip(ends, self._grads, strict=False)]
+
+    def count(self, decision: Decision) -> None:
+        """Note whether the step is skipped; the host hears of it in some later :meth:`poll`."""
+        self._tally[0] += decision.skip
+        self._tally[1] = (self._tally[1] + 1) * decision.skip
+        self._tally[2:] = decision.bad - 1
+        self._host.copy_(self._tally, non_blocking=True)
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def poll(self) -> None:
+        """Report skipped steps that the host has heard of; never waits for the device.
+
+        Raises:
+            RuntimeError: as many steps in a row as the bound were skipped; names the first
+                non-finite element.
+        """
+        if self._copied is not None and (
+            torch.cuda.is_current_stream_capturing() or not self._copied.query()
+        ):
+            return
+        skipped, in_row, *bad = self._host.tolist()
+        if skipped == self._reported:
+            return
+        self._reported = skipped
+        raising = in_row >= self._bound
+        if self._usual and not raising:
+            return
+        where = self._locate([int(position) for position in bad])
+        if raising:
+            raise RuntimeError(
+                f"{int(in_row)} steps in a row were skipped for non-finite gradients "
+                f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
+                "or look at the data of these steps."
+            )
+        warnings.warn(f"step skipped, non-finite gradient: {where}", stacklevel=4)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far. Reading it waits for the device."""
+        return int(self._tally[0].item())
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain numbers; waits for the device."""
+        skipped, in_row = self._tally[:2].tolist()
+        return {"skipped": skipped, "in_row": in_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._tally[0], self._tally[1] = state["skipped"], state["in_row"]
+        self._reported = state["skipped"]
+        self._host.copy_(self._tally)
+
+    def _locate(self, bad: list[int]) -> str:
+        """Name the first bad element of each rank's span, and the ranks that it came from.
+
+        Outside its own span a rank still has its own gradients. All ranks are here in the same
+        step on CPU, so they can ask each other; on an accelerator the owner's span is named.
+        """
+        found = [(owner, *self._element(at)) for owner, at in enumerate(bad) if at >= 0]
+        if self._device.type != "cpu":
+            return "; ".join(
+                f"in the span of rank {owner} that begins in parameter {slot.name!r}"
+                for owner, _, slot, _ in found
+            )
+        culprits = {owner: [owner] for owner, *_ in found}
+        mine = [
+            owner
+            for owner, grads, _, offset in found
+            if owner != self._comm.rank
+            and grads.allocated
+            and not bool(grads.data[offset].isfinite())
+        ]
+        for rank, spans in enumerate(self._comm.exchange(mine, self._device)):
+            for owner in spans:
+                culprits[owner] = [*(r for r in culprits[owner] if r != owner), rank]
+        return "; ".join(
+            f"rank {', '.join(map(str, culprits[owner]))}, parameter {slot.name!r}, "
+            f"element {offset - slot.offset}"
+            for owner, _, slot, offset in found
+        )
+
+    def _element(self, position: int) -> tuple[GradPack, Slot, int]:
+        """Pack, slot and offset in the pack of an element counted over all packs."""
+        for grads in self._grads:
+            layout = grads.pack.layout
+            if position < layout.numel:
+                after = (slot for slot in layout.slots if position < slot.end)
+                return grads, next(after, layout.slots[-1]), position
+            position -= layout.numel
+        raise AssertionError("a position beyond the last pack")
