@@ -11,7 +11,7 @@ from typing import Any
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_
 from shardcast.memory.pack_only import PackedParameters, pack_parameters
-from shardcast.optimizer.setup import shard
+from shardcast.optimizer.api import shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 
 __version__ = "0.1.0"

@@ -13,11 +13,11 @@ from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import FILL
 from shardcast.memory.stores import block_of
-from shardcast.optimizer.setup import partition_of
 from shardcast.plan.layout import Layout, PackLayout, Span
 from shardcast.plan.packing import describe, plan_packs
+from shardcast.plan.partition import ELEMENTWISE, partition_of
 from shardcast.plan.precision import MASTER_DTYPE, Precision, is_packable
-from shardcast.step.update.fused import ELEMENTWISE, make_update
+from shardcast.step.update.fused import make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 
 

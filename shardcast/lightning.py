@@ -23,8 +23,8 @@ from torch import Tensor
 
 from shardcast.accelerate.details import says_param_dtype
 from shardcast.config import ShardcastConfig
+from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
-from shardcast.optimizer.setup import shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan.precision import Precision as Rules
 
@@ -95,12 +95,12 @@ class ShardcastPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale."""
-        return {} if self.sharded is None else {"scaler": self.sharded._combine.state_dict()}
+        return {} if self.sharded is None else {"scaler": self.sharded.engine.combine.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         if self.sharded is not None and "scaler" in state_dict:
-            self.sharded._combine.load_state_dict(state_dict["scaler"])
+            self.sharded.engine.combine.load_state_dict(state_dict["scaler"])
 
 
 class ShardcastStrategy(DDPStrategy):
@@ -206,7 +206,7 @@ class ShardcastStrategy(DDPStrategy):
         """
         found: dict[str, Any] = super().lightning_module_state_dict()
         sharded = self.precision_plugin.sharded
-        if sharded is not None and sharded._model is self.lightning_module:
+        if sharded is not None and sharded.engine.model is self.lightning_module:
             for name, exact in sharded.full_parameters().items():
                 mine = found.get(name)  # a module may leave parameters out of its state
                 if mine is not None and torch.equal(exact.to(mine.dtype), mine.to(exact.device)):
@@ -226,7 +226,7 @@ class ShardcastStrategy(DDPStrategy):
         The state stays for ``trainer.save_checkpoint``, until the next fit or the trainer's end.
         """
         sharded = self.precision_plugin.sharded
-        if sharded is not None and is_marked(sharded._model):
+        if sharded is not None and is_marked(sharded.engine.model):
             sharded.close()
         optimizers, self.optimizers = self.optimizers, []  # no part of them moves to the host
         super().teardown()

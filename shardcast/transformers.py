@@ -106,7 +106,7 @@ def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
     # Trainer may save a step a second time; a committed checkpoint is never overwritten.
     number = max(commit.steps(folder), default=-1) + 1
-    checkpoint.save(folder, sharded._model, sharded, step=number, keep=1)
+    checkpoint.save(folder, sharded.engine.model, sharded, step=number, keep=1)
 
 
 def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], None]) -> None:
@@ -115,6 +115,6 @@ def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], Non
     if directory is None or sharded is None or not Path(directory, FOLDER).is_dir():
         stock(directory)
         return
-    checkpoint.load(Path(directory, FOLDER), sharded._model, sharded)
+    checkpoint.load(Path(directory, FOLDER), sharded.engine.model, sharded)
     state = torch.load(Path(directory, SCHEDULER), weights_only=True)
     trainer.lr_scheduler.load_state_dict(state)

@@ -64,7 +64,7 @@ def save_steps(folder: Path, rank: int, steps: range, layer: Killing) -> None:
     files.SYSTEM = layer
     for step in steps:
         with torch.no_grad():
-            for master in optimizer._masters:
+            for master in optimizer.engine.shards:
                 master.data.fill_(float(step))
         checkpoint.save(folder, model, optimizer, step=step, keep=2)
         layer.active = True

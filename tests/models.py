@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
-from shardcast.optimizer import state
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 LOW = (torch.bfloat16, torch.float16)
@@ -209,12 +208,12 @@ def values(model: nn.Module) -> Tensors:
 def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, str], Tensor]:
     """Copies of what this rank owns: masters, moments and steps by name and element range."""
     found, held = {}, optimizer.state
-    for master, position, param in state.owned(optimizer._masters):
-        fragment = master.fragments[position]
-        key = (fragment.slot.name, *fragment.param_range)
-        found[(*key, "master")] = state.part(master, fragment).detach().clone()
-        for name, value in held[param].items():
-            found[(*key, name)] = torch.as_tensor(value).detach().clone()
+    for shard in optimizer.engine.shards:
+        for _, fragment, param in shard.owned():
+            key = (fragment.slot.name, *fragment.param_range)
+            found[(*key, "master")] = shard.exact(fragment).detach().clone()
+            for name, value in held[param].items():
+                found[(*key, name)] = torch.as_tensor(value).detach().clone()
     return found
 
 

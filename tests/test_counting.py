@@ -57,8 +57,8 @@ def count_step(
     """Casts in the micro-batches under ``no_sync``, in the last one, and in the step."""
     model = CASES[case].build()
     optimizer = sharded(model, group, param_dtype=dtype, **fields)
-    packs = [master.pack.data for master in optimizer._masters]
-    masters = [m.data for m in optimizer._masters if not m.in_place]
+    packs = [master.pack.data for master in optimizer.engine.shards]
+    masters = [m.data for m in optimizer.engine.shards if not m.in_place]
     found: dict[str, Any] = {}
     for step in range(2):  # the second one has its buffers
         for micro in range(micros):
@@ -75,7 +75,7 @@ def count_step(
     rank = 0 if group is None else group.rank()
     found["of packs"] = int(sum(c.sum() for c in counter.counts[: len(packs)]))
     wrong = []  # elements of parameters, not padding, that were not cast exactly once
-    low = [master for master in optimizer._masters if not master.in_place]
+    low = [master for master in optimizer.engine.shards if not master.in_place]
     for master, counts in zip(low, counter.counts[len(packs) :], strict=True):
         for fragment in master.pack.layout.fragments(rank):
             part = counts[master.local(fragment.start, fragment.stop)]

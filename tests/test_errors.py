@@ -523,7 +523,7 @@ def test_the_state_of_rank_0_is_refused_on_all_ranks():
         return str(caught.value)
 
     first, second = ThreadedWorld(2).run(load)
-    assert "another rank was given a state that it cannot load" in first
+    assert "rank 1: state_dict: expected the local state of this rank" in first
     assert "rank 1 of 2), got one of rank 0" in second
 
 
@@ -535,10 +535,14 @@ def without_a_master(local: dict[str, Any], _plain: dict[str, Any]) -> dict[str,
 @pytest.mark.parametrize(
     ("spoil", "own", "other"),
     [
-        (without_a_master, "'master' of parameter", "another rank"),
-        (lambda _local, plain: plain, "a plain one where", "a plain one where"),
-        (lambda _local, _plain: {}, "full_state_dict.. gives one to rank 0 alone", "another rank"),
-        (lambda local, _plain: {**local, "shardcast": {}}, "format", "another rank"),
+        (without_a_master, "'master' of parameter", "rank 1: .*'master' of parameter"),
+        (lambda _local, plain: plain, "others a plain one", "others a plain one"),
+        (lambda _local, _plain: {}, "gives one to rank 0 alone", "rank 1: .*to rank 0 alone"),
+        (
+            lambda local, _plain: {**local, "shardcast": {}},
+            "of rank None",
+            "rank 1: .*of rank None",
+        ),
     ],
     ids=["truncated", "plain", "empty", "no head"],
 )
@@ -557,7 +561,7 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_all_and_changes_nothing
         optimizer.step()
         before = optimizer.state_dict()
         wanted = spoil(local, plain[0]) if group.rank() == 1 else local
-        with pytest.raises((ValueError, KeyError)) as caught:
+        with pytest.raises(ValueError) as caught:
             optimizer.load_state_dict(wanted)
         after = optimizer.state_dict()
         for number, values in before["state"].items():

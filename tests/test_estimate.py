@@ -132,7 +132,7 @@ def counted(group: Any, fields: dict[str, Any]) -> None:
     optimizer = shardcast.shard(model, inner, process_group=group, **fields)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    optimizer._comm.all_reduce(torch.zeros(7))  # what comes after it is the step's
+    optimizer.engine.comm.all_reduce(torch.zeros(7))  # what comes after it is the step's
     optimizer.step()
 
 

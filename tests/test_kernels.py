@@ -360,7 +360,7 @@ def test_lengths_places_and_numbers_do_not_compile_anew(
         model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
         param_dtype=torch.bfloat16, fuse="compile", pack_params=3, max_grad_norm=1.0,
     )  # fmt: skip
-    lengths = {master.data.numel() for master in optimizer._masters}
+    lengths = {master.data.numel() for master in optimizer.engine.shards}
     assert len(lengths) > 3
     install(model, 0)
     optimizer.step()

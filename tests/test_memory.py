@@ -113,7 +113,7 @@ def test_a_forgotten_copy_is_noticed():
     """Negative control: one more copy of the masters is found in memory."""
     _, optimizer = held(2, 0, BF16)
     before = sum(live().values())
-    copy = optimizer._masters[0].data.clone()
+    copy = optimizer.engine.shards[0].data.clone()
     assert sum(live().values()) - before == copy.nbytes > 0
 
 
@@ -174,16 +174,16 @@ def test_set_up_needs_one_pack_and_the_shard_beside_the_fp32_model(size: int, dt
 
 def test_originals_that_are_not_freed_are_noticed(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the same set-up with the fp32 originals kept alive needs too much."""
-    from shardcast.optimizer import setup as build
+    from shardcast.optimizer import setup
 
     kept: list[Tensor] = []
-    original = build.build_shard
+    original = setup.build_shard
 
     def hoard(layout: Any, params: list[nn.Parameter], *rest: Any) -> Any:
         kept.extend(param.data for param in params)
         return original(layout, params, *rest)
 
-    monkeypatch.setattr(build, "build_shard", hoard)
+    monkeypatch.setattr(setup, "build_shard", hoard)
     with fake_world(4, 0) as group:
         assert peak_of(lambda: shard_wide(group, BF16)) > allowed(4, BF16)
 

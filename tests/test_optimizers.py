@@ -14,7 +14,7 @@ from oracle import check, mlp, set_grads, steps
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.step.update.fused import ELEMENTWISE
+from shardcast.plan.partition import ELEMENTWISE
 from shardcast.testing import ThreadedWorld
 
 ALL = {

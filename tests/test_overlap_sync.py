@@ -24,7 +24,7 @@ SMALL = {"pack_params": 2, "alignment": 16}
 
 def pending(optimizer: shardcast.ShardedOptimizer) -> list[int]:
     """Indices of the packs that are on their way."""
-    packs = optimizer._sync.packs
+    packs = optimizer.engine.sync.packs
     return [pack.layout.index for pack in packs if pack.pending]
 
 
@@ -41,7 +41,7 @@ def run_steps(
     found, overlapped = {}, 0
     for step in range(steps):
         for micro in range(2):
-            batch = CASES[case].batch(100 * step + 10 * micro + optimizer._comm.rank)
+            batch = CASES[case].batch(100 * step + 10 * micro + optimizer.engine.comm.rank)
             loss = CASES[case].loss(model, batch)
             loss.backward()
             found[f"loss {step} {micro}"] = loss.detach()
@@ -202,7 +202,7 @@ def test_an_update_waits_for_the_broadcasts_that_read_what_it_writes(
             for param in model.parameters():  # no forward: nothing else waits
                 param.grad = torch.ones_like(param)
             optimizer.step()
-        for pack in optimizer._sync.packs:
+        for pack in optimizer.engine.sync.packs:
             pack.wait()
 
     run_world(2, run, False)
@@ -331,7 +331,7 @@ def test_without_the_option_or_a_second_rank_nothing_is_hooked_or_started(size: 
         hooks = len(model.layers[0]._forward_pre_hooks)
         optimizer = started(group, model, X, **fields)
         assert not pending(optimizer) and len(model.layers[0]._forward_pre_hooks) == hooks
-        assert not optimizer._sync.started
+        assert not optimizer.engine.sync.started
         optimizer.wait_sync()
 
     run_world(size, run)

@@ -229,20 +229,21 @@ def test_random_interleavings_with_backwards_equal_plain_torch_to_the_bit(
 @pytest.mark.parametrize("fault", ["sums", "absent ones updated"])
 def test_the_machine_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch):
     """The controls: sums for means; absent gradients that are updated all the same."""
+    from shardcast.optimizer.engine import Engine
     from shardcast.step.reduce.reducer import Reducer
 
-    land, step = Reducer._land, shardcast.ShardedOptimizer._present
+    land, present = Reducer._land, Engine.present
 
     def sums(self: Reducer, stage: Any) -> None:
         land(self, stage)
         stage.grads.own.mul_(self._comm.size)
 
     def all_present(self: Any, decision: Any) -> Any:
-        return {master: [True] * len(here) for master, here in step(self, decision).items()}
+        return {master: [True] * len(here) for master, here in present(self, decision).items()}
 
     if fault == "sums":
         monkeypatch.setattr(Reducer, "_land", sums)
     else:
-        monkeypatch.setattr(shardcast.ShardedOptimizer, "_present", all_present)
+        monkeypatch.setattr(Engine, "present", all_present)
     with pytest.raises(AssertionError):
         run_machine("even", 20, shrink=False)

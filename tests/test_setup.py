@@ -160,7 +160,7 @@ def test_layouts_are_compared_before_any_tensor_of_the_model_is_sent():
 def test_more_ranks_than_elements_leave_some_ranks_without_any():
     def count(group: Any) -> list[int]:
         optimizer = sharded(CASES["tiny"].build(), group, alignment=8)
-        return [len(optimizer._masters[0].fragments), optimizer.memory_report()["state"]]
+        return [len(optimizer.engine.shards[0].fragments), optimizer.memory_report()["state"]]
 
     ranks, _ = run_world(4, count)
     assert [fragments for fragments, _ in ranks] == [1, 1, 0, 0]
@@ -206,7 +206,7 @@ def abandoned(size: int, how: str) -> dict[str, weakref.ref[Any]]:
             optimizer.step()
         if how == "closed":
             optimizer.close()
-        pack = optimizer._masters[0].pack
+        pack = optimizer.engine.shards[0].pack
         found = {"optimizer": optimizer, "model": model, "parameter": model.a.weight, "pack": pack}
         return {name: weakref.ref(item) for name, item in found.items()}
 

@@ -102,7 +102,7 @@ def held(group: Any, grads: str, micro: int) -> tuple[int, int, int]:
     optimizer = shardcast.shard(
         model, adamw(model), process_group=group, grads=grads, pack_params=1
     )
-    packs = optimizer._reduce.grads
+    packs = optimizer.engine.reduce.grads
     most = 0
 
     def look(_param: Tensor) -> None:

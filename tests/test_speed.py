@@ -68,9 +68,9 @@ class Odd(nn.Module):
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``shard`` take models on ``meta``: its own checks look at values, which are not there."""
     for name in (
-        "plan.validate.check_params",
+        "plan.validate.check_memory",
         "optimizer.setup.same_everywhere",
-        "optimizer.setup._convert_rest",
+        "optimizer.setup.convert_rest",
     ):
         monkeypatch.setattr(f"shardcast.{name}", lambda *_: None)
     monkeypatch.setattr(Pack, "check", lambda _: None)
@@ -192,7 +192,7 @@ def passes_of_a_step(group: Any, slow: str) -> dict[str, Any]:
     """
     model = CASES["gpt"].build()
     optimizer = sharded(model, group, param_dtype=BF16, max_grad_norm=1.0)
-    (master,) = optimizer._masters
+    (master,) = optimizer.engine.shards
     found: dict[str, Any] = {}
     for step in range(3):  # the last one has its buffers
         grads, params = master.grads.data, master.pack.data
@@ -281,7 +281,7 @@ def test_sync_leaves_out_the_spans_that_hold_nothing_but_padding(partition: str,
             for span in pack.spans
             if pack.fragments(span.owner)
         ]
-        sync = optimizer._sync
+        sync = optimizer.engine.sync
         found = [
             (pack.layout.index, owner)
             for pack, bounds in zip(sync.packs, sync._bounds, strict=True)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer.setup import shard
+from shardcast.optimizer.api import shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 
 try:

@@ -1,6 +1,6 @@
 """What a checkpoint takes from, and gives to, a model and its sharded optimizer.
 
-The one place in this package that uses what is private to :class:`shardcast.ShardedOptimizer`.
+The one place in this package that uses the engine of a :class:`shardcast.ShardedOptimizer`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.checkpoint.shards import Part, is_elementwise, model_path, state_path, whole
-from shardcast.optimizer import state
+from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.plan.layout import Slot
+from shardcast.optimizer.state_dict import load_groups
+from shardcast.plan.layout import Fragment, Slot
 
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
 RECOMPUTED = "_checkpoint_wrapped_module."
@@ -37,13 +38,14 @@ class Held:
             )
         self.model = _compat.unwrapped(model)
         self._optimizer = optimizer
-        self._masters, self._update = optimizer._masters, optimizer._update
-        self._comm = optimizer._comm
+        self._engine = engine = optimizer.engine
+        self._shards, self._update = engine.shards, engine.update
+        self._comm = engine.comm
         self.rank, self.size = self._comm.rank, self._comm.size
         self.partition = optimizer.layout.partition
-        self._device = self._masters[0].pack.data.device
+        self._device = engine.device
         self.slots: dict[str, Slot] = {slot.name: slot for _, slot in optimizer.layout.slots()}
-        held = {param for master in self._masters for param in master.pack.params}
+        held = {param for shard in self._shards for param in shard.pack.params}
         self._outside = {n: p for n, p in self.model.named_parameters() if p not in held}
         stored = self.model.state_dict(keep_vars=True)
         self._buffers = _persistent(self.model)
@@ -51,7 +53,7 @@ class Held:
 
     def check_model(self) -> None:
         """Raise ValueError if the optimizer was made for another model."""
-        if self.model is not self._optimizer._model:
+        if self.model is not self._engine.model:
             raise ValueError(
                 "model: it is not the one that the optimizer was sharded with; pass that one"
             )
@@ -82,13 +84,11 @@ class Held:
 
     def parts(self) -> Iterator[Part]:
         """What this rank stores: its masters and state, and its share of the rest."""
-        self._optimizer._watch.resync()  # weights that load_state_dict put behind the masters
-        for master, position, _ in state.owned(self._masters):
-            fragment = master.fragments[position]
+        self._engine.hooks.resync()  # weights that load_state_dict put behind the masters
+        for shard, number, fragment in self._owned():
             slot, (start, _) = fragment.slot, fragment.param_range
-            own = state.part(master, fragment)
-            yield Part(model_path(slot.name), slot.shape, start, own)
-            for name, value in self._update.fragment_state(master, position).items():
+            yield Part(model_path(slot.name), slot.shape, start, shard.exact(fragment))
+            for name, value in self._update.fragment_state(shard, number).items():
                 path = state_path(slot.name, name)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
@@ -109,24 +109,29 @@ class Held:
     def objects(self) -> dict[str, dict[str, Any]]:
         """This rank's state that is not a tensor, by parameter and state name."""
         found: dict[str, dict[str, Any]] = {}
-        for master, position, _ in state.owned(self._masters):
-            values = self._update.fragment_state(master, position)
+        for shard, number, fragment in self._owned():
+            values = self._update.fragment_state(shard, number)
             plain = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
             if plain:
-                found[master.fragments[position].slot.name] = plain
+                found[fragment.slot.name] = plain
         return found
+
+    def _owned(self) -> Iterator[tuple[Shard, int, Fragment]]:
+        for shard in self._shards:
+            for number, fragment in enumerate(shard.fragments):
+                yield shard, number, fragment
 
     def head(self) -> dict[str, Any]:
         """What is stored once: plain facts, group options and the loss scale."""
         names = {p: n for n, p in self.model.named_parameters()}
         every = self.model.named_parameters(remove_duplicate=False)
         return {
-            "optimizer": type(self._optimizer._original).__name__,
+            "optimizer": type(self._engine.original).__name__,
             "groups": [
                 {**group, "params": [names[param] for param in group["params"]]}
                 for group in self._optimizer.param_groups
             ],
-            "scaler": self._optimizer._combine.state_dict(),
+            "scaler": self._engine.combine.state_dict(),
             "ties": {name: names[param] for name, param in every if names[param] != name},
             "trained": list(self.slots),
             "extra_state": self._extra,
@@ -152,9 +157,9 @@ class Held:
         packs = {
             pack.index for pack, slot in self._optimizer.layout.slots() if slot.name in with_state
         }
-        self._optimizer._activate_all(packs)
-        state.load_groups(self._optimizer.param_groups, head["groups"])
-        self._optimizer._combine.load_state_dict(head["scaler"])
+        self._engine.activate_packs(packs)
+        load_groups(self._optimizer.param_groups, head["groups"])
+        self._engine.combine.load_state_dict(head["scaler"])
         for name, value in head["extra_state"].items():
             self.model.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(
                 value
@@ -173,20 +178,20 @@ class Held:
             fresh: given a parameter and an interval, new memory for its stored state, and the
                 state made of it.
         """
-        for master in self._masters:
+        for shard in self._shards:
             parts, exact, states = [], [], []
-            for fragment in master.fragments:
+            for fragment in shard.fragments:
                 slot, (start, stop) = fragment.slot, fragment.param_range
-                own = state.part(master, fragment)
+                own = shard.exact(fragment)
                 exact.append(own)
                 parts.append(Part(model_path(slot.name), slot.shape, start, own))
                 needed, values = fresh(slot.name, start, stop)
                 parts += needed
                 states.append(values)
             read(parts)
-            for position, values in enumerate(states):
-                state.set_part(master, master.fragments[position], exact[position])
-                self._update.load_fragment(master, position, values)
+            for number, (own, values) in enumerate(zip(exact, states, strict=True)):
+                shard.set_exact(shard.fragments[number], own)
+                self._update.load_fragment(shard, number, values)
         rest = {**self._outside, **self._buffers}
         staged = {name: torch.empty_like(tensor.detach()) for name, tensor in rest.items()}
         staged = {name: tensor.contiguous() for name, tensor in staged.items()}
@@ -197,7 +202,7 @@ class Held:
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
-        self._optimizer._publish()
+        self._engine.publish()
 
 
 def state_key(name: str) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import estimate, peers, state_of
-from shardcast.step.update.fused import ELEMENTWISE
+from shardcast.plan.partition import ELEMENTWISE
 
 Row = dict[str, Any]  # the figures of one world size
 

@@ -15,7 +15,7 @@ from shardcast.memory.pack import Pack
 from shardcast.plan.layout import Layout
 from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import is_packable
-from shardcast.plan.validate import check_params
+from shardcast.plan.validate import check_kinds, check_memory
 
 
 class PackedParameters:
@@ -104,7 +104,8 @@ def pack_parameters(
         group_fn=group_fn,
     )
     named = {name: param for name, param in model.named_parameters() if is_packable(param)}
-    check_params(named)
+    check_kinds(named)
+    check_memory(named)
     infos = describe(named, config, dict.fromkeys(named.values(), 0))
     layout = plan_packs(infos, 1, "even", config)
     packs = []

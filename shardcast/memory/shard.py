@@ -7,6 +7,8 @@ straight into it and nothing is cast.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
 from shardcast.memory.stores import ExactStore, Place, SplitStore, Store
-from shardcast.plan.layout import PackLayout
+from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
 
 FILL = 1 << 18  # masters that are split at a time, for each takes 8 bytes on the way
@@ -78,6 +80,21 @@ class Shard:
     def local(self, start: int, stop: int) -> slice:
         """Pack elements ``[start, stop)`` as a slice of the own span."""
         return slice(start - self.pack.own.start, stop - self.pack.own.start)
+
+    def owned(self) -> Iterator[tuple[int, Fragment, nn.Parameter]]:
+        """Each fragment with its number and its model parameter."""
+        params = dict(zip(self.pack.layout.slots, self.pack.params, strict=True))
+        for number, fragment in enumerate(self.fragments):
+            yield number, fragment, params[fragment.slot]
+
+    def exact(self, fragment: Fragment) -> Tensor:
+        """The masters of one fragment, 1-d fp32; :meth:`set_exact` takes them back."""
+        return self.store.read(self.local(fragment.start, fragment.stop))
+
+    def set_exact(self, fragment: Fragment, values: Tensor) -> None:
+        """Overwrite the masters of one fragment; 1-d, any floating dtype, any device."""
+        exact = values.to(self.published.device, MASTER_DTYPE)
+        self.store.write(self.local(fragment.start, fragment.stop), exact)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -1,4 +1,4 @@
-"""Watch: hooks on the model that notice what the optimizer cannot see by itself.
+"""ModelHooks: hooks on the model that notice what the optimizer cannot see by itself.
 
 A backward that begins (so that the outermost one flushes the reduction), weights that
 ``load_state_dict`` changes behind the masters, a model that was converted, and a DDP wrapper put
@@ -54,12 +54,12 @@ class Hook:
         return Hook, ()
 
 
-class Watch:
+class ModelHooks:
     """Hooks of one model.
 
     Args:
         model: the unwrapped root module.
-        masters: all masters; the list may grow.
+        shards: those of all packs; the list may grow.
         begin: called when a backward reaches an output of the model.
         averaged: a DDP wrapper was there first, and is to stay.
     """
@@ -67,11 +67,11 @@ class Watch:
     def __init__(
         self,
         model: nn.Module,
-        masters: Sequence[Shard],
+        shards: Sequence[Shard],
         begin: Callable[[], None],
         averaged: bool,
     ) -> None:
-        self._model, self._masters = model, masters
+        self._model, self._shards = model, shards
         self._stale = False
         self._handles: list[Any] = [
             model.register_forward_hook(Hook(partial(_on_backward, begin))),
@@ -90,13 +90,13 @@ class Watch:
         if self._stale:
             self._stale = False
             here = set(self._model.parameters())
-            if any(param not in here for master in self._masters for param in master.pack.params):
+            if any(param not in here for shard in self._shards for param in shard.pack.params):
                 raise RuntimeError(
                     "model: load_state_dict(assign=True) replaced parameters of a sharded model; "
                     "load without assign, or before shardcast.shard"
                 )
-            for master in self._masters:
-                master.absorb()
+            for shard in self._shards:
+                shard.absorb()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -108,9 +108,9 @@ class Watch:
         """Before torch stops at some operation or gradient without saying why."""
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return  # a model that is only to be used may be converted
-        for master in self._masters:
-            if master.pack.converted:
-                master.pack.check()
+        for shard in self._shards:
+            if shard.pack.converted:
+                shard.pack.check()
 
     @torch.no_grad()
     def _before_load(
@@ -123,16 +123,15 @@ class Watch:
         """
         own = dict(module.named_parameters(recurse=False))
         wanted = {own[name]: state_dict.get(prefix + name) for name in own}
-        for param, master, fragment in self._fragments(wanted):
+        for param, shard, fragment in self._fragments(wanted):
             value = wanted[param]
-            if isinstance(value, Tensor) and value.shape == param.shape and not master.in_place:
+            if isinstance(value, Tensor) and value.shape == param.shape and not shard.in_place:
                 start, stop = fragment.param_range
                 exact = value.reshape(-1)[start:stop].to(param.device, MASTER_DTYPE)
-                part = master.local(fragment.start, fragment.stop)
-                if value.dtype == master.pack.layout.dtype:
-                    kept = master.store.read(part)
+                if value.dtype == shard.pack.layout.dtype:
+                    kept = shard.exact(fragment)
                     exact = torch.where(kept.to(value.dtype) == exact, kept, exact)
-                master.store.write(part, exact)
+                shard.set_exact(fragment, exact)
 
     def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
         self._stale = True
@@ -140,13 +139,11 @@ class Watch:
     def _fragments(
         self, params: Mapping[nn.Parameter, Any]
     ) -> Iterator[tuple[nn.Parameter, Shard, Fragment]]:
-        for master in self._masters:
-            here = [param for param in master.pack.params if param in params]
-            if here:
-                slots = dict(zip(master.pack.layout.slots, master.pack.params, strict=True))
-                for fragment in master.fragments:
-                    if slots[fragment.slot] in params:
-                        yield slots[fragment.slot], master, fragment
+        for shard in self._shards:
+            if any(param in params for param in shard.pack.params):
+                for _, fragment, param in shard.owned():
+                    if param in params:
+                        yield param, shard, fragment
 
 
 def _on_backward(begin: Callable[[], None], _module: nn.Module, _args: Any, output: Any) -> None:

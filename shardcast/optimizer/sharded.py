@@ -2,86 +2,85 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm, same_everywhere
 from shardcast.config import ShardcastConfig
-from shardcast.memory.shard import Shard, build_shard
-from shardcast.optimizer.contract import StatefulOptimizer
-from shardcast.optimizer.model_hooks import Watch, mark, unmark
-from shardcast.plan import validate as checks
+from shardcast.optimizer import setup
+from shardcast.optimizer.engine import Engine
+from shardcast.optimizer.state_dict import StateDict
+from shardcast.optimizer.state_view import StateView, apart
+from shardcast.plan import validate
 from shardcast.plan.layout import Layout
-from shardcast.plan.packing import describe, plan_packs
-from shardcast.plan.precision import Precision
-from shardcast.step.combine.combine import Combine
 from shardcast.step.combine.decision import Decision
-from shardcast.step.reduce.reducer import Reducer
-from shardcast.step.sync.in_step import Sync
-from shardcast.step.sync.overlap import Overlap
-from shardcast.step.update.fused import make_update
+
+# Attributes in which a torch optimizer keeps the hooks that users registered on it.
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
-class ShardedOptimizer(StatefulOptimizer):
+class Clip(NamedTuple):
+    """A clip that the coming step is to fold in, and the gradients that it saw."""
+
+    decision: Decision
+    seen: list[tuple[int, int]]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose fp32 masters and state are sharded over data-parallel ranks.
 
     Made by :func:`shardcast.shard`. ``param_groups`` hold the *model* parameters and are shared
     with the optimizer it was made from, so schedulers built on either work; a group may have a
     ``max_grad_norm`` of its own. ``step``, ``clip_grad_norm_``, ``clip_grad_value_``,
     ``add_param_group`` and ``load_state_dict`` are collective: every rank must call them.
+
+    Attributes:
+        engine: what it works with; for this library's own adapters and checkpoints.
     """
 
     # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
     # would skip the step on the ranks that saw an infinity and leave the others waiting.
     _step_supports_amp_scaling = True
-    _last_norm: Tensor | None = None
-    _overlap: Overlap | None = None
+    _ready = False  # the base class fills in groups and state before ours are there
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        layout: Layout,
-        masters: Sequence[Shard],
-        comm: Comm,
-        precision: Precision,
-        config: ShardcastConfig,
-    ) -> None:
-        self._masters: list[Shard] = []
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.layout = layout
-        self.config = config
-        self._original, self._model = optimizer, _compat.unwrapped(model)
-        self._comm, self._precision = comm, precision
-        self._decision: Decision | None = None
-        self._clipped: list[tuple[int, int]] = []  # the gradients when clip_grad_norm_ saw them
-        self._reduce = Reducer(comm, precision, config, _compat.is_ddp(model))
-        self._combine = Combine(self._reduce.grads, comm, config, masters[0].pack.data.device)
-        self._update = make_update(optimizer, config, comm)
-        self._sync = Sync(comm, config)
-        self._adopt(masters)
-        mark(self._model)
-        self._hook()
-        self._take_over(optimizer)
+    def __init__(self, engine: Engine) -> None:
+        original = engine.original
+        self.engine = engine
+        self._states = StateDict(engine)
+        self._clip: Clip | None = None
+        self._last_norm: Tensor | None = None
+        super().__init__(original.param_groups, original.defaults)
+        self._ready = True
+        for hooks in HOOKS:
+            getattr(self, hooks).update(getattr(original, hooks))
+        if original.state:
+            self._states.apply(self._states.plan_plain(original.state))
+        original.state = defaultdict(dict)  # it can make no step any more
+        for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
+            setattr(original, name, _refused(name))
 
-    def _adopt(self, masters: Sequence[Shard]) -> None:
-        self._masters += masters
-        for master in masters:
-            if master.pack.layout.requires_grad:
-                self._activate(master)
+    @property
+    def layout(self) -> Layout:
+        """All packs, slots and spans; equal on all ranks."""
+        return self.engine.layout
 
-    def _activate(self, master: Shard) -> None:
-        """Reduce, update and sync this pack from now on."""
-        master.grads = self._reduce.add(master.pack)
-        self._update.add(master)
-        self._sync.add(master.pack)
+    @property
+    def config(self) -> ShardcastConfig:
+        """The options that hold."""
+        return self.engine.config
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -102,113 +101,85 @@ class ShardedOptimizer(StatefulOptimizer):
             RuntimeError: inside :meth:`no_sync`; or with a loss scale in use and a loss that was
                 not scaled; or after ``max_skipped_steps`` skips in a row.
         """
-        if options:
-            raise TypeError(
-                f"step: expected nothing but a closure, got {', '.join(options)}=; the update is "
-                "shardcast's: loss scale, clipping and learning rate are its options and groups"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        decision = self._pending()
-        if decision is None:
-            decision = self._decide(self.config.max_grad_norm)
-        elif self._reduce.edits.seen() != self._clipped:
-            raise RuntimeError(
-                "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
-                "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
-            )
-        self._sync.wait()  # what an overlapped one still sends is what the update writes
-        self._update(decision, self._present(decision))
-        self._note_writes(decision)
-        self._combine.conclude(decision)
-        if self.config.broadcast_buffers:
-            self._broadcast_buffers()
-        if self._overlap is None:
-            self._sync()
-        else:
-            self._overlap()
-        self._last_norm = decision.norm
-        self._reduce.show(decision.present)
-        self._reduce.used()
-        self._decision = None
-        _compat.note_step_called(self._original)
-        self._combine.skips.poll()
+        engine = self.engine
+        loss = _evaluated(closure, options)
+        clip = self._pending_clip()  # it has reduced and combined already
+        decision = clip.decision if clip else self._reduce_and_combine(self.config.max_grad_norm)
+        engine.sync.wait()  # what an overlapped one still sends is what the update writes
+        engine.update(decision, engine.present(decision))  # casts into the packs
+        engine.send()  # owners -> everybody
+        self._conclude(decision)
         return loss
 
-    def _decide(self, max_norm: float | None, pending: Decision | None = None) -> Decision:
-        self._check_call()
-        self._watch.resync()
-        self._wake()
-        self._reduce.finish()
+    def _reduce_and_combine(self, max_norm: float | None, clip: Clip | None = None) -> Decision:
+        """Have the mean in the own spans, and agree on norm, skip and clip factors."""
+        engine = self.engine
+        self._prepare()
+        engine.reduce.finish()
         own = "max_grad_norm" in self.defaults  # then it is an option of the optimizer's class
         limits = [None if own else group.get("max_grad_norm") for group in self.param_groups]
-        return self._combine.decide(max_norm, limits, pending)
+        return engine.combine.decide(max_norm, limits, clip.decision if clip else None)
 
-    def _pending(self) -> Decision | None:
-        """What a clip found of the gradients that are there now."""
-        if self._decision is not None and self._reduce.touched:
-            self._decision = None
+    def _prepare(self) -> None:
+        self._check_call()
+        self.engine.hooks.resync()  # weights that were loaded
+        self.engine.wake()  # packs that were unfrozen
+
+    def _conclude(self, decision: Decision) -> None:
+        engine = self.engine
+        engine.note_writes(decision)
+        engine.combine.conclude(decision)  # tally, loss scale
+        self._last_norm = decision.norm
+        engine.reduce.show(decision.present)
+        engine.reduce.used()
+        self._clip = None
+        _compat.note_step_called(engine.original)
+        engine.combine.skips.poll()  # last: it may raise
+
+    def _pending_clip(self) -> Clip | None:
+        """A clip of the gradients that are there now.
+
+        Raises:
+            RuntimeError: they were edited since.
+        """
+        if self._clip is not None and self.engine.reduce.touched:
+            self._clip = None
             warnings.warn(
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
                 "been folded into the step; clip once, after the last backward of a step",
                 stacklevel=3,
             )
-        return self._decision
+        if self._clip is not None and self.engine.reduce.edits.seen() != self._clip.seen:
+            raise RuntimeError(
+                "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
+                "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
+            )
+        return self._clip
 
-    def _wake(self) -> None:
-        """Activate packs that were frozen from the start and have a gradient on some rank now.
+    def _check_call(self) -> None:
+        by_scaler = self.__dict__.pop("found_inf", None) is not None
+        self.__dict__.pop("grad_scale", None)
+        if by_scaler:
+            raise RuntimeError(
+                "step() was called by torch.amp.GradScaler, whose infinity check is local to a "
+                "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "
+                "optimizer.step(); shardcast scales the loss and skips steps on all ranks itself"
+            )
+        scale = self.engine.combine.loss_scale
+        if scale.value is not None and not scale.applied:
+            raise RuntimeError(
+                "step(): a loss scale is in use but the loss was not scaled; call "
+                "optimizer.scale_loss(loss).backward()"
+            )
+        for shard in self.engine.shards:
+            shard.pack.check()
 
-        One more small all-reduce, whose result the host waits for, in models that have such
-        packs; parameters that stay frozen are better left out of the optimizer.
-        """
-        frozen = [master for master in self._masters if master.grads is None]
-        if frozen:
-            here = [any(p.grad is not None for p in master.pack.params) for master in frozen]
-            flags = torch.tensor(here, dtype=torch.float32).to(frozen[0].pack.data.device)
-            self._comm.all_reduce(flags)
-            for master, count in zip(frozen, flags.tolist(), strict=True):
-                if count:
-                    self._activate(master)
-
-    def _broadcast_buffers(self) -> None:
-        for buffer in self._model.buffers():
-            self._comm.broadcast(buffer, 0)
-
-    def _present(self, decision: Decision) -> dict[Shard, list[bool]]:
-        """Per master and fragment, whether some rank has a gradient."""
-        return {
-            master: [
-                there
-                for there, mine in zip(
-                    decision.present[master.pack], master.grads.owned, strict=True
-                )
-                if mine
-            ]
-            for master in self._masters
-            if master.grads is not None
-        }
-
-    def _note_writes(self, decision: Decision) -> None:
-        """Have autograd refuse a backward through a graph that was made before this step.
-
-        It would use the new weights with the old activations. Packs have storages of their own,
-        so torch does not see that the parameters are written.
-        """
-        torch.autograd.graph.increment_version(
-            [
-                param
-                for pack, slots in decision.present.items()
-                for param, there in zip(pack.params, slots, strict=True)
-                if there
-            ]
-        )
+    # -- gradients --------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
-        self._decision = None
-        self._reduce.cleared()
+        self._clip = None
+        self.engine.reduce.cleared()
         # The marks of sharded gradients have no memory that could be zeroed.
         super().zero_grad(set_to_none or self.config.grads == "sharded")
 
@@ -217,7 +188,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
         Put all micro-batches of a step but the last in it, on every rank alike.
         """
-        return self._reduce.no_sync()
+        return self.engine.reduce.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale; call ``backward()`` on the result.
@@ -225,15 +196,15 @@ class ShardedOptimizer(StatefulOptimizer):
         Needed with fp16 (``loss_scale``); elsewhere it returns ``loss`` itself, so a script may
         call it always. Local.
         """
-        return self._combine.loss_scale.apply(loss)
+        return self.engine.combine.loss_scale.apply(loss)
 
     def clip_grad_norm_(self, *args: Any, **options: Any) -> Tensor:
         """Clip the global gradient norm in the coming step; every rank must call it.
 
         ``clip_grad_norm_(max_norm)``, or as the function of ``torch.nn.utils``, with all trained
         parameters and the configuration's ``norm_type``. Finishes the reduction now; the clipping
-        itself is folded into the update. Wins over
-        ``max_grad_norm`` for this step. Called again it clips what is clipped already.
+        itself is folded into the update. Wins over ``max_grad_norm`` for this step. Called again
+        it clips what is clipped already.
 
         Returns:
             The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
@@ -243,11 +214,12 @@ class ShardedOptimizer(StatefulOptimizer):
                 above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
         norm_type, groups = self.config.norm_type, self.param_groups
-        bound = checks.clip_bound("clip_grad_norm_", groups, norm_type, args, options)
-        self._check_limits()
-        self._decision = self._decide(bound, self._pending())
-        self._clipped = self._reduce.edits.seen()
-        return self._decision.norm.float()
+        bound = validate.clip_bound("clip_grad_norm_", groups, norm_type, args, options)
+        for number, group in enumerate(groups):
+            validate.check_limit(group, self.defaults, number)
+        decision = self._reduce_and_combine(bound, self._pending_clip())
+        self._clip = Clip(decision, self.engine.reduce.edits.seen())
+        return decision.norm.float()
 
     def clip_grad_value_(self, *args: Any, **options: Any) -> None:
         """Clamp every element of the averaged gradients; every rank must call it.
@@ -258,17 +230,13 @@ class ShardedOptimizer(StatefulOptimizer):
         Raises:
             TypeError, ValueError: ``clip_value`` is not a number above 0; other parameters.
         """
-        bound = checks.clip_bound("clip_grad_value_", self.param_groups, 2.0, args, options)
-        self._check_call()
-        self._wake()
-        pending = self._pending()
-        self._reduce.finish()
-        self._combine.clip_value(bound, pending)
-        self._clipped = self._reduce.edits.seen()
-
-    def _check_limits(self) -> None:
-        for number, group in enumerate(self.param_groups):
-            checks.check_limit(group, self.defaults, number)
+        bound = validate.clip_bound("clip_grad_value_", self.param_groups, 2.0, args, options)
+        engine, clip = self.engine, self._pending_clip()
+        self._prepare()
+        engine.reduce.finish()
+        engine.combine.clip_value(bound, clip.decision if clip else None)
+        if clip:
+            self._clip = Clip(clip.decision, engine.reduce.edits.seen())
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -278,12 +246,43 @@ class ShardedOptimizer(StatefulOptimizer):
     @property
     def loss_scale(self) -> Tensor | None:
         """The present loss scale, 0-dim, or ``None`` where none is in use."""
-        return self._combine.loss_scale.value
+        return self.engine.combine.loss_scale.value
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for non-finite gradients. Reading it waits for the device."""
-        return self._combine.skips.skipped_steps
+        return self.engine.combine.skips.skipped_steps
+
+    # -- groups and state -------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer that it was made from, by the model's parameters.
+
+        What is assigned goes into them: other options for the same parameters, and further groups,
+        which are added; every rank must then assign the same.
+        """
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+        if not self._ready:
+            self._groups = list(value)
+            return
+        known, further = value[: len(self._groups)], value[len(self._groups) :]
+        theirs, mine = (
+            [[*map(id, g["params"])] for g in groups] for groups in (known, self._groups)
+        )
+        if theirs != mine:
+            raise ValueError(
+                "param_groups: expected the present groups with their parameters in order, got "
+                "other parameters, which have no place in the packs; change options or add groups"
+            )
+        for group, options in zip(self._groups, [dict(options) for options in known], strict=True):
+            group.clear()
+            group.update(options)
+        for group in further:
+            self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of model parameters; every rank must add the same one.
@@ -295,10 +294,9 @@ class ShardedOptimizer(StatefulOptimizer):
                 be sharded; nothing is added.
             RuntimeError: the ranks add different groups; nothing is added.
         """
-        if not self._masters:  # called by the base class for the groups of the original
-            super().add_param_group(param_group)
-            return
         super().add_param_group(param_group)
+        if not self._ready:
+            return
         try:
             self._extend(len(self.param_groups) - 1)
         except Exception:
@@ -307,97 +305,167 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @torch.no_grad()
     def _extend(self, number: int) -> None:
-        group = self.param_groups[number]
-        wanted = set(group["params"])
-        named = self._model.named_parameters()
-        added = {name: param for name, param in named if param in wanted}
-        if len(added) != len(wanted):
-            raise ValueError(
-                "param_group: it holds a parameter that is not the model's; add the new module "
-                "to the model first"
-            )
-        checks.check_params(added)
-        checks.check_limit(group, self.defaults, number)
-        precision = Precision(self._model, self.config)
-        checks.check_embeddings(self._model, wanted, precision.storage_dtype, self.config)
-        groups = dict.fromkeys(added.values(), number)
-        infos = describe(added, self.config, groups, precision.storage_dtype)
-        new = plan_packs(infos, self._comm.size, self.layout.partition, self.config)
-        first = len(self.layout.packs)
-        packs = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in new.packs)
-        layout = dataclasses.replace(self.layout, packs=self.layout.packs + packs)
-        facts = layout.lines() + checks.describe_groups(self._original, [group], number)
-        device = self._masters[0].pack.data.device
-        same_everywhere(self._comm, facts, device)  # before anything is changed
-        if added:
-            self._look_again()
-        params = ([added[slot.name] for slot in pack.slots] for pack in packs)
-        masters = [
-            build_shard(pack, theirs, self._comm, self.config)
-            for pack, theirs in zip(packs, params, strict=True)
-        ]
-        self.layout = layout
-        self._original.param_groups.append(group)
-        self._adopt(masters)
+        engine, group = self.engine, self.param_groups[number]
+        plan = setup.plan_group(
+            engine.model, engine.original, engine.layout, number, engine.config, group
+        )
+        validate.check_memory(plan.params)
+        setup.check(plan, engine.comm, engine.device)
+        shards = setup.allocate(plan, engine.comm)
+        engine.original.param_groups.append(group)
+        engine.extend(plan, shards)
 
-    def _look_again(self) -> None:
-        """Apply precision and watch to modules that the model got since."""
-        self._watch.resync()
-        self._unhook()
-        self._precision = Precision(self._model, self.config)
-        self._hook()
+    @property
+    def state(self) -> Any:
+        """Per model parameter, this rank's part of torch's state: 1-d tensors, 0-dim ``step``.
 
-    def _hook(self) -> None:
-        averaged, begin = self._reduce.averaged, self._reduce.begin
-        if self.config.overlap_sync and self._comm.size > 1:
-            self._overlap = Overlap(self._model, self._sync)
-            begin = self._overlap.noting(begin)
-        self._watch = Watch(self._model, self._masters, begin, averaged)
-        self._handles = self._precision.install_casts(self._model)
+        What is assigned or removed, here or in the state of one parameter, is so from the next
+        step on; do the same on every rank. ``state.clear()`` has all moments begin anew. Edits of
+        a tensor in place count where moments are kept in fp32 on the device.
+        """
+        return StateView(self.engine.shards, self.engine.update)
 
-    def _unhook(self) -> None:
-        if self._overlap is not None:
-            self._overlap.close()
-        self._watch.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._sync.wait()  # last: it raises where another rank was lost
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        if self._ready:
+            # They may be views of what is cleared, as in state = dict(state).
+            new = {param: apart(values) for param, values in value.items()}
+            found = self.state
+            found.clear()
+            found.update(new)
 
-    def _publish(self) -> None:
-        self._sync.wait()
-        everything = Sync(self._comm, self.config)  # packs that are still frozen too
-        for master in self._masters:
-            master.publish()
-            everything.add(master.pack)
-        everything()
-        self._decision = None
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: local, without collectives, tensors and plain scalars only.
+
+        ``state`` maps the index of each parameter that this rank owns a part of to torch's state
+        of that part and its ``master`` (1-d fp32). Load it on the same rank of an equal layout;
+        for anything else there are checkpoints, and :meth:`full_state_dict`.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        result = self._states.dump()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, result) or result
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
+
+        Every rank must call it: its own part, or the same plain state. The masters of a local
+        state are published and synced; a plain state has none, the present ones stay.
+
+        Raises:
+            ValueError: on every rank, if the state of one is another rank's, or of another layout,
+                format or model, or plain where another's is local; nothing is changed then.
+        """
+        self.wait_sync()
+        loaded = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = hook(self, loaded) or loaded
+        self._states.apply(self._states.plan(loaded))
+        self._clip = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The fp32 values of the parameters by name, tied ones under each; on rank 0's host.
+
+        Every rank must call it; the others get an empty one. What ``model.state_dict()`` has is
+        the cast of it.
+        """
+        return self._states.gather_masters()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state as the unsharded optimizer's own ``state_dict`` would be; on rank 0.
+
+        Every rank must call it; the others get an empty one. Loads into the plain optimizer,
+        whose next step on the masters' values is then identical.
+        """
+        return self._states.gather()
 
     # -- the rest ---------------------------------------------------------------------------
+
+    def wait_sync(self) -> None:
+        """With ``overlap_sync``: have the updated parameters here. Local; else it does nothing.
+
+        Call it before you read or write parameters by hand, outside of a forward (an EMA, weight
+        norms, a copy of a part of the model). Forwards, ``state_dict()`` and ``load_state_dict()``
+        of the model, a copy of all of it, and everything of this optimizer and of checkpoints
+        wait by themselves. On a GPU it is the current stream that waits, not the host: call it
+        before forwards on other streams branch off.
+
+        Raises:
+            RuntimeError: from the process group, where another rank was lost on the way.
+        """
+        self.engine.sync.wait()
+
+    def resync_masters(self) -> None:
+        """Take model parameters that were changed by hand (surgery, EMA swap) as masters. Local.
+
+        Without it the next step overwrites the change by the update of the old masters.
+        ``model.load_state_dict`` is noticed by itself. Unchanged ones keep their full precision;
+        changed ones have what ``param_dtype`` can hold.
+        """
+        self.engine.absorb()
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes that this rank holds, by kind: parameters, gradients, masters and state.
+
+        With ``offload`` masters and state are in host memory, the others on the device.
+        """
+        return self.engine.memory()
+
+    def train(self, mode: bool = True) -> None:
+        """Switch optimizers that have a ``train`` and an ``eval`` mode (schedule-free ones).
+
+        Every rank must call it; the parameters are published and synced. Others ignore it.
+        """
+        self.wait_sync()
+        if self.engine.update.switch("train" if mode else "eval"):
+            self.engine.sync()
+
+    def eval(self) -> None:
+        """The evaluation mode of :meth:`train`."""
+        self.train(False)
 
     def close(self) -> None:
         """Remove all hooks from the model, which may then be sharded anew. Local.
 
         The optimizer must not be used afterwards; the parameters stay as they are.
         """
-        self._reduce.close()
-        unmark(self._model)
-        self._unhook()
+        self.engine.close()
 
-    def _check_call(self) -> None:
-        by_scaler = self.__dict__.pop("found_inf", None) is not None
-        self.__dict__.pop("grad_scale", None)
-        if by_scaler:
-            raise RuntimeError(
-                "step() was called by torch.amp.GradScaler, whose infinity check is local to a "
-                "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "
-                "optimizer.step(); shardcast scales the loss and skips steps on all ranks itself"
-            )
-        scale = self._combine.loss_scale
-        if scale.value is not None and not scale.applied:
-            raise RuntimeError(
-                "step(): a loss scale is in use but the loss was not scaled; call "
-                "optimizer.scale_loss(loss).backward()"
-            )
-        for master in self._masters:
-            master.pack.check()
+    def __repr__(self) -> str:
+        """The optimizer's class, its groups and the layout's summary."""
+        return f"Sharded{type(self.engine.original).__name__}: {self.layout.lines()[0]}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ShardedOptimizer cannot be pickled or copied: its masters belong to this process "
+            "and process group; use state_dict(), or shardcast.checkpoint.save"
+        )
+
+
+def _evaluated(closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+    if options:
+        raise TypeError(
+            f"step: expected nothing but a closure, got {', '.join(options)}=; the update is "
+            "shardcast's: loss scale, clipping and learning rate are its options and groups"
+        )
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{name}() of the original optimizer was called; it no longer owns the state: call "
+            f"{name}() of the optimizer that shardcast.shard returned"
+        )
+
+    # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return refuse

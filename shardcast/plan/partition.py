@@ -4,7 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import ParamInfo, Slot, Span
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
+    """``auto``: even only where the update of an element needs nothing but that element."""
+    equal = [
+        (name, value)
+        for name, value in (("sync", config.sync), ("reduce", config.reduce))
+        if value in ("all_gather", "reduce_scatter")
+    ]
+    elementwise = config.elementwise
+    if elementwise is None:
+        elementwise = type(optimizer) in ELEMENTWISE
+    if config.partition == "auto":
+        partition = "even" if elementwise else "whole"
+    else:
+        partition = config.partition
+    if equal and partition == "whole":
+        raise ValueError(
+            f"{equal[0][0]}: {equal[0][1]} needs equal spans, but {type(optimizer).__name__} is "
+            f"sharded with partition 'whole'; use the default {equal[0][0]}"
+        )
+    if config.partition == "even" and not elementwise:
+        raise ValueError(
+            f"partition: 'even' cuts parameters, and {type(optimizer).__name__} is not known to "
+            "be elementwise; use 'whole' or 'auto', or declare elementwise=True if its update of "
+            "an element depends on nothing but that element's gradient and state"
+        )
+    return partition
 
 
 def round_up(value: int, multiple: int) -> int:

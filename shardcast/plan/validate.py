@@ -15,21 +15,14 @@ from shardcast.plan.precision import MASTER_DTYPE, is_packable
 _NOT_PLAIN = object()
 
 
-def check_params(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise for a parameter that cannot be packed.
+def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise for a parameter that cannot be packed, whatever memory it has.
 
     Raises:
-        ValueError: it is on the meta device, so it has no values; or it has the memory of another.
         TypeError: it is a ``DTensor``, complex, an integer, or of another dtype than fp32, bf16,
             fp16.
     """
-    owners: dict[tuple[torch.device, int], str] = {}
     for name, param in named.items():
-        if param.is_meta:
-            raise ValueError(
-                f"model: parameter {name!r} is on the meta device and was never materialised; "
-                "call model.to_empty(device=...) and initialise it first, or pass materialize="
-            )
         if hasattr(param, "device_mesh"):
             raise TypeError(
                 f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
@@ -41,6 +34,21 @@ def check_params(named: Mapping[str, nn.Parameter]) -> None:
             raise TypeError(
                 f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
                 "leave it out of this optimizer's groups (complex ones: train a real view)"
+            )
+
+
+def check_memory(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise for a parameter without memory, or with that of another one.
+
+    Raises:
+        ValueError: names it, or both.
+    """
+    owners: dict[tuple[torch.device, int], str] = {}
+    for name, param in named.items():
+        if param.is_meta:
+            raise ValueError(
+                f"model: parameter {name!r} is on the meta device and was never materialised; "
+                "call model.to_empty(device=...) and initialise it first, or pass materialize="
             )
         if param.numel() and param.data_ptr():  # empty ones have no memory
             other = owners.setdefault((param.device, param.data_ptr()), name)
@@ -156,6 +164,58 @@ def clip_bound(
         )
     name = "max_norm" if "max_norm" in asked else "clip_value"
     return check_bound(name, asked[name])
+
+
+def check_groups(
+    names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer
+) -> dict[nn.Parameter, int]:
+    """The number of the group of each of the optimizer's parameters.
+
+    Raises:
+        ValueError: a parameter is not among ``names``, or in two groups; or there is none.
+    """
+    groups: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        check_limit(group, optimizer.defaults, number)
+        for param in group["params"]:
+            if param not in names:
+                raise ValueError(
+                    f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not "
+                    "one of the model's; build the optimizer from model.parameters() of this very "
+                    "model"
+                )
+            if param in groups:
+                raise ValueError(
+                    f"optimizer: parameter {names[param]!r} is in its groups twice; list it once"
+                )
+            groups[param] = number
+    if not groups:
+        raise ValueError("optimizer: its groups hold no parameter; add the model's parameters")
+    return groups
+
+
+def check_ddp(
+    named: Mapping[str, nn.Parameter],
+    storage_dtype: Callable[[nn.Parameter], torch.dtype],
+    config: ShardcastConfig,
+) -> None:
+    """Raise for what cannot be done to a model in DDP, whose buckets have the dtype it found.
+
+    Raises:
+        ValueError: sharded gradients, or a parameter that is to be cast.
+    """
+    if config.grads == "sharded":
+        raise ValueError(
+            "grads: 'sharded' has no meaning beside DDP, whose buckets hold all gradients; pass "
+            "the bare model"
+        )
+    for name, param in named.items():
+        if storage_dtype(param) != param.dtype:
+            raise ValueError(
+                f"model: it is wrapped in DDP, whose buckets hold {param.dtype} gradients, but "
+                f"parameter {name!r} is to be stored as {storage_dtype(param)}; pass the "
+                "bare model (shardcast reduces gradients itself), or param_dtype=fp32"
+            )
 
 
 def describe_groups(

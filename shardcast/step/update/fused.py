@@ -25,6 +25,7 @@ from shardcast.memory.stores import (
     block_of,
     chances,
 )
+from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
@@ -32,22 +33,6 @@ from shardcast.step.update.any_optimizer import AnyOptimizerUpdate
 from shardcast.step.update.execute import ChunkedKernel, Kernel, choose_kernel
 from shardcast.step.update.offload import Lanes, StreamLanes, through
 from shardcast.step.update.rules import Flat, Rule
-
-ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 
 
 def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm) -> Update:

@@ -1,0 +1,183 @@
+"""The stages of a step, and the shards that they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.memory.shard import Shard
+from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
+from shardcast.optimizer.setup import Plan
+from shardcast.plan.layout import Layout
+from shardcast.plan.precision import Precision
+from shardcast.step.combine.combine import Combine
+from shardcast.step.combine.decision import Decision
+from shardcast.step.reduce.reducer import Reducer
+from shardcast.step.sync.in_step import Sync
+from shardcast.step.sync.overlap import Overlap
+from shardcast.step.update.fused import make_update
+
+
+class Engine:
+    """What a :class:`shardcast.ShardedOptimizer` works with.
+
+    Not for scripts: this library's adapters, checkpoints and tests use it.
+
+    Attributes:
+        original: the optimizer that was given to ``shard``; its groups are the present ones.
+        model: the root module, without wrappers.
+        shards: this rank's part of every pack, in the order of ``layout.packs``.
+        reduce, combine, update, sync: the stages of a step.
+    """
+
+    _overlap: Overlap | None = None
+
+    def __init__(
+        self, plan: Plan, shards: Sequence[Shard], comm: Comm, original: torch.optim.Optimizer
+    ) -> None:
+        self.original, self.model = original, plan.model
+        self.layout: Layout = plan.layout
+        self.config: ShardcastConfig = plan.config
+        self.precision: Precision = plan.precision
+        self.comm = comm
+        self.device = shards[0].pack.data.device
+        self.shards: list[Shard] = []
+        self.reduce = Reducer(comm, plan.precision, plan.config, plan.averaged)
+        self.combine = Combine(self.reduce.grads, comm, plan.config, self.device)
+        self.update = make_update(original, plan.config, comm)
+        self.sync = Sync(comm, plan.config)
+        self._add(shards)
+        mark(self.model)
+        self._hook()
+
+    def extend(self, plan: Plan, shards: Sequence[Shard]) -> None:
+        """Go on with a plan that has further packs, and with their shards."""
+        self.hooks.resync()
+        self._unhook()  # modules that the model got since take part too
+        self.layout, self.precision = plan.layout, plan.precision
+        self._add(shards)
+        self._hook()
+
+    def _add(self, shards: Sequence[Shard]) -> None:
+        self.shards += shards
+        for shard in shards:
+            if shard.pack.layout.requires_grad:
+                self.activate(shard)
+
+    def activate(self, shard: Shard) -> None:
+        """Reduce, update and sync this pack from now on."""
+        shard.grads = self.reduce.add(shard.pack)
+        self.update.add(shard)
+        self.sync.add(shard.pack)
+
+    def activate_packs(self, indices: Collection[int]) -> None:
+        """Activate those of the packs that are frozen still."""
+        for shard in self.shards:
+            if shard.grads is None and shard.pack.layout.index in indices:
+                self.activate(shard)
+
+    def wake(self) -> None:
+        """Activate packs that were frozen from the start and have a gradient on some rank now.
+
+        One more small all-reduce, whose result the host waits for, in models that have such
+        packs; parameters that stay frozen are better left out of the optimizer.
+        """
+        frozen = [shard for shard in self.shards if shard.grads is None]
+        if frozen:
+            here = [any(p.grad is not None for p in shard.pack.params) for shard in frozen]
+            flags = torch.tensor(here, dtype=torch.float32).to(self.device)
+            self.comm.all_reduce(flags)
+            for shard, count in zip(frozen, flags.tolist(), strict=True):
+                if count:
+                    self.activate(shard)
+
+    def present(self, decision: Decision) -> dict[Shard, list[bool]]:
+        """Per shard and fragment, whether some rank has a gradient."""
+        return {
+            shard: [
+                there
+                for there, mine in zip(decision.present[shard.pack], shard.grads.owned, strict=True)
+                if mine
+            ]
+            for shard in self.shards
+            if shard.grads is not None
+        }
+
+    def send(self) -> None:
+        """Sync the packs, and rank 0's buffers if they are asked for. Every rank must call it."""
+        if self.config.broadcast_buffers:
+            for buffer in self.model.buffers():
+                self.comm.broadcast(buffer, 0)
+        if self._overlap is None:
+            self.sync()
+        else:
+            self._overlap()
+
+    def note_writes(self, decision: Decision) -> None:
+        """Have autograd refuse a backward through a graph that was made before this step.
+
+        It would use the new weights with the old activations. Packs have storages of their own,
+        so torch does not see that the parameters are written.
+        """
+        torch.autograd.graph.increment_version(
+            [
+                param
+                for pack, slots in decision.present.items()
+                for param, there in zip(pack.params, slots, strict=True)
+                if there
+            ]
+        )
+
+    def publish(self) -> None:
+        """Cast all masters into their packs and sync these. Every rank must call it."""
+        self.sync.wait()
+        everything = Sync(self.comm, self.config)  # packs that are still frozen too
+        for shard in self.shards:
+            shard.publish()
+            everything.add(shard.pack)
+        everything()
+
+    def absorb(self) -> None:
+        """Take parameters that were changed by hand as masters."""
+        self.sync.wait()
+        for shard in self.shards:
+            shard.absorb()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds, by kind."""
+        report = {"parameters": 0, "gradients": 0, "masters": 0, "state": 0}
+        for shard in self.shards:
+            report["parameters"] += shard.pack.data.nbytes
+            if shard.grads is not None:
+                report["gradients"] += shard.grads.nbytes
+            if not shard.in_place:
+                report["masters"] += shard.store.nbytes
+        report["state"] = self.update.nbytes()
+        return report
+
+    def close(self) -> None:
+        """Remove all hooks from the model and its parameters."""
+        self.reduce.close()
+        unmark(self.model)
+        self._unhook()
+
+    def _hook(self) -> None:
+        begin = self.reduce.begin
+        if self.config.overlap_sync and self.comm.size > 1:
+            self._overlap = Overlap(self.model, self.sync)
+            begin = self._overlap.noting(begin)
+        self.hooks = ModelHooks(self.model, self.shards, begin, self.reduce.averaged)
+        self._casts: list[Any] = self.precision.install_casts(self.model)
+
+    def _unhook(self) -> None:
+        if self._overlap is not None:
+            self._overlap.close()
+        self.hooks.close()
+        for handle in self._casts:
+            handle.remove()
+        self._casts.clear()
+        self.sync.wait()  # last: it raises where another rank was lost

@@ -1,0 +1,313 @@
+"""A sharded optimizer's state as plain dictionaries, out and in.
+
+Three forms: this rank's own (:meth:`StateDict.dump`, local and without collectives), the plain
+``torch.optim`` one taken in (each rank keeps its part), and the plain one gathered on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardcast.memory.shard import Shard
+from shardcast.optimizer.engine import Engine
+from shardcast.optimizer.state_view import check_numel, check_sizes
+from shardcast.plan.layout import Fragment
+from shardcast.plan.precision import MASTER_DTYPE
+
+FORMAT = 1  # of the local state
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Piece(NamedTuple):
+    """What a fragment is to have: torch's state of it and, if not ``None``, its master."""
+
+    shard: Shard
+    number: int
+    values: dict[str, Any]
+    exact: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What is going to be loaded: checked, nothing changed yet.
+
+    Attributes:
+        active: indices of the packs that are trained, or were at some time.
+        pieces: of this rank's fragments.
+        combine: the loss scale and the tally of skipped steps, of a local state.
+        groups: options of the parameter groups.
+    """
+
+    active: frozenset[int]
+    pieces: list[Piece]
+    combine: Mapping[str, Any] | None = None
+    groups: Groups = ()
+
+
+class StateDict:
+    """State in and out of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._engine.original.param_groups
+
+    def dump(self) -> dict[str, Any]:
+        """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
+        engine = self._engine
+        index = numbered(self._groups)
+        engine.sync.wait()
+        return {
+            "state": {
+                index[param]: {
+                    "master": shard.exact(fragment).clone(),
+                    **_copied(engine.update.fragment_state(shard, number)),
+                }
+                for shard in engine.shards
+                for number, fragment, param in shard.owned()
+            },
+            "param_groups": plain_groups(self._groups),
+            "shardcast": {
+                **self._head(),
+                "active": [s.pack.layout.index for s in engine.shards if s.grads is not None],
+                "scaler": engine.combine.state_dict(),
+            },
+        }
+
+    def plan(self, loaded: Mapping[str, Any]) -> Loading:
+        """What is to be written. Every rank must call it; if one cannot load, all raise.
+
+        A rank that raised alone would leave the others waiting for it where they publish.
+
+        Raises:
+            ValueError: on every rank; says why.
+        """
+        comm, device = self._engine.comm, self._engine.device
+        loading = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
+        if len(set(comm.exchange("shardcast" in loaded, device))) > 1:
+            raise ValueError(
+                "state_dict: some ranks were given a local state, others a plain one; every rank "
+                "loads what it saved itself, or all of them one and the same plain state"
+            )
+        return loading
+
+    def _plan_alone(self, loaded: Mapping[str, Any]) -> Loading:
+        for key in ("state", "param_groups"):
+            if key not in loaded:
+                raise ValueError(
+                    f"state_dict: expected 'state' and 'param_groups', got no {key!r}; every rank "
+                    "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
+                )
+        groups = loaded["param_groups"]
+        check_groups(self._groups, groups)
+        head = loaded.get("shardcast")
+        if head is None:
+            params = list(numbered(self._groups))
+            plain = self.plan_plain({params[n]: value for n, value in loaded["state"].items()})
+            return Loading(plain.active, plain.pieces, None, groups)
+        self._check_head(head)
+        pieces = self._plan_local(loaded["state"])
+        return Loading(frozenset(head["active"]), pieces, head["scaler"], groups)
+
+    def _head(self) -> dict[str, Any]:
+        engine = self._engine
+        layout = engine.layout.digest().hex()
+        return {"format": FORMAT, "rank": engine.comm.rank, "layout": layout}
+
+    def _check_head(self, head: Mapping[str, Any]) -> None:
+        here, comm = self._head(), self._engine.comm
+        if any(head.get(key) != value for key, value in here.items()):
+            raise ValueError(
+                "state_dict: expected the local state of this rank and layout (rank "
+                f"{comm.rank} of {comm.size}), got one of rank {head.get('rank')}"
+                + (", another layout" if head.get("layout") != here["layout"] else "")
+                + "; load states of other layouts with shardcast.checkpoint.load"
+            )
+
+    def _plan_local(self, state: Mapping[int, Any]) -> list[Piece]:
+        """The inverse of :meth:`dump`, on the same rank of an equal layout.
+
+        Raises:
+            ValueError: a fragment is missing or of another size.
+        """
+        index, update = numbered(self._groups), self._engine.update
+        found = []
+        for shard in self._engine.shards:
+            for number, fragment, param in shard.owned():
+                values = dict(state.get(index[param], {}))
+                exact = values.pop("master", None)
+                shape = None if exact is None else tuple(exact.shape)
+                if shape != (fragment.numel,):
+                    raise ValueError(
+                        f"state_dict: 'master' of parameter {fragment.slot.name!r} has shape "
+                        f"{shape}, expected ({fragment.numel},); load the state as state_dict() "
+                        "returned it"
+                    )
+                values = check_sizes(update, fragment, values)
+                found.append(Piece(shard, number, values, exact))
+        return found
+
+    def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> Loading:
+        """This rank's part of a plain optimizer's state, keyed by model parameter. Local.
+
+        Raises:
+            ValueError: a tensor that cannot belong to its parameter.
+        """
+        shards, elementwise = self._engine.shards, self._engine.update.elementwise
+        pieces = [
+            Piece(
+                shard,
+                number,
+                {
+                    name: _cut(value, fragment, name, elementwise)
+                    for name, value in state.get(param, {}).items()
+                },
+            )
+            for shard in shards
+            for number, fragment, param in shard.owned()
+        ]
+        used = (s for s in shards if any(state.get(param) for param in s.pack.params))
+        return Loading(frozenset(shard.pack.layout.index for shard in used), pieces)
+
+    def apply(self, loading: Loading) -> None:
+        """Write what was planned. Every rank must call it, for a plan of the same kind."""
+        engine = self._engine
+        engine.activate_packs(loading.active)
+        for shard, number, values, exact in loading.pieces:
+            if exact is not None:
+                shard.set_exact(shard.fragments[number], exact)
+            engine.update.load_fragment(shard, number, values)
+        if loading.combine is not None:
+            engine.combine.load_state_dict(dict(loading.combine))
+            engine.publish()
+        load_groups(self._groups, loading.groups)
+
+    def gather(self) -> dict[str, Any]:
+        """The whole state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
+
+        Every rank must call it. Pack by pack, through pickled copies on the host: for hand-over,
+        not for a loop.
+        """
+        engine, index = self._engine, numbered(self._groups)
+        state: dict[int, Any] = {}
+        for shard in engine.shards:
+            mine = {
+                index[param]: (
+                    fragment.param_range,
+                    _copied(engine.update.fragment_state(shard, number), "cpu"),
+                )
+                for number, fragment, param in shard.owned()
+            }
+            everyone = engine.comm.exchange(mine, engine.device)
+            if engine.comm.rank == 0:
+                for slot, param in zip(shard.pack.layout.slots, shard.pack.params, strict=True):
+                    pieces = [theirs[index[param]] for theirs in everyone if index[param] in theirs]
+                    merged = _join([piece for piece in pieces if piece[1]], slot.shape)
+                    if merged:
+                        state[index[param]] = merged
+        if engine.comm.rank != 0:
+            return {}
+        return {"state": dict(sorted(state.items())), "param_groups": plain_groups(self._groups)}
+
+    def gather_masters(self) -> dict[str, Tensor]:
+        """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
+
+        Every rank must call it.
+        """
+        engine = self._engine
+        engine.sync.wait()
+        found: dict[str, Tensor] = {}
+        for shard in engine.shards:
+            mine = [
+                (part.slot.name, part.param_range, shard.exact(part).detach().cpu())
+                for part in shard.fragments
+            ]
+            everyone = engine.comm.exchange(mine, engine.device)
+            if engine.comm.rank == 0:
+                for slot in shard.pack.layout.slots:
+                    found[slot.name] = torch.zeros(slot.shape, dtype=MASTER_DTYPE)
+                for name, (start, stop), values in (p for theirs in everyone for p in theirs):
+                    found[name].view(-1)[start:stop] = values
+        names = {param: name for name, param in engine.model.named_parameters()}
+        every = engine.model.named_parameters(remove_duplicate=False)
+        return {name: found[names[p]] for name, p in every if names[p] in found}
+
+
+def numbered(groups: Groups) -> dict[nn.Parameter, int]:
+    """torch's index of each parameter in a state dict."""
+    params = (param for group in groups for param in group["params"])
+    return {param: number for number, param in enumerate(params)}
+
+
+def plain_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Groups with indices in place of parameters, as in torch's state dict."""
+    index = numbered(groups)
+    return [{**group, "params": [index[param] for param in group["params"]]} for group in groups]
+
+
+def check_groups(groups: Groups, loaded: Groups) -> None:
+    """Raise for groups that are not of the same sizes.
+
+    Raises:
+        ValueError: another number of groups, or of parameters in one of them.
+    """
+    sizes = [len(group["params"]) for group in groups]
+    others = [len(group["params"]) for group in loaded]
+    if sizes != others:
+        raise ValueError(
+            f"state_dict: expected groups with {sizes} parameters, got {others}; build the "
+            "optimizer with the same groups as when the state was saved"
+        )
+
+
+def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
+    """Overwrite the options, not the parameters, of ``groups``; check them first."""
+    for group, other in zip(groups, loaded, strict=False):
+        group.update((key, value) for key, value in other.items() if key != "params")
+
+
+def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
+    """The fragment's part of a full state tensor; numbers and 0-dim tensors stay whole."""
+    slot = fragment.slot
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.numel() == slot.numel:
+        start, stop = fragment.param_range
+        return value.reshape(-1)[start:stop]
+    if elementwise or fragment.numel != slot.numel:
+        check_numel(value, slot.numel, slot.shape, fragment, name)
+    return value  # e.g. factored moments of a whole parameter
+
+
+def _join(
+    pieces: list[tuple[tuple[int, int], dict[str, Any]]], shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """One parameter's full state from its fragments' states, in order of their ranges."""
+    if not pieces:
+        return {}
+    pieces.sort(key=lambda piece: piece[0])
+    joined: dict[str, Any] = {}
+    for name, first in pieces[0][1].items():
+        (start, stop), _ = pieces[0]
+        if isinstance(first, Tensor) and first.dim() and first.numel() == stop - start:
+            flat = torch.cat([values[name].reshape(-1) for _, values in pieces])
+            joined[name] = flat.view(shape)
+        else:
+            joined[name] = first
+    return joined
+
+
+def _copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
+    return {
+        name: value.detach().to(device or value.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
