@@ -2,10 +2,27 @@
 # Set up a virtual environment where there is none, then check style, types and behaviour.
 #
 # Usage: bash launch/test.sh [arguments of pytest]
+#        bash launch/test.sh --codegen [arguments of launch/codegen]
 # Environment: VENV, PYTHON (see environment.sh)
+#
+# With --codegen: look at the kernels that a GPU would run, without one. It makes a virtual
+# environment of its own, .venv-cuda or $VENV, for the CUDA wheel of torch, which takes 6 GB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
+
+if [[ ${1:-} == --codegen ]]; then
+    shift
+    python=${VENV:-.venv-cuda}/bin/python
+    if ! "$python" -c 'import accelerate, triton, torch; assert torch.version.cuda' 2>/dev/null; then
+        find_python
+        [[ -x $python ]] || "$found" -m venv "${python%/bin/python}"
+        "$python" -m pip install --disable-pip-version-check --progress-bar off \
+            --requirement launch/codegen/requirements.txt
+    fi
+    export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+    exec "$python" launch/codegen "$@"
+fi
 environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests start several processes

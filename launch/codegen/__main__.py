@@ -1,0 +1,162 @@
+"""Prove the kernels of a step without a GPU: what an H100 would run is generated and counted.
+
+    bash launch/test.sh --codegen                # with a virtual environment of its own
+    python launch/codegen [PART ...] [--markdown] [--source]
+
+Needs the CUDA wheel of torch (its Triton has ptxas), no GPU. Every row is a stage of one step of
+the library on fake CUDA tensors (``trace``), compiled for sm_90 as Inductor would (``lower``,
+``kernels``). Exits with 1 where a goal is missed:
+
+* one kernel, which reads each operand once and writes it once: at most so many bytes per element,
+* in accesses of 16 bytes, without arithmetic in fp64 and without spilled registers,
+* and the host waits for nothing.
+
+``small`` counts operations on scalars and other small tensors, of the whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from benchmarks.report import table
+from codegen.kernels import Kernel, examine
+from codegen.trace import Pass, Step, trace
+from torch.optim import SGD, Adam, AdamW
+
+COLUMNS = (
+    "what", "stage", "kernels", "bytes", "goal", "access", "registers", "spills", "fp64",
+    "small", "verdict",
+)  # fmt: skip
+LEAN = {"master": "split16", "moments": "bf16"}
+LEANEST = {"master": "split16", "moments": "int8"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A step, the stage of it that a row is about, and the most bytes per element it may move."""
+
+    title: str
+    goal: float
+    kind: type[torch.optim.Optimizer] = AdamW
+    options: tuple[tuple[str, float | bool], ...] = ()
+    fields: tuple[tuple[str, str], ...] = ()
+    ranks: int = 1
+    stage: str = "update"
+
+
+def variants() -> list[Variant]:
+    """What is looked at. Bytes of AdamW in bf16: gradient 2, master and moments 24, parameter 2."""
+    decay, momentum = ("weight_decay", 0.1), ("momentum", 0.9)
+    bf16, int8 = ("moments", "bf16"), ("moments", "int8")
+    rows = [
+        Variant("AdamW", 28),
+        Variant("AdamW, fp16", 28, fields=(("param_dtype", "fp16"), ("loss_scale", "1024"))),
+        Variant("AdamW, fp32", 28, fields=(("param_dtype", "fp32"),)),
+        Variant("AdamW, amsgrad", 36, options=(("amsgrad", True),)),
+        Variant("Adam with L2", 28, Adam, (decay,)),
+        Variant("SGD", 12, SGD),
+        Variant("SGD, momentum", 20, SGD, (momentum, decay, ("nesterov", True))),
+        Variant("split16", 26, fields=(("master", "split16"),)),
+        Variant("bf16 moments", 20, fields=(bf16,)),
+        Variant("int8 moments", 17, fields=(int8,)),
+        Variant("split16, bf16 moments", 20, fields=tuple(LEAN.items())),
+        Variant("split16, int8 moments", 15, fields=tuple(LEANEST.items())),
+    ]
+    rows += [Variant(f"mean of {n} ranks", 2 * n + 2, ranks=n, stage="reduce") for n in range(2, 9)]
+    return [*rows, Variant("norm", 2, stage="combine")]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one step does in a stage.
+
+    Attributes:
+        passes: eager operations on many elements; each is a kernel, or several.
+    """
+
+    variant: Variant
+    step: Step
+    kernels: list[Kernel]
+    passes: list[Pass]
+
+    @property
+    def launched(self) -> int:
+        return len(self.kernels) + len(self.passes)
+
+    @property
+    def bytes(self) -> float:
+        """Per element of the span."""
+        eager = sum(one.bytes for one in self.passes) / self.step.elements
+        return eager + sum(kernel.bytes for kernel in self.kernels)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an access; 0 where none is known."""
+        return min((kernel.width for kernel in self.kernels), default=0)
+
+    def missed(self) -> list[str]:
+        """The goals that are missed."""
+        doubles = sum(k.doubles for k in self.kernels) + sum(p.double for p in self.passes)
+        checks = {
+            f"{self.launched} kernels": self.launched != 1,
+            "an extern kernel or copy": any(graph.others for graph in self.step.graphs),
+            "more bytes": self.bytes > self.variant.goal + 0.01,
+            "operands twice": any(kernel.repeated for kernel in self.kernels),
+            "narrow accesses": any(kernel.width < 16 for kernel in self.kernels),
+            "fp64 arithmetic": doubles > 0,
+            "spills": any(kernel.spills for kernel in self.kernels),
+            f"host waits ({', '.join(self.step.waits)})": bool(self.step.waits),
+        }
+        return [name for name, failed in checks.items() if failed]
+
+    def cells(self) -> tuple[str, ...]:
+        eager = f" ({len(self.passes)} eager)" if self.passes else ""
+        registers = max((kernel.registers for kernel in self.kernels), default=0)
+        doubles = sum(k.doubles for k in self.kernels) + sum(p.double for p in self.passes)
+        return (
+            self.variant.title, self.variant.stage, f"{self.launched}{eager}", f"{self.bytes:.1f}",
+            f"{self.variant.goal:g}", f"{self.width or '?'}", f"{registers or '?'}",
+            f"{sum(kernel.spills for kernel in self.kernels)}", f"{doubles}",
+            f"{self.step.scalars}", "; ".join(self.missed()) or "good",
+        )  # fmt: skip
+
+
+def measure(variant: Variant, source: bool = False) -> Row:
+    """Trace one variant, and compile what it compiles."""
+    step = trace(variant.kind, dict(variant.options), variant.ranks, **dict(variant.fields))
+    # Gradients go into their packs in one pass of their own, before the mean.
+    passes = [p for p in step.passes if p.stage == variant.stage and p.name != "_foreach_copy_"]
+    kernels = []
+    for graph in step.graphs:
+        if graph.stage == variant.stage:
+            for name, text in graph.kernels.items():
+                print(text if source else "", end="")
+                kernels += [examine(name, text)] * graph.calls
+    return Row(variant, step, kernels, passes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="only titles with a PART in them")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--source", action="store_true", help="print the Triton source too")
+    args = parser.parse_args()
+    chosen = [v for v in variants() if not args.parts or any(p in v.title for p in args.parts)]
+    rows = [measure(variant, args.source) for variant in chosen]
+    print(f"torch {torch.__version__}, sm_90; bytes per element of the own span")
+    print(table(COLUMNS, [row.cells() for row in rows], args.markdown))
+    failed = [row.variant.title for row in rows if row.missed()]
+    print(f"{len(rows) - len(failed)} of {len(rows)} meet their goals")
+    sys.exit(1 if failed or not rows else 0)
+
+
+if __name__ == "__main__":
+    main()

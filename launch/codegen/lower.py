@@ -1,0 +1,163 @@
+"""From a function that the library gives to ``torch.compile`` to the Triton kernels of a GPU.
+
+Dynamo traces it on tensors of the host, as it does on any device, with the options that the
+library gave, so that sizes are symbols wherever they are in a real run; the graph is then moved
+to a GPU and handed to Inductor, which stops when the code is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from codegen.pretend import gpu
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._inductor import compile_fx
+from torch._inductor.graph import GraphLowering
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+CUDA = torch.device("cuda:0")
+KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''\n(.*?)\n''', device_str", re.S)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function given to ``torch.compile``; ``args`` are tensors of the host."""
+
+    function: Callable[..., None]
+    options: dict[str, Any]
+    args: tuple[Any, ...]
+
+
+@dataclass
+class Graph:
+    """What was generated for one compiled graph.
+
+    Attributes:
+        name, stage: of the function.
+        kernels: source of every Triton kernel, by name.
+        others: kernels of libraries and copies that a call launches beside them.
+        calls: of the graph.
+    """
+
+    name: str
+    stage: str
+    kernels: dict[str, str]
+    others: list[str]
+    calls: int = 0
+
+
+class _WrittenError(Exception):
+    """The code is there; nothing else is wanted of Inductor."""
+
+
+class Compiler:
+    """Stands for ``torch.compile`` while tensors are fake: notes the calls, which compute nothing.
+
+    Attributes:
+        calls: in order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __call__(self, function: Callable[..., None], **options: Any) -> Callable[..., None]:
+        """As ``torch.compile(function, **options)``, for a function that returns nothing."""
+
+        def call(*args: Any) -> None:
+            with _disable_current_modes():
+                self.calls.append(Call(function, options, on_host(args)))
+
+        return call
+
+
+def lower(calls: list[Call]) -> list[Graph]:
+    """Trace calls as ``torch.compile`` does, in order; what a GPU would run for them."""
+    graphs: list[Graph] = []
+    compiled: dict[Any, Callable[..., None]] = {}
+    torch.compiler.reset()
+    for call in calls:
+
+        def backend(
+            graph_module: GraphModule, _inputs: list[Any], of: Callable[..., None] = call.function
+        ) -> Callable[..., Any]:
+            graph = generated(of, graph_module)
+            graphs.append(graph)
+            outputs = next(node for node in graph_module.graph.nodes if node.op == "output")
+
+            def run(*_args: Any) -> tuple[None, ...]:
+                graph.calls += 1
+                return (None,) * len(outputs.args[0])
+
+            return run
+
+        key = call.function, *sorted(call.options.items())
+        if key not in compiled:
+            compiled[key] = torch.compile(call.function, **call.options, backend=backend)
+        compiled[key](*call.args)
+    return graphs
+
+
+def on_host(args: Any) -> Any:
+    """Real tensors of the host in place of fake ones; one object stays one object."""
+    known: dict[int, Tensor] = {}
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in known:
+            known[id(value)] = torch.zeros(value.shape, dtype=value.dtype)
+        return known[id(value)]
+
+    return tree_map(real, args)
+
+
+def stage_of(function: Callable[..., None]) -> str:
+    """The stage of a step in whose folder a function is."""
+    return function.__module__.removeprefix("shardcast.step.").partition(".")[0]
+
+
+def generated(function: Callable[..., None], graph_module: GraphModule) -> Graph:
+    """What Inductor writes for a graph that Dynamo traced on the host, on a GPU."""
+    moved = copy.deepcopy(graph_module)
+    for node in moved.graph.nodes:
+        node.kwargs = {
+            key: CUDA if isinstance(value, torch.device) else value
+            for key, value in node.kwargs.items()
+        }
+    moved.recompile()
+    traced = [n.meta["example_value"] for n in graph_module.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(traced)
+    assert mode is not None
+    with mode:
+        inputs = [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+            if isinstance(value, Tensor)
+            else value
+            for value in traced
+        ]
+    written: list[str] = []
+    codegen = GraphLowering.codegen
+
+    def stop(self: GraphLowering) -> None:
+        code, _ = codegen(self)
+        written.append(getattr(code, "value", code))
+        raise _WrittenError
+
+    with gpu(), mock.patch.object(GraphLowering, "codegen", stop):
+        try:
+            compile_fx.compile_fx(moved, inputs)
+        except Exception:  # _WrittenError, within others
+            if not written:
+                raise
+    (source,) = written
+    others = re.findall(r"^\s+(extern_kernels\.\w+|\w+\.copy_|aten\.\w+)\(", source, re.M)
+    return Graph(function.__name__, stage_of(function), dict(KERNEL.findall(source)), others)
