@@ -83,4 +83,5 @@ def by_rows(rows: Tensor, p: float) -> Tensor:
     price: a row whose sum of powers exceeds fp32 (values above 2e17, with p of 2) counts as
     infinite, so that the step is skipped.
     """
-    return torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float32).double()
+    norms: Tensor = torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float32)
+    return norms.double()
