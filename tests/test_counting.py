@@ -11,8 +11,6 @@ from models import CASES, run_world, sharded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import shardcast
-
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -144,6 +142,7 @@ def test_autocast_casts_every_matrix_in_every_forward(case: str):
 
 def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a step that casts twice is noticed."""
+    from shardcast.optimizer.engine import Engine
     from shardcast.step.sync.in_step import Sync
 
     original = Sync.__call__
@@ -154,13 +153,13 @@ def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
         original(self)
 
     holder: list[Any] = []
-    init = shardcast.ShardedOptimizer._adopt
+    activate = Engine.activate
 
-    def adopt(self: Any, masters: Any) -> None:
-        holder.extend(masters)
-        init(self, masters)
+    def hold(self: Engine, shard: Any) -> None:
+        holder.append(shard)
+        activate(self, shard)
 
-    monkeypatch.setattr(shardcast.ShardedOptimizer, "_adopt", adopt)
+    monkeypatch.setattr(Engine, "activate", hold)
     monkeypatch.setattr(Sync, "__call__", twice)
     assert count_step(None, "mlp", BF16, {})["not once"]
 

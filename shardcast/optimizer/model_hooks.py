@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.hook import Hook
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
@@ -36,22 +37,6 @@ def unmark(model: nn.Module) -> None:
 def is_marked(model: nn.Module) -> bool:
     """Whether ``model`` itself, not the model it was copied from, is sharded."""
     return getattr(model, MARK, None) == id(model)
-
-
-class Hook:
-    """A hook that belongs to one model: copies and pickles of the model carry an idle one.
-
-    Otherwise ``copy.deepcopy(model)``, as for an EMA, would copy masters and process groups.
-    """
-
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return None if self._call is None else self._call(*args)
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
 
 
 class ModelHooks:

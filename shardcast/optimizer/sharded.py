@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -15,21 +14,12 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
 from shardcast.optimizer.engine import Engine
+from shardcast.optimizer.original import retire, take_hooks
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView, apart
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout
 from shardcast.step.combine.decision import Decision
-
-# Attributes in which a torch optimizer keeps the hooks that users registered on it.
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class Clip(NamedTuple):
@@ -64,13 +54,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._last_norm: Tensor | None = None
         super().__init__(original.param_groups, original.defaults)
         self._ready = True
-        for hooks in HOOKS:
-            getattr(self, hooks).update(getattr(original, hooks))
+        take_hooks(self, original)
         if original.state:
             self._states.apply(self._states.plan_plain(original.state))
-        original.state = defaultdict(dict)  # it can make no step any more
-        for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
-            setattr(original, name, _refused(name))
+        retire(original)
 
     @property
     def layout(self) -> Layout:
@@ -457,15 +444,3 @@ def _evaluated(closure: Callable[[], Any] | None, options: Mapping[str, Any]) ->
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{name}() of the original optimizer was called; it no longer owns the state: call "
-            f"{name}() of the optimizer that shardcast.shard returned"
-        )
-
-    # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return refuse

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from shardcast import _compat
+from shardcast.hook import Hook
 from shardcast.memory.pack import Pack
-from shardcast.optimizer.model_hooks import Hook
 from shardcast.step.sync.in_step import Sync
 
 

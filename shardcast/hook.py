@@ -1,0 +1,22 @@
+"""A forward hook that stays behind when the model is copied or pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Hook:
+    """A hook that belongs to one model: copies and pickles of the model carry an idle one.
+
+    Otherwise ``copy.deepcopy(model)``, as for an EMA, would copy masters and process groups.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()

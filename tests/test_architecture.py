@@ -1,0 +1,160 @@
+"""The house keeps its order: floors, no cycles, nobody reads what is private to another module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "shardcast"
+# What a folder or top-level module may import: itself and what stands in a line above it.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"config", "_compat", "hook"}),
+    frozenset({"plan", "comm"}),
+    frozenset({"memory"}),
+    frozenset({"step"}),
+    frozenset({"optimizer"}),
+    frozenset({"checkpoint", "estimate", "testing"}),
+    frozenset({"accelerate", "transformers", "lightning", "run"}),
+    frozenset({"cli", "__main__"}),
+)
+# torch's and other packages' private interfaces are used here only, so that a new release of
+# theirs is looked at in one file each.
+ALLOWED = {"_compat.py"}
+LONGEST = 440
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(("shardcast", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def floor_of(name: str) -> int:
+    _, *rest = name.split(".")
+    found = [number for number, names in enumerate(FLOORS) if rest and rest[0] in names]
+    assert found or not rest, f"{name} has no floor: give it one in FLOORS"
+    return found[0] if found else len(FLOORS)  # shardcast/__init__.py names what is public
+
+
+def imports(path: Path, everywhere: bool) -> Iterator[str]:
+    """The modules of ours that ``path`` imports; at the top of the file, or also in functions."""
+    known, tree = modules(), ast.parse(path.read_text())
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardcast"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("shardcast"))
+
+
+def upward_arrows() -> list[str]:
+    return [
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        if name != "shardcast"
+        for other in imports(path, everywhere=True)
+        if other != "shardcast" and floor_of(other) > floor_of(name)
+    ]
+
+
+def cycles() -> list[str]:
+    arrows = {name: set(imports(path, everywhere=False)) for name, path in modules().items()}
+    arrows = {name: {o for o in others if o in arrows} - {name} for name, others in arrows.items()}
+    while arrows:  # take away what imports nothing that is left
+        free = {name for name, others in arrows.items() if not others & arrows.keys()}
+        if not free:
+            return sorted(arrows)
+        arrows = {name: others for name, others in arrows.items() if name not in free}
+    return []
+
+
+def private_reads(source: str) -> list[str]:
+    """Reads of ``x._name`` where ``x`` is neither ``self``, ``cls`` nor ``super()``.
+
+    A class may read what is private to another object of its own module: helpers of one file are
+    one thing.
+    """
+    tree = ast.parse(source)
+    own = {  # every private name that this file itself defines or assigns to self
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    } | {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    }
+    own |= {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in own
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        and not (isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super")
+    ]
+
+
+def foreign(read: str) -> bool:
+    return read.rsplit(".", 1)[-1] in FOREIGN
+
+
+# Private names of other packages that are read outside of _compat.py; each is tested with every
+# version that the README names, where the adapter that reads it is.
+FOREIGN: frozenset[str] = frozenset(
+    {
+        "_C", "_foreach_copy_", "_foreach_zero_", "_amp_update_scale_", "_version",  # torch
+        "_parameters", "_buffers", "_non_persistent_buffers_set",  # torch.nn.Module
+        "_get_backend",  # torch.distributed.ProcessGroup
+        "_models", "_optimizers", "_model",  # accelerate.Accelerator
+    }
+)  # fmt: skip
+
+
+def test_no_module_imports_a_higher_floor():
+    assert upward_arrows() == []
+
+
+def test_imports_go_round_nowhere():
+    assert cycles() == []
+
+
+def test_private_members_are_read_in_their_own_module_only():
+    found = {
+        str(path.relative_to(PACKAGE)): reads
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in ALLOWED
+        and (reads := [r for r in private_reads(path.read_text()) if not foreign(r)])
+    }
+    assert found == {}
+
+
+def test_no_file_is_too_long_to_be_read_at_a_sitting():
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines())
+               for path in PACKAGE.rglob("*.py")}  # fmt: skip
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
+    """Negative controls: an arrow upwards, a cycle, a private member of another object."""
+    monkeypatch.setattr("test_architecture.FLOORS", FLOORS[::-1])
+    assert any(arrow.startswith("shardcast.step") for arrow in upward_arrows())
+    assert private_reads("def f(x):\n    return x._secret") == ["line 2: x._secret"]
+    assert private_reads("class A:\n    def f(self, o):\n        self._a = o._a") == []
+    arrows = {"a": ["b"], "b": ["a"]}
+    monkeypatch.setattr("test_architecture.modules", lambda: {n: Path(n) for n in arrows})
+    monkeypatch.setattr("test_architecture.imports", lambda p, everywhere: arrows[str(p)])
+    assert cycles() == ["a", "b"]
