@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 import shardcast
 from shardcast.cli import estimate_command as _estimate_command
 from shardcast.cli import main
-from shardcast.estimate import estimate, peers
-from shardcast.testing import SpawnedWorld
+from shardcast.estimate import PRESETS, estimate, peers
+from shardcast.testing import Collective, SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)
 KINDS = {
@@ -73,7 +74,7 @@ def test_the_estimate_is_what_the_fullest_rank_holds(
     fullest = max(sum(report.values()) for report in reports)
     assert found.total == fullest
     assert found.parameters == reports[0]["parameters"]
-    assert found.layout.world_size == size and found.balance >= 1.0
+    assert found.layout.world_size == size and found.imbalance >= 1.0
 
 
 def ran_frozen(group: Any) -> dict[str, int]:
@@ -132,19 +133,64 @@ def counted(group: Any, fields: dict[str, Any]) -> None:
     optimizer = shardcast.shard(model, inner, process_group=group, **fields)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    optimizer.engine.comm.all_reduce(torch.zeros(7))  # what comes after it is the step's
+    optimizer.engine.comm.all_reduce(torch.zeros(7))  # MARK
     optimizer.step()
+
+
+MARK = ("all_reduce", 28)  # what comes after it in a log is the step's
+
+
+def calls_of_a_step(size: int, fields: dict[str, Any]) -> list[list[Collective]]:
+    """What each rank issues in a step of :func:`counted`."""
+    _, world = run_world(size, counted, fields)
+    found = []
+    for log in world.logs:
+        begin = next(n for n, call in enumerate(log) if (call.op, call.nbytes) == MARK)
+        found.append(log[begin + 1 :])
+    return found
 
 
 @pytest.mark.parametrize("sync", ["broadcast", "all_gather"])
 def test_the_collectives_of_a_step_are_as_many(sync: str):
     fields = {"sync": sync, "pack_params": 2}
-    _, world = run_world(2, counted, fields)
-    names = [(call.op, call.nbytes) for call in world.logs[0]]
-    begin = next(n for n, name in enumerate(names) if name == ("all_reduce", 28))
     model = CASES["gpt"].build()
     found = estimate(model, torch.optim.AdamW(model.parameters()), 2, fields)
-    assert found.collectives == len(names) - begin - 1
+    assert found.collectives == len(calls_of_a_step(2, fields)[0])
+
+
+def leaves(call: Collective, rank: int, size: int) -> int:
+    """Bytes that a rank sends to others, each receiver counted."""
+    if call.op == "all_to_all_single":
+        return sum(call.input_splits) * call.dtype.itemsize - own_part(call, rank)
+    if call.op == "broadcast":
+        return (size - 1) * call.nbytes * (call.source == rank)
+    if call.op == "all_gather_single":
+        return (size - 1) * math.prod(call.shape) * call.dtype.itemsize
+    return 0  # the small all-reduce
+
+
+def own_part(call: Collective, rank: int) -> int:
+    return call.input_splits[rank] * call.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("partition", "sync"), [("even", "broadcast"), ("even", "all_gather"), ("whole", "broadcast")]
+)
+def test_what_is_sent_is_that_of_the_rank_that_sends_most(partition: str, sync: str):
+    fields = {"sync": sync, "partition": partition, "pack_params": 3}
+    model = CASES["gpt"].build()
+    found = estimate(model, torch.optim.AdamW(model.parameters()), 3, fields)
+    sent = [
+        sum(leaves(call, rank, 3) for call in calls)
+        for rank, calls in enumerate(calls_of_a_step(3, fields))
+    ]
+    assert found.sent == max(sent) == sent[found.sender]
+
+
+def test_nothing_is_sent_by_one_rank():
+    model = CASES["gpt"].build()
+    found = estimate(model, torch.optim.AdamW(model.parameters()), 1)
+    assert (found.sent, found.collectives, found.imbalance) == (0, 0, 1.0)
 
 
 # -- real runs ----------------------------------------------------------------------------------
@@ -228,7 +274,7 @@ def test_real_runs_hold_what_was_estimated(name: str, fields: dict[str, Any], gl
 
 def test_peers_hold_what_is_known_of_them_at_two_ranks():
     held = peers(1, 2, 2)
-    assert held == {"DDP + autocast": 16, "ZeRO-1": 10, "ZeRO-2": 9, "FSDP": 8}
+    assert held == {"DDP + autocast": 16, "ZeRO-1": 10, "ZeRO-2": 9, "FSDP": 8, "Megatron": 12}
 
 
 def test_other_optimizers_are_refused():
@@ -248,12 +294,44 @@ def test_the_command_prints_a_table_and_json(
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "900,030,000 parameters, AdamW; bytes of the rank that holds most, in GiB" in printed
-    for column in ("setup_peak", "rest", "ZeRO-1", "packs", "collectives", "balance"):
+    for column in (*_estimate_command.LEGEND, "ZeRO-1", "packs", "FSDP2", "Megatron"):
         assert f" {column}" in printed
+    for column, text in _estimate_command.LEGEND.items():
+        assert f"{column}  {text}" in printed, "every column that is no plain word is explained"
     assert main([*arguments, "--json"]) == 0
     first, last = json.loads(capsys.readouterr().out)
     assert 0 <= first["state"] - 8 * 900_030_000 < 10_000, "padding aside"
     assert last["masters"] < first["masters"] / 1000 and last["total"] < first["total"]
+
+
+PAIRS = """
+import torch
+
+def build():
+    model = torch.nn.Linear(1000, 1000)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def triple():
+    return (*build(), None)
+
+def unlike():
+    return torch.nn.Linear(2, 2), "AdamW"
+"""
+
+
+def test_a_function_may_return_the_model_and_its_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["estimate", "pairs:build", "--world_size", "2"]) == 0
+    assert "1,001,000 parameters, SGD" in capsys.readouterr().out
+    assert main(["estimate", "pairs:build", "--optimizer", "AdamW"]) == 2
+    assert "returns one (SGD); leave out --optimizer AdamW" in capsys.readouterr().err
+    for name, got in (("triple", "Linear, SGD, NoneType"), ("unlike", "Linear, str")):
+        assert main(["estimate", f"pairs:{name}"]) == 2
+        error = capsys.readouterr().err
+        assert "or one and its torch.optim.Optimizer" in error and f"got {got}" in error
 
 
 @pytest.mark.parametrize("name", ["nothing_like_that:build", "torch:nothing", "torch", ""])
@@ -328,18 +406,24 @@ def test_the_picture_is_drawn_over_world_sizes(
     assert main(["estimate", "drawn:build", "--plot", str(picture), "--world_size", "8"]) == 0
     assert "8 " in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    (axes,) = seen[-1].axes
-    lines = {line.get_label(): line for line in axes.lines}
-    assert {"DDP + autocast", "ZeRO-1", "ZeRO-2", "FSDP"} < lines.keys()
-    assert list(lines["FSDP"].get_xdata()) == [2**power for power in range(11)]
-    stacked = [area.get_label() for area in axes.collections]
+    memory, time = seen[-1].axes
+    lines = {line.get_label(): line for line in memory.lines}
+    assert {"DDP + autocast", "ZeRO-1", "ZeRO-2", "FSDP", "Megatron"} < lines.keys()
+    assert list(lines["FSDP"].get_xdata()) == [2**power for power in range(13)]
+    stacked = [area.get_label() for area in memory.collections]
     assert stacked == [f"shardcast: {kind}" for kind in _estimate_command.KINDS]
-    tops = [area.get_paths()[0].get_extents().y1 for area in axes.collections]
+    tops = [area.get_paths()[0].get_extents().y1 for area in memory.collections]
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    most = estimate(model, torch.optim.AdamW(model.parameters()), 1).total
-    assert tops[-1] == pytest.approx(most / 2**30)
-    assert "GiB" in axes.get_ylabel() and axes.get_xscale() == "log"
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert tops[-1] == pytest.approx(estimate(model, optimizer, 1).total / 2**30)
+    assert "GiB" in memory.get_ylabel() and memory.get_xscale() == "log"
+    assert {line.get_label() for line in time.lines} == {"DDP + autocast", "FSDP2", "Megatron"}
+    job = (model, optimizer, shardcast.ShardcastConfig(), PRESETS["h100"], 8192)
+    slowest = max(row["time"]["step"] for row in _estimate_command.rows_of((4096,), *job))
+    tops = [area.get_paths()[0].get_extents().y1 for area in time.collections]
+    assert tops[-1] == pytest.approx(slowest), "the parts add up to the step, the hidden ones not"
+    assert "seconds" in time.get_ylabel() and time.get_xscale() == "log"
 
 
 def test_a_missing_matplotlib_is_told_before_the_work(

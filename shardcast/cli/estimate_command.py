@@ -14,15 +14,50 @@ import torch
 from torch import nn
 
 from shardcast.config import ShardcastConfig
-from shardcast.estimate import estimate, peers, state_of
+from shardcast.estimate import (
+    PRESETS,
+    Machine,
+    StepTime,
+    estimate,
+    peer_times,
+    peers,
+    state_of,
+    step_time,
+    units_of,
+)  # fmt: skip
 from shardcast.plan.partition import ELEMENTWISE
 
 Row = dict[str, Any]  # the figures of one world size
 
-KINDS = ("parameters", "gradients", "masters", "state", "rest")
+KINDS = ("parameters", "gradients", "masters", "state", "outside")
 BYTES = (*KINDS, "total", "host", "setup_peak", "sent")
-COUNTS = ("packs", "collectives", "balance")
-PLOTTED = tuple(2**power for power in range(11))  # world sizes 1 ... 1024
+COUNTS = ("sender", "packs", "collectives", "imbalance")
+STAGES = ("compute", "reduce", "combine", "update", "sync", "hidden", "step")
+STYLES = {  # of lines of others: color, marker
+    "DDP + autocast": ("#aa3377", "o"),
+    "ZeRO-1": ("#cc3311", "s"),
+    "ZeRO-2": ("#228833", "^"),
+    "FSDP": ("#555555", "D"),
+    "FSDP2": ("#555555", "D"),
+    "Megatron": ("#332288", "v"),
+}
+PLOTTED = tuple(2**power for power in range(13))  # world sizes 1 ... 4096
+
+LEGEND = {
+    "outside": "parameters that the optimizer does not hold, and buffers",
+    "host": "how much of total is in host memory (offload)",
+    "setup_peak": "the worst moment of shard(): the model as built, one pack, the masters so far",
+    "sent": "what leaves the rank that sends most, number sender, in a step",
+    "collectives": "of a step, the small all-reduce that all ranks decide with included",
+    "imbalance": "what the fullest rank holds of masters and state, over the mean; 1 at best",
+    "compute": "forward and backward: 6 operations per parameter and token",
+    "reduce": "gradients to their owners and the fp32 sum there",
+    "combine": "the norm, and the all-reduce of what all ranks must agree on",
+    "update": "bytes of masters, state, gradients and parameters over the memory's bandwidth",
+    "sync": "updated parameters to everybody",
+    "hidden": "of reduce, what runs beside backward; of sync, beside forward (overlap_sync)",
+    "step": "all of them, less what is hidden",
+}
 
 
 def run(arguments: list[str]) -> int:
@@ -35,14 +70,15 @@ def run(arguments: list[str]) -> int:
     parsed = _parse(arguments)
     if parsed.plot is not None:
         _figure()  # told before the work is done
-    model = _build(parsed.model)
-    optimizer = getattr(torch.optim, parsed.optimizer)(model.parameters(), lr=0.1)
+    machine = Machine.load(parsed.machine)
+    model, optimizer = _build(parsed.model, parsed.optimizer)
     config = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())
-    title = f"{numel:,} parameters, {parsed.optimizer}"
-    rows = rows_of(model, optimizer, parsed.world_size, config)
+    title = f"{numel:,} parameters, {type(optimizer).__name__}"
+    job = (model, optimizer, config, machine, parsed.tokens)
+    rows = rows_of(parsed.world_size, *job)
     if parsed.plot is not None:
-        plot(rows_of(model, optimizer, PLOTTED, config), title, parsed.plot)
+        plot(rows_of(PLOTTED, *job), title, parsed.plot)
     if parsed.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -51,20 +87,43 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="shardcast estimate", allow_abbrev=False)
-    parser.add_argument("model", metavar="MODULE:FUNCTION", help="called without arguments")
-    names = sorted(kind.__name__ for kind in ELEMENTWISE)
-    parser.add_argument("--optimizer", choices=names, default="AdamW", help="of torch.optim")
-    parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
-    parser.add_argument("--world_size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256])
-    parser.add_argument("--json", action="store_true", help="print it for programs, in bytes")
+    parser = argparse.ArgumentParser(
+        prog="shardcast estimate", allow_abbrev=False, epilog="Columns: docs/estimate.md"
+    )
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw it over world sizes 1 to 1024"
+        "model", metavar="MODULE:FUNCTION",
+        help="called without arguments; returns a model, or a model and its optimizer",
+    )  # fmt: skip
+    names = sorted(kind.__name__ for kind in ELEMENTWISE)
+    parser.add_argument("--optimizer", choices=names, help="of torch.optim; AdamW if not given")
+    parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
+    parser.add_argument(
+        "--world_size", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 64, 256],
+        help="numbers of data-parallel ranks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--machine", default="h100", metavar="NAME|YAML",
+        help=f"what times are for: {', '.join(PRESETS)}, or a file that changes one of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=_positive, default=8192, help="of one rank in a step, for the time that "
+        "forward and backward take",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print it for programs: bytes, seconds")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="draw it over world sizes 1 to 4096"
     )
     return parser.parse_args(arguments)
 
 
-def _build(name: str) -> nn.Module:
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _build(name: str, kind: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What the function ``name`` returns; an optimizer ``kind`` unless it returns one."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m does
     try:
@@ -75,82 +134,162 @@ def _build(name: str) -> nn.Module:
             f"({error})"
         ) from error
     with torch.device("meta"):
-        model = build()
-    if not isinstance(model, nn.Module):
+        built = build()
+    model, *more = built if isinstance(built, tuple) else (built,)
+    optimizers = [it for it in more if isinstance(it, torch.optim.Optimizer)]
+    if not isinstance(model, nn.Module) or len(more) > 1 or len(optimizers) != len(more):
+        got = ", ".join(type(it).__name__ for it in (model, *more))
         raise ValueError(
-            f"model: expected that {name} returns a torch.nn.Module, got {type(model).__name__}"
+            f"model: expected that {name} returns a torch.nn.Module, or one and its "
+            f"torch.optim.Optimizer, got {got}"
         )
-    return model
+    if optimizers and kind is not None:
+        raise ValueError(
+            f"optimizer: {name} returns one ({type(optimizers[0]).__name__}); leave out "
+            f"--optimizer {kind}"
+        )
+    if optimizers:
+        return model, optimizers[0]
+    return model, getattr(torch.optim, kind or "AdamW")(model.parameters(), lr=0.1)
 
 
 def rows_of(
+    sizes: Sequence[int],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    sizes: Sequence[int],
     config: ShardcastConfig,
+    machine: Machine,
+    tokens: int,
 ) -> list[Row]:
-    """Per world size: :data:`BYTES`, :data:`COUNTS` and what others hold, in bytes."""
+    """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and times.
+
+    ``time`` has the :data:`STAGES` of shardcast in seconds, ``peer_times`` those of others.
+    """
     numel = sum(param.numel() for param in model.parameters())
     moments = state_of(optimizer, optimizer.param_groups[0]).moments
+    units = units_of(model)
     rows = []
     for size in sizes:
         found = estimate(model, optimizer, size, config)
         row: Row = {"world_size": size, **{name: getattr(found, name) for name in BYTES}}
-        row["packs"] = len(found.layout.packs)
-        row["collectives"], row["balance"] = found.collectives, found.balance
-        rows.append(row | peers(numel, moments, size))
+        row |= {"sender": found.sender, "packs": len(found.layout.packs)}
+        row |= {"collectives": found.collectives, "imbalance": found.imbalance}
+        row["others"] = peers(numel, moments, size)
+        row |= {"machine": machine.name, "tokens": tokens}
+        row["time"] = _stages(step_time(found, config, machine, numel, tokens))
+        others = peer_times(units, moments, machine.group(size), tokens)
+        row["other_times"] = {name: _stages(time) for name, time in others.items()}
+        rows.append(row)
     return rows
 
 
+def _stages(time: StepTime) -> dict[str, float]:
+    return {name: getattr(time, name) for name in STAGES}
+
+
 def table(rows: Sequence[Row], title: str) -> list[str]:
-    """Lines for people: what a rank holds, what a step sends, and what others hold."""
+    """Lines for people: what a rank holds and sends, how long a step takes, others, a legend."""
     scale, unit = (2**30, "GiB") if rows[0]["total"] >= 2**33 else (2**20, "MiB")
-    others = [name for name in rows[0] if name not in ("world_size", *BYTES, *COUNTS)]
-    held = ("world_size", *KINDS, "total", "host", "setup_peak")
+    held = (*KINDS, "total", "host", "setup_peak")
+    sizes = [row["world_size"] for row in rows]
     lines = [f"{title}; bytes of the rank that holds most, in {unit}"]
-    for columns in (held, ("world_size", *others), ("world_size", "sent", *COUNTS)):
-        lines += ["", " ".join(f"{name:>14}" for name in columns)]
-        for row in rows:
-            cells = [
-                f"{row[n]:,}" if n in ("world_size", "packs", "collectives")
-                else f"{row[n]:.3f}" if n == "balance" else f"{row[n] / scale:,.1f}"
-                for n in columns
-            ]  # fmt: skip
-            lines.append(" ".join(f"{cell:>14}" for cell in cells))
+    lines += _columns(sizes, [{n: f"{row[n] / scale:,.1f}" for n in held} for row in rows])
+    lines += ["", f"what others hold, in {unit}"]
+    lines += _columns(
+        sizes, [{n: f"{b / scale:,.1f}" for n, b in row["others"].items()} for row in rows]
+    )
+    lines += ["", f"what a step sends; bytes in {unit}, of the rank that sends most"]
+    counts = ("sender", "packs", "collectives")
+    lines += _columns(sizes, [
+        {"sent": f"{row['sent'] / scale:,.1f}", **{n: f"{row[n]:,}" for n in counts},
+         "imbalance": f"{row['imbalance']:.3f}"}
+        for row in rows
+    ])  # fmt: skip
+    where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
+    lines += ["", f"predicted milliseconds of a step; {where}"]
+    lines += _columns(
+        sizes, [{n: f"{1e3 * s:,.2f}" for n, s in row["time"].items()} for row in rows]
+    )
+    lines += ["", "predicted milliseconds of others' steps"]
+    lines += _columns(sizes, [
+        {n: f"{1e3 * time['step']:,.2f}" for n, time in row["other_times"].items()} for row in rows
+    ])  # fmt: skip
+    return [*lines, "", *(f"{name:>12}  {text}" for name, text in LEGEND.items())]
+
+
+def _columns(sizes: Sequence[int], cells: Sequence[dict[str, str]]) -> list[str]:
+    lines = [" ".join(f"{name:>14}" for name in ("world_size", *cells[0]))]
+    for size, row in zip(sizes, cells, strict=True):
+        lines.append(" ".join(f"{cell:>14}" for cell in (f"{size:,}", *row.values())))
     return lines
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw what a rank holds over world sizes into the file ``path``: ours stacked, others' lines.
+    """Draw memory and time over world sizes into the file ``path``: ours stacked, others' lines.
 
     Raises:
         RuntimeError: matplotlib is not installed.
     """
-    sizes = [row["world_size"] for row in rows]
     figure = _figure()
-    axes = figure.subplots()
-    parts = [[row[kind] / 2**30 for row in rows] for kind in KINDS]
+    memory, time = figure.subplots(2)
     away = ("masters", "state") if rows[0]["host"] else ()
-    labels = [f"shardcast: {kind}{' (host)' * (kind in away)}" for kind in KINDS]
-    colors = ["#4477aa", "#66ccee", "#ccbb44", "#ee9966", "#bbbbbb"]
-    axes.stackplot(sizes, parts, labels=labels, colors=colors, alpha=0.85, linewidth=0)
+    parts = {
+        f"shardcast: {kind}{' (host)' * (kind in away)}": [row[kind] / 2**30 for row in rows]
+        for kind in KINDS
+    }
+    others = {n: [row["others"][n] / 2**30 for row in rows] for n in rows[0]["others"]}
+    _stack(memory, rows, parts, others, "GiB of the rank that holds most")
     peak = [row["setup_peak"] / 2**30 for row in rows]
-    axes.plot(sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up")
-    others = [name for name in rows[0] if name not in ("world_size", *BYTES, *COUNTS)]
-    styles = (("#aa3377", "o"), ("#cc3311", "s"), ("#228833", "^"), ("#555555", "D"))
-    for name, (color, marker) in zip(others, styles, strict=True):
-        line = [row[name] / 2**30 for row in rows]
+    sizes = [row["world_size"] for row in rows]
+    memory.plot(sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up")
+    memory.set_title(title)
+
+    shown = [stage for stage in STAGES[1:] if stage not in ("hidden", "step")]
+    # What is hidden lies under the compute that hides it.
+    parts = {"shardcast: compute": [row["time"]["compute"] for row in rows]}
+    parts |= {f"shardcast: {stage}": [_seen(row["time"], stage) for row in rows] for stage in shown}
+    others = {
+        name: [row["other_times"][name]["step"] for row in rows] for name in rows[0]["other_times"]
+    }
+    _stack(time, rows, parts, others, "predicted seconds of a step")
+    time.set_title(f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank")
+    time.set_xlabel("data-parallel ranks (logarithmic)")
+    for axes in (memory, time):
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _seen(time: dict[str, float], stage: str) -> float:
+    """Seconds of a stage that nothing hides; sync is hidden after all of reduce is."""
+    reduce = max(0.0, time["reduce"] - time["hidden"])
+    if stage == "reduce":
+        return reduce
+    if stage == "sync":
+        return time["sync"] - max(0.0, time["hidden"] - time["reduce"])
+    return time[stage]
+
+
+def _stack(
+    axes: Any,
+    rows: Sequence[Row],
+    parts: dict[str, list[float]],
+    others: dict[str, list[float]],
+    label: str,
+) -> None:
+    sizes = [row["world_size"] for row in rows]
+    colors = ["#4477aa", "#66ccee", "#ccbb44", "#ee9966", "#bbbbbb"]
+    axes.stackplot(
+        sizes, list(parts.values()), labels=list(parts), colors=colors, alpha=0.85, linewidth=0
+    )
+    for name, line in others.items():
+        color, marker = STYLES[name]
         axes.plot(sizes, line, color=color, marker=marker, markersize=4, label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xlim(sizes[0], sizes[-1])
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("world size (ranks, logarithmic)")
-    axes.set_ylabel("GiB of the rank that holds most")
-    axes.set_title(title)
+    axes.set_ylabel(label)
     axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=120)
 
 
 def _figure() -> Any:
@@ -162,4 +301,4 @@ def _figure() -> Any:
             "--plot: expected matplotlib, which is not installed; install it with "
             "pip install matplotlib, or pip install 'shardcast-optim[plot]'"
         ) from error
-    return Figure(figsize=(9, 5.5), layout="constrained")
+    return Figure(figsize=(10, 10), layout="constrained")

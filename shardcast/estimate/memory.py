@@ -1,4 +1,4 @@
-"""Estimate: what each rank will hold and send, before a job starts, without its memory."""
+"""What each rank will hold, move and send, before a job starts, without its memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,42 @@ from shardcast.step.update.rules import STATE_NAMES, rule_of
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What a step does with one pack; bytes.
+
+    Attributes:
+        wire: of all its gradients as they travel.
+        stored: of all its parameters.
+        received: of gradients, on the rank that owns most of it, once they are reduced.
+        owners: ranks that have something of it to sync.
+        scatter: reduced by reduce-scatter, else by an exchange (all-to-all).
+    """
+
+    wire: int
+    stored: int
+    received: int
+    owners: int
+    scatter: bool
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Bytes of the rank that holds most, after the first step; per kind as in ``memory_report()``.
 
     Attributes:
         layout: the packs that ``shard()`` would make.
-        rest: parameters that the optimizer does not hold, and buffers; not in the report.
+        outside: parameters that the optimizer does not hold, and buffers; not in the report.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
             parameters and buffers of the model as they are built, the pack that is being made,
             and the masters that are there already. Host memory of ``offload`` is counted too.
         host: how much of ``total`` is in host memory by ``offload``.
-        sent: bytes that all ranks together send in a step.
+        sent: bytes that leave a rank in a step, of the one that sends most, ``sender``.
         collectives: per step, the small all-reduce included.
-        balance: the largest share of a rank over the mean one, 1 at best.
+        imbalance: what the fullest rank holds of masters, state and sharded gradients, over the
+            mean of all ranks; 1 at best.
+        traffic: of the packs that train, in the order of the layout.
+        updated: bytes that the update reads and writes on the rank that updates most.
+        normed: bytes that the norm reads there.
     """
 
     layout: Layout
@@ -42,17 +65,21 @@ class Estimate:
     gradients: int
     masters: int
     state: int
-    rest: int
+    outside: int
     host: int
     setup_peak: int
     sent: int
+    sender: int
     collectives: int
-    balance: float
+    imbalance: float
+    traffic: tuple[Traffic, ...]
+    updated: int
+    normed: int
 
     @property
     def total(self) -> int:
         """All kinds together; the peak of setting up aside."""
-        return self.parameters + self.gradients + self.masters + self.state + self.rest
+        return self.parameters + self.gradients + self.masters + self.state + self.outside
 
 
 def estimate(
@@ -89,10 +116,10 @@ def estimate(
     infos = describe(named, config, groups, precision.storage_dtype)
     layout = plan_packs(infos, world_size, partition_of(optimizer, config), config)
     states = [state_of(optimizer, group) for group in optimizer.param_groups]
-    cast_peak, live = _convert_rest(model, set(named.values()), precision)
+    cast_peak, live = _convert_outside(model, set(named.values()), precision)
     return Estimate(
         layout,
-        rest=live - sum(param.nbytes for param in named.values()),
+        outside=live - sum(param.nbytes for param in named.values()),
         setup_peak=max(cast_peak, live + _packing_peak(layout, named, config)),
         **_summed(layout, precision, config, states),
     )
@@ -142,39 +169,64 @@ def _summed(
 ) -> dict[str, Any]:
     """The fields of :class:`Estimate` that are sums over packs."""
     size = layout.world_size
-    parameters = gradients = sent = 0
-    collectives = 1
+    parameters = gradients = 0
     masters, state = [0] * size, [0] * size
     kept = [0] * size  # of gradients, where they are sharded
+    sent, updated, normed = [0] * size, [0] * size, [0] * size
+    traffic = []
     for pack in layout.packs:
         parameters += pack.numel * pack.dtype.itemsize
+        master = _master_size(pack, config)
         for span in pack.spans:  # of frozen ones too
-            masters[span.owner] += span.numel * _master_size(pack, config)
+            masters[span.owner] += span.numel * master
         if not pack.requires_grad:
             continue
-        grad, wire = precision.grad_dtype(pack.dtype), precision.wire_dtype(pack.dtype)
-        gradients += pack.numel * grad.itemsize
-        sent += (size - 1) * pack.numel * (wire.itemsize + pack.dtype.itemsize)
+        grad = precision.grad_dtype(pack.dtype).itemsize
+        wire, stored = precision.wire_dtype(pack.dtype).itemsize, pack.dtype.itemsize
+        gradients += pack.numel * grad
         elements = _elements(pack)
-        owners = sum(1 for count in elements if count)
-        collectives += 1 + (1 if config.sync == "all_gather" else owners)
         for span, count in zip(pack.spans, elements, strict=True):
-            kept[span.owner] += span.numel * grad.itemsize
+            rank = span.owner
+            kept[rank] += span.numel * grad
+            sent[rank] += (pack.numel - span.numel) * wire
             if count:
-                state[span.owner] += states[pack.group].nbytes(pack, span.numel, count, config)
+                own = states[pack.group].nbytes(pack, span.numel, count, config)
+                state[rank] += own
+                sent[rank] += (size - 1) * span.numel * stored
+                # A pack that is its own master is read and written; else it is only written.
+                exact = 2 * master + stored if master else 2 * stored
+                updated[rank] += span.numel * (grad + exact) + 2 * own
+                normed[rank] += span.numel * grad
+        widest = max(span.numel for span in pack.spans)
+        traffic.append(
+            Traffic(
+                pack.numel * wire,
+                pack.numel * stored,
+                widest * grad,
+                sum(1 for count in elements if count),
+                config.reduce == "reduce_scatter"
+                or (config.reduce == "auto" and wire == MASTER_DTYPE.itemsize
+                    and len({span.numel for span in pack.spans}) == 1),
+            )
+        )  # fmt: skip
     sharded = config.grads == "sharded" and size > 1
     held = [sum(rank) for rank in zip(masters, state, kept if sharded else [0] * size, strict=True)]
     most = max(range(size), key=held.__getitem__)
-    balance = held[most] * size / sum(held) if any(held) else 1.0
+    sender = max(range(size), key=sent.__getitem__)
+    synced = [1 if config.sync == "all_gather" else pack.owners for pack in traffic]
     return {
         "parameters": parameters,
         "gradients": kept[most] if sharded else gradients,
         "masters": masters[most],
         "state": state[most],
         "host": masters[most] + state[most] if config.offload else 0,
-        "sent": sent,
-        "collectives": collectives if size > 1 else 0,
-        "balance": balance,
+        "sent": sent[sender] if size > 1 else 0,
+        "sender": sender,
+        "collectives": 1 + len(traffic) + sum(synced) if size > 1 else 0,
+        "imbalance": held[most] * size / sum(held) if any(held) else 1.0,
+        "traffic": tuple(traffic),
+        "updated": max(updated),
+        "normed": max(normed),
     }
 
 
@@ -240,7 +292,7 @@ def _adopted(pack: PackLayout, param: nn.Parameter) -> bool:
     return alone and param.is_contiguous() and param.dtype == pack.dtype
 
 
-def _convert_rest(
+def _convert_outside(
     model: nn.Module, held: set[nn.Parameter], precision: Precision
 ) -> tuple[int, int]:
     """Bytes of all parameters and buffers: at most, while those not ``held`` are cast, and after.
@@ -260,17 +312,3 @@ def _convert_rest(
             peak = max(peak, live + cast)
             live += cast - tensor.nbytes
     return peak, live
-
-
-def peers(numel: int, moments: int, world_size: int) -> dict[str, float]:
-    """Bytes per rank that others hold for ``numel`` parameters in mixed precision.
-
-    Persistent tensors after a backward; activations, buckets in flight and temporary casts aside.
-    """
-    exact = 4.0 * (1 + moments)  # fp32 weights and moments
-    return {
-        "DDP + autocast": numel * (exact + 4),
-        "ZeRO-1": numel * (2 + 2 + exact / world_size),
-        "ZeRO-2": numel * (2 + (2 + exact) / world_size),
-        "FSDP": numel * (exact + 4) / world_size,
-    }

@@ -1,0 +1,244 @@
+"""What a collective costs: alpha (seconds to begin, and per hop) and beta (bytes per second).
+
+The formulas are those by which NCCL itself chooses an algorithm (``src/graph/tuning.cc``): a ring
+over ``W`` ranks on ``M`` nodes makes ``W - M`` hops inside nodes and ``M - 1`` between them, and
+every byte crosses each link once. What a ring sends between nodes leaves through all network cards
+of a node; in an exchange (all-to-all) each rank sends through its own share of them, and nothing is
+summed on the way, which is why it is the dearer one on more than one node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+US, GB = 1e-6, 1e9
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way of moving bytes; a collective uses the one that is fastest for its size.
+
+    Attributes:
+        begin: seconds of every collective, whatever its size.
+        inside, between: seconds of a hop to a rank of the same node, and of another one.
+        share: of the bandwidth that it reaches.
+    """
+
+    begin: float
+    inside: float
+    between: float
+    share: float = 1.0
+
+
+# NCCL 2.18 to 2.28, src/graph/tuning.cc: baseLat and hwLat of rings (LL, LL128, Simple), for NVLink
+# and for the network, in microseconds; a hop of LL inside a node takes 1.8 times as long where
+# there are several, left out here. LL sends a flag with every 4 bytes, and loses as much again to
+# polling: a quarter of the bandwidth; LL128 sends 120 of 128 bytes.
+NCCL = (
+    Protocol(6.6 * US, 0.6 * US, 2.7 * US, 1 / 4),
+    Protocol(14.0 * US, 1.9 * US, 4.0 * US, 0.92),
+    Protocol(8.4 * US, 3.4 * US, 14.0 * US),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of accelerators, and what joins them; bandwidths in bytes per second.
+
+    Attributes:
+        ranks_per_node: ranks that share the links ``inside``.
+        inside: of one rank in each direction, as a collective reaches it.
+        between: of one rank's share of its node's network cards, in each direction.
+        protocols: the ways of moving bytes, of which the fastest is taken.
+        exchanged: messages to other ranks that are under way at a time in an exchange.
+        launch: seconds of the host per collective; a device waits for it if it is done earlier.
+        memory: that an update reads and writes.
+        host: between host and device, for ``offload``.
+        flops: per second that a model's forward and backward reach.
+    """
+
+    name: str
+    ranks_per_node: int
+    inside: float
+    between: float
+    memory: float
+    host: float
+    flops: float
+    protocols: tuple[Protocol, ...] = NCCL
+    exchanged: int = 8  # NCCL: 16 elements of a work, a send and a receive for each peer
+    launch: float = 15 * US  # assumed: torch's dispatch, c10d and cudaLaunchKernel
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str]) -> Machine:
+        """A preset by its name, or a YAML file: ``base`` names a preset, other keys replace.
+
+        Keys: ``ranks_per_node``; ``inside``, ``between``, ``memory`` and ``host`` in GB/s (10^9
+        bytes); ``tflops``; ``launch_us``; and ``begin_us``, ``inside_us`` and ``between_us``,
+        measured latencies, which take the place of NCCL's protocols if one of them is given.
+
+        Raises:
+            ValueError: neither a preset nor a file, an unknown key, or a value that is no number
+                above 0.
+        """
+        if str(source) in PRESETS:
+            return PRESETS[str(source)]
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(
+                f"machine: expected one of {', '.join(PRESETS)} or a YAML file, got {str(source)!r}"
+            )
+        import yaml  # comes with accelerate; not needed without a file
+
+        try:
+            values = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: expected YAML; {error}") from error
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{path}: expected a mapping, got {type(values).__name__}")
+        base = values.get("base", "h100")
+        if base not in PRESETS:
+            raise ValueError(f"{path}: base: expected one of {', '.join(PRESETS)}, got {base!r}")
+        numbers = {key: value for key, value in values.items() if key != "base"}
+        return PRESETS[base].replaced(path.stem, numbers)
+
+    def replaced(self, name: str, numbers: Mapping[str, Any]) -> Machine:
+        """A copy with the keys of :meth:`load` changed; raises as it does."""
+        for key, value in numbers.items():
+            if key not in UNITS:
+                raise ValueError(f"{name}: unknown key {key!r}; known: base, {', '.join(UNITS)}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name}: {key}: expected a number above 0, got {value!r}")
+            if key == "ranks_per_node" and not isinstance(value, int):
+                raise ValueError(f"{name}: {key}: expected a whole number, got {value!r}")
+        fields = {UNITS[key][0]: value * UNITS[key][1] for key, value in numbers.items()}
+        hops = {key: fields.pop(key) for key in ("begin", "hop", "far") if key in fields}
+        if hops:
+            simple = self.protocols[-1]
+            begin, inside = hops.get("begin", simple.begin), hops.get("hop", simple.inside)
+            protocol = Protocol(begin, inside, hops.get("far", simple.between))
+            fields["protocols"] = (protocol,)
+        return dataclasses.replace(self, name=name, **fields)
+
+    def group(self, size: int) -> Group:
+        """``size`` ranks that fill one node after another."""
+        return Group(self, size, min(size, self.ranks_per_node))
+
+
+# Key of a YAML file: attribute, unit.
+UNITS: dict[str, tuple[str, Any]] = {
+    "ranks_per_node": ("ranks_per_node", 1), "inside": ("inside", GB), "between": ("between", GB),
+    "memory": ("memory", GB), "host": ("host", GB), "tflops": ("flops", 1e12),
+    "launch_us": ("launch", US), "begin_us": ("begin", US), "inside_us": ("hop", US),
+    "between_us": ("far", US),
+}  # fmt: skip
+
+# Bandwidths as nccl-tests report them for large sizes ("busbw"); its issues are NVIDIA's own words
+# where a maintainer answers. Memory is 0.85 of the data sheet's, flops 0.4 of the dense bf16 ones:
+# assumptions, as is the host's (PCIe, pinned, one direction).
+PRESETS = {
+    machine.name: machine
+    for machine in (
+        # NVLink 4: 370 GB/s of 450 (nccl-tests #212; nccl #1281: reduce-scatter 360, all-gather
+        # 350). NDR 400 Gb/s, a card per GPU: 46 to 49 GB/s (nccl-tests #267, #290). H100 SXM:
+        # 3.35 TB/s, 989 Tflop/s; PCIe 5.
+        Machine("h100", 8, 370 * GB, 48 * GB, 0.85 * 3350 * GB, 50 * GB, 0.4 * 989e12),
+        # NVLink 3: 230 GB/s of 300 (nccl-tests #149). HDR 200 Gb/s, a card per GPU as in a DGX
+        # A100: 24 GB/s each (nccl-tests #119: 96 GB/s through four). A100 80 GB SXM: 2.04 TB/s,
+        # 312 Tflop/s; PCIe 4.
+        Machine("a100", 8, 230 * GB, 24 * GB, 0.85 * 2039 * GB, 25 * GB, 0.4 * 312e12),
+        # The same nodes behind one Ethernet card of 100 Gb/s for all eight ranks, of which NCCL
+        # reaches three quarters (nccl #495: 600 of 800 Gb/s through eight such).
+        Machine(
+            "h100-ethernet", 8, 370 * GB, 0.75 * 12.5 * GB / 8, 0.85 * 3350 * GB, 50 * GB,
+            0.4 * 989e12,
+        ),
+        # Processes on one machine that talk over loopback: one rank's part of two cores. Measured
+        # by launch/benchmark.py costmodel, which prints what to put here for another machine.
+        Machine(
+            "gloo", 1 << 20, 1.5 * GB, 1.5 * GB, 8 * GB, 8 * GB, 5e10,
+            (Protocol(100 * US, 100 * US, 100 * US),), exchanged=1, launch=50 * US,
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective: how many, and how many of them share a node.
+
+    Every method takes the bytes of the whole tensor, of which each rank has or gets all or
+    1 / ``size``, and gives seconds, 0 for a group of one.
+    """
+
+    machine: Machine
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.size / self.per_node)
+
+    @property
+    def ring(self) -> float:
+        """Bytes per second that flow from a rank of a ring to the next."""
+        if self.nodes == 1:
+            return self.machine.inside
+        leaving = self.per_node * self.machine.between
+        return min(self.machine.inside, leaving) if self.per_node > 1 else leaving
+
+    def gather(self, nbytes: float) -> float:
+        """An all-gather or a reduce-scatter, as a ring."""
+        crossing = nbytes * (self.size - 1) / self.size
+        return self._fastest(lambda p: self._hops(p) + crossing / (self.ring * p.share))
+
+    def all_reduce(self, nbytes: float) -> float:
+        """As a ring, or as a tree of nodes, whichever is faster."""
+        crossing = 2 * nbytes * (self.size - 1) / self.size
+
+        def through(protocol: Protocol) -> float:
+            depth = math.ceil(math.log2(self.nodes)) * protocol.between
+            tree = (self.per_node - 1) * protocol.inside + depth
+            latency = 2 * min(tree, self._hops(protocol))
+            return latency + crossing / (self.ring * protocol.share)
+
+        return self._fastest(through)
+
+    def broadcasts(self, nbytes: float, owners: int) -> float:
+        """As many broadcasts, one after another, of equal parts of ``nbytes``.
+
+        A rank that has passed on one begins the next: only the first waits for the whole chain.
+        """
+        each = self._fastest(
+            lambda p: p.inside + nbytes / owners / (self.ring * p.share) if owners else 0.0
+        )
+        return owners * each + min(self._hops(p) for p in self.machine.protocols) * bool(owners)
+
+    def exchange(self, nbytes: float) -> float:
+        """An all-to-all: each rank sends 1 / ``size`` of its ``nbytes`` to each other one."""
+        inside = (self.per_node - 1) / self.size
+        outside = (self.size - self.per_node) / self.size
+        machine = self.machine
+        near = math.ceil((self.per_node - 1) / machine.exchanged)
+        far = math.ceil((self.size - self.per_node) / machine.exchanged)
+
+        def through(protocol: Protocol) -> float:
+            flowing = max(inside / machine.inside, outside / machine.between)
+            return near * protocol.inside + far * protocol.between + nbytes * flowing
+
+        return self._fastest(through)
+
+    def _hops(self, protocol: Protocol) -> float:
+        near, far = self.size - self.nodes, self.nodes - 1
+        return near * protocol.inside + far * protocol.between
+
+    def _fastest(self, seconds: Any) -> float:
+        if self.size == 1:
+            return 0.0
+        device = min(p.begin + seconds(p) for p in self.machine.protocols)
+        return float(max(self.machine.launch, device))

@@ -1,0 +1,151 @@
+"""What others hold and how long their step takes, by the same formulas, on the same machine.
+
+Each as its documentation says it is used, with AdamW in mixed precision; sources beside the terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardcast.estimate.network import Group
+from shardcast.estimate.time import StepTime, arrivals, compute_times, exposed
+
+DDP_BUCKET = 25 * 2**20  # bytes; torch's default bucket_cap_mb
+FP32, LOW = 4, 2  # bytes
+
+
+def peers(numel: int, moments: int, world_size: int) -> dict[str, float]:
+    """Bytes per rank that others hold for ``numel`` parameters in mixed precision.
+
+    Persistent tensors after a backward; activations, buckets in flight and temporary casts aside.
+    """
+    exact = 4.0 * (1 + moments)  # fp32 weights and moments
+    return {
+        "DDP + autocast": numel * (exact + 4),
+        "ZeRO-1": numel * (2 + 2 + exact / world_size),
+        "ZeRO-2": numel * (2 + (2 + exact) / world_size),
+        "FSDP": numel * (exact + 4) / world_size,
+        # Its docs/source/api-guide/dist_optimizer.md: 6 + 12 / d with bf16 parameters, whose
+        # gradients are kept in fp32.
+        "Megatron": numel * (2 + 4 + exact / world_size),
+    }
+
+
+def peer_times(
+    units: Sequence[int], moments: int, group: Group, tokens: int
+) -> dict[str, StepTime]:
+    """Seconds of their steps, without accumulation or activation checkpointing.
+
+    Args:
+        units: parameters of each layer, in the order of the forward; see :func:`units_of`.
+        moments: state tensors per parameter.
+        group: the data-parallel ranks.
+        tokens: of one rank in a step.
+    """
+    return {
+        "DDP + autocast": _ddp(sum(units), moments, group, tokens),
+        "FSDP2": _fsdp2(units, moments, group, tokens),
+        "Megatron": _megatron(sum(units), moments, group, tokens),
+    }
+
+
+def units_of(model: nn.Module) -> list[int]:
+    """Parameters of each layer that FSDP2 would be told of, in the order of the model.
+
+    Layers are what stands in an outermost ``ModuleList`` or ``Sequential``; what is outside of all
+    of them is one more, the first.
+    """
+    seen: set[nn.Parameter] = set()
+    found: list[int] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+                walk(child)
+                continue
+            new = {param for param in child.parameters() if param not in seen}
+            seen.update(new)
+            if new:
+                found.append(sum(param.numel() for param in new))
+
+    walk(model)
+    rest = sum(param.numel() for param in model.parameters() if param not in seen)
+    return [rest, *found] if rest else found
+
+
+def _ddp(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
+    """All-reduce of fp32 gradients, bucket by bucket; everything else on every rank."""
+    machine = group.machine
+    forward, backward = compute_times(numel, tokens, machine)
+    sizes = _buckets(numel * FP32, DDP_BUCKET)
+    works = [group.all_reduce(size) for size in sizes]
+    waited = exposed(works, arrivals(sizes, backward), backward)
+    copies = 2 * 2 * FP32 * numel * (group.size > 1)  # into buckets and back
+    return StepTime(
+        compute=forward + backward,
+        reduce=sum(works) + copies / machine.memory,
+        combine=FP32 * numel / machine.memory,
+        # And autocast's casts of weights: each read in fp32 and written in low precision.
+        update=(_update(moments) + FP32 + LOW) * numel / machine.memory,
+        sync=0.0,
+        hidden=sum(works) - waited,
+    )
+
+
+def _fsdp2(units: Sequence[int], moments: int, group: Group, tokens: int) -> StepTime:
+    """Layers gathered in forward and again in backward, gradients scattered, all in bf16."""
+    machine, numel = group.machine, sum(units)
+    forward, backward = compute_times(numel, tokens, machine)
+    gathers = [group.gather(LOW * unit) for unit in units]
+    # In the order of the backward: while a layer computes, the one before it is gathered and the
+    # gradients of the one after it are scattered, through the same links.
+    both = [2 * seconds for seconds in reversed(gathers)]
+    waited = exposed(gathers[::-1], arrivals(units[::-1], forward), forward)
+    waited += exposed(both, arrivals(units[::-1], backward), backward)
+    # Each gather casts its shard first, and both copy between layers and flat buffers.
+    copies = 2 * numel * (FP32 + LOW) / group.size + 3 * 2 * LOW * numel * (group.size > 1)
+    owned = numel / group.size
+    return StepTime(
+        compute=forward + backward,
+        reduce=sum(gathers) + copies / machine.memory,
+        combine=FP32 * owned / machine.memory + group.all_reduce(8),
+        update=_update(moments) * owned / machine.memory,
+        sync=2 * sum(gathers),
+        hidden=3 * sum(gathers) - waited,
+    )
+
+
+def _megatron(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
+    """Its distributed optimizer with ``--overlap-grad-reduce``: fp32 gradients scattered.
+
+    Buckets of max(40 M, 1 M * ranks) parameters (megatron/core/distributed). Parameters are
+    gathered after the update, not beside the next forward (``--overlap-param-gather`` is off by
+    default, as ``overlap_sync`` is here). Gradients are added in fp32 within the matrix products.
+    """
+    machine = group.machine
+    forward, backward = compute_times(numel, tokens, machine)
+    sizes = _buckets(numel, max(40_000_000, 1_000_000 * group.size))
+    works = [group.gather(FP32 * size) for size in sizes]
+    waited = exposed(works, arrivals(sizes, backward), backward)
+    owned = numel / group.size
+    return StepTime(
+        compute=forward + backward,
+        reduce=sum(works),
+        combine=FP32 * owned / machine.memory + group.all_reduce(8),
+        update=(_update(moments) + LOW) * owned / machine.memory,
+        sync=sum(group.gather(LOW * size) for size in sizes),
+        hidden=sum(works) - waited,
+    )
+
+
+def _update(moments: int) -> int:
+    """Bytes per parameter: its fp32 gradient is read, weight and moments are read and written."""
+    return FP32 + 2 * FP32 * (1 + moments)
+
+
+def _buckets(total: int, cap: int) -> list[int]:
+    count = max(1, math.ceil(total / cap))
+    return [total // count] * count

@@ -1,0 +1,126 @@
+"""How long a step takes, stage by stage, and what of it backward and the next forward hide.
+
+Forward and backward take ``6 * parameters * tokens`` operations (two in forward, four in backward,
+for each parameter and token) at the rate of the machine; nothing that depends on the model's
+architecture is known. Gradients are taken to arrive evenly over the backward, last pack first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardcast.config import ShardcastConfig
+from shardcast.estimate.memory import Estimate, Traffic
+from shardcast.estimate.network import Group, Machine
+
+FORWARD, BACKWARD = 2.0, 4.0  # operations per parameter and token
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step with one micro-batch, on the slowest rank.
+
+    Attributes:
+        compute: forward and backward.
+        reduce: gradients to their owner: what is sent, and the sum of what arrives.
+        combine: the norm, and the small all-reduce that all ranks decide with.
+        update: bytes over bandwidth; in the other systems the cast too, wherever it is.
+        sync: updated parameters to everybody.
+        hidden: of ``reduce`` and ``sync``, what runs beside forward or backward.
+    """
+
+    compute: float
+    reduce: float
+    combine: float
+    update: float
+    sync: float
+    hidden: float
+
+    @property
+    def step(self) -> float:
+        """All stages, less what is hidden."""
+        return self.compute + self.added
+
+    @property
+    def added(self) -> float:
+        """What the step takes beyond forward and backward."""
+        return self.reduce + self.combine + self.update + self.sync - self.hidden
+
+
+def compute_times(numel: int, tokens: int, machine: Machine) -> tuple[float, float]:
+    """Seconds of forward and of backward for ``tokens`` of one rank."""
+    return FORWARD * numel * tokens / machine.flops, BACKWARD * numel * tokens / machine.flops
+
+
+def step_time(
+    found: Estimate, config: ShardcastConfig, machine: Machine, numel: int, tokens: int
+) -> StepTime:
+    """The step of shardcast on a world of data-parallel ranks that fill one node after another.
+
+    Args:
+        found: what :func:`shardcast.estimate.estimate` gave for this world size and ``config``.
+        numel: parameters of the model.
+        tokens: of one rank in a step.
+    """
+    group = machine.group(found.layout.world_size)
+    forward, backward = compute_times(numel, tokens, machine)
+    sent = [reduce_time(pack, group) for pack in reversed(found.traffic)]
+    sizes = [pack.wire for pack in reversed(found.traffic)]
+    waited = exposed(sent, arrivals(sizes, backward), backward)
+    # On the device that computes, so beside nothing: gradients copied into their packs, and what
+    # arrived read and summed.
+    moved = sum(2 * pack.wire + _summed(pack, group.size) for pack in found.traffic)
+    local = moved / machine.memory
+    synced = sync_times(found.traffic, group, config)
+    sync = sum(synced)
+    late = exposed(synced[::-1], arrivals(sizes, forward), forward) if config.overlap_sync else sync
+    bandwidth = machine.host if config.offload else machine.memory
+    return StepTime(
+        compute=forward + backward,
+        reduce=sum(sent) + local,
+        combine=found.normed / machine.memory + group.all_reduce(8),
+        update=found.updated / bandwidth,
+        sync=sync,
+        hidden=sum(sent) - waited + sync - late,
+    )
+
+
+def reduce_time(pack: Traffic, group: Group) -> float:
+    """Seconds in which the gradients of one pack travel to their owners."""
+    return group.gather(pack.wire) if pack.scatter else group.exchange(pack.wire)
+
+
+def sync_times(packs: Sequence[Traffic], group: Group, config: ShardcastConfig) -> list[float]:
+    """Seconds for each pack in which its owners' spans travel to everybody."""
+    if config.sync == "all_gather":
+        return [group.gather(pack.stored) for pack in packs]
+    return [group.broadcasts(pack.stored, pack.owners) for pack in packs]
+
+
+def _summed(pack: Traffic, size: int) -> int:
+    """Bytes that the fp32 sum of what arrived reads and writes."""
+    if size == 1:
+        return 0
+    return pack.received * 2 if pack.scatter else pack.received * (size + 1)
+
+
+def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:
+    """When the gradients of each pack, in their order, are complete."""
+    total, so_far, found = sum(sizes) or 1, 0, []
+    for size in sizes:
+        so_far += size
+        found.append(seconds * so_far / total)
+    return found
+
+
+def exposed(works: Iterable[float], ready: Iterable[float], end: float) -> float:
+    """How long after ``end`` the last of ``works`` ends, each beginning when it is ready.
+
+    One after another, in their order. Read backwards in time, it is also by how much a forward of
+    ``end`` seconds is delayed that needs each of ``works`` done before a deadline.
+    """
+    now = 0.0
+    for seconds, begin in zip(works, ready, strict=True):
+        now = max(now, begin) + seconds
+    return max(0.0, now - end)
