@@ -32,7 +32,11 @@ Row = dict[str, Any]  # the figures of one world size
 KINDS = ("parameters", "gradients", "masters", "state", "outside")
 BYTES = (*KINDS, "total", "host", "setup_peak", "sent")
 COUNTS = ("sender", "packs", "collectives", "imbalance")
-STAGES = ("compute", "reduce", "combine", "update", "sync", "hidden", "step")
+STAGES = ("compute", "reduce", "combine", "update", "sync", "in_backward", "in_forward", "step")
+# Stages as they are drawn, one upon the other, and what of each lies under another one.
+STACKED = {
+    "compute": "", "reduce": "in_backward", "combine": "", "update": "", "sync": "in_forward",
+}  # fmt: skip
 STYLES = {  # of lines of others: color, marker
     "DDP + autocast": ("#aa3377", "o"),
     "ZeRO-1": ("#cc3311", "s"),
@@ -55,8 +59,9 @@ LEGEND = {
     "combine": "the norm, and the all-reduce of what all ranks must agree on",
     "update": "bytes of masters, state, gradients and parameters over the memory's bandwidth",
     "sync": "updated parameters to everybody",
-    "hidden": "of reduce, what runs beside backward; of sync, beside forward (overlap_sync)",
-    "step": "all of them, less what is hidden",
+    "in_backward": "of reduce, what runs beside the backward",
+    "in_forward": "of sync, what runs beside the next forward (overlap_sync)",
+    "step": "all of them, less what runs beside others",
 }
 
 
@@ -244,10 +249,10 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     memory.plot(sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up")
     memory.set_title(title)
 
-    shown = [stage for stage in STAGES[1:] if stage not in ("hidden", "step")]
-    # What is hidden lies under the compute that hides it.
-    parts = {"shardcast: compute": [row["time"]["compute"] for row in rows]}
-    parts |= {f"shardcast: {stage}": [_seen(row["time"], stage) for row in rows] for stage in shown}
+    parts = {
+        f"shardcast: {stage}": [row["time"][stage] - row["time"].get(beside, 0) for row in rows]
+        for stage, beside in STACKED.items()
+    }
     others = {
         name: [row["other_times"][name]["step"] for row in rows] for name in rows[0]["other_times"]
     }
@@ -257,16 +262,6 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     for axes in (memory, time):
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def _seen(time: dict[str, float], stage: str) -> float:
-    """Seconds of a stage that nothing hides; sync is hidden after all of reduce is."""
-    reduce = max(0.0, time["reduce"] - time["hidden"])
-    if stage == "reduce":
-        return reduce
-    if stage == "sync":
-        return time["sync"] - max(0.0, time["hidden"] - time["reduce"])
-    return time[stage]
 
 
 def _stack(

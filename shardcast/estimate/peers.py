@@ -91,7 +91,8 @@ def _ddp(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
         # And autocast's casts of weights: each read in fp32 and written in low precision.
         update=(_update(moments) + FP32 + LOW) * numel / machine.memory,
         sync=0.0,
-        hidden=sum(works) - waited,
+        in_backward=sum(works) - waited,
+        in_forward=0.0,
     )
 
 
@@ -103,8 +104,8 @@ def _fsdp2(units: Sequence[int], moments: int, group: Group, tokens: int) -> Ste
     # In the order of the backward: while a layer computes, the one before it is gathered and the
     # gradients of the one after it are scattered, through the same links.
     both = [2 * seconds for seconds in reversed(gathers)]
-    waited = exposed(gathers[::-1], arrivals(units[::-1], forward), forward)
-    waited += exposed(both, arrivals(units[::-1], backward), backward)
+    late = exposed(gathers[::-1], arrivals(units[::-1], forward), forward)
+    waited = exposed(both, arrivals(units[::-1], backward), backward)
     # Each gather casts its shard first, and both copy between layers and flat buffers.
     copies = 2 * numel * (FP32 + LOW) / group.size + 3 * 2 * LOW * numel * (group.size > 1)
     owned = numel / group.size
@@ -114,7 +115,8 @@ def _fsdp2(units: Sequence[int], moments: int, group: Group, tokens: int) -> Ste
         combine=FP32 * owned / machine.memory + group.all_reduce(8),
         update=_update(moments) * owned / machine.memory,
         sync=2 * sum(gathers),
-        hidden=3 * sum(gathers) - waited,
+        in_backward=sum(both) - waited,
+        in_forward=sum(gathers) - late,
     )
 
 
@@ -137,7 +139,8 @@ def _megatron(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
         combine=FP32 * owned / machine.memory + group.all_reduce(8),
         update=(_update(moments) + LOW) * owned / machine.memory,
         sync=sum(group.gather(LOW * size) for size in sizes),
-        hidden=sum(works) - waited,
+        in_backward=sum(works) - waited,
+        in_forward=0.0,
     )
 
 

@@ -27,7 +27,8 @@ class StepTime:
         combine: the norm, and the small all-reduce that all ranks decide with.
         update: bytes over bandwidth; in the other systems the cast too, wherever it is.
         sync: updated parameters to everybody.
-        hidden: of ``reduce`` and ``sync``, what runs beside forward or backward.
+        in_backward: of ``reduce`` (in FSDP2 of ``sync`` too), what runs beside the backward.
+        in_forward: of ``sync``, what runs beside the next forward.
     """
 
     compute: float
@@ -35,17 +36,19 @@ class StepTime:
     combine: float
     update: float
     sync: float
-    hidden: float
+    in_backward: float
+    in_forward: float
 
     @property
     def step(self) -> float:
-        """All stages, less what is hidden."""
+        """All stages, less what runs beside others."""
         return self.compute + self.added
 
     @property
     def added(self) -> float:
         """What the step takes beyond forward and backward."""
-        return self.reduce + self.combine + self.update + self.sync - self.hidden
+        stages = self.reduce + self.combine + self.update + self.sync
+        return stages - self.in_backward - self.in_forward
 
 
 def compute_times(numel: int, tokens: int, machine: Machine) -> tuple[float, float]:
@@ -82,7 +85,8 @@ def step_time(
         combine=found.normed / machine.memory + group.all_reduce(8),
         update=found.updated / bandwidth,
         sync=sync,
-        hidden=sum(sent) - waited + sync - late,
+        in_backward=sum(sent) - waited,
+        in_forward=sync - late,
     )
 
 
