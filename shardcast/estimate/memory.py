@@ -13,10 +13,10 @@ from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import FILL
 from shardcast.memory.stores import block_of
+from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.layout import Layout, PackLayout, Span
-from shardcast.plan.packing import describe, plan_packs
-from shardcast.plan.partition import ELEMENTWISE, partition_of
-from shardcast.plan.precision import MASTER_DTYPE, Precision, is_packable
+from shardcast.plan.partition import ELEMENTWISE
+from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.update.fused import make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 
@@ -96,8 +96,8 @@ def estimate(
         config: a config or a mapping; ``None`` reads the environment.
 
     Raises:
-        ValueError: another optimizer, whose state depends on more than the number of elements;
-            or one that ``shard`` refuses with this config.
+        ValueError: another optimizer, whose state depends on more than the number of elements.
+        TypeError, ValueError: what ``shard`` refuses too.
     """
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
@@ -110,18 +110,14 @@ def estimate(
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
     make_update(optimizer, config, Comm(None))  # refuses what shard() does
-    precision = Precision(model, config)
-    groups = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    named = {n: p for n, p in model.named_parameters() if p in groups and is_packable(p)}
-    infos = describe(named, config, groups, precision.storage_dtype)
-    layout = plan_packs(infos, world_size, partition_of(optimizer, config), config)
+    plan = plan_for(model, optimizer, config, world_size)
     states = [state_of(optimizer, group) for group in optimizer.param_groups]
-    cast_peak, live = _convert_outside(model, set(named.values()), precision)
+    cast_peak, live = _convert_outside(plan)
     return Estimate(
-        layout,
-        outside=live - sum(param.nbytes for param in named.values()),
-        setup_peak=max(cast_peak, live + _packing_peak(layout, named, config)),
-        **_summed(layout, precision, config, states),
+        plan.layout,
+        outside=live - sum(param.nbytes for param in plan.params.values()),
+        setup_peak=max(cast_peak, live + _packing_peak(plan)),
+        **_summed(plan.layout, plan.precision, config, states),
     )
 
 
@@ -247,9 +243,7 @@ def _elements(pack: PackLayout) -> list[int]:
     return found
 
 
-def _packing_peak(
-    layout: Layout, named: Mapping[str, nn.Parameter], config: ShardcastConfig
-) -> int:
+def _packing_peak(plan: Plan) -> int:
     """Bytes that making the packs needs at its worst moment, above the model as it is.
 
     At a pack's worst moment either its originals and the fp32 staging of all of it are there, or,
@@ -257,10 +251,10 @@ def _packing_peak(
     (:func:`shardcast.memory.shard.build_shard`).
     """
     peak = live = 0
-    size = layout.world_size
+    size = plan.layout.world_size
     masters = [0] * size
-    for pack in layout.packs:
-        params = [named[slot.name] for slot in pack.slots]
+    for pack in plan.layout.packs:
+        params = [plan.params[slot.name] for slot in pack.slots]
         originals = sum(param.nbytes for param in params)
         stored = pack.numel * pack.dtype.itemsize
         staged = pack.numel * MASTER_DTYPE.itemsize
@@ -269,10 +263,10 @@ def _packing_peak(
             peak = max(peak, live + max(masters) + (0 if adopted else staged))
         else:
             for span in pack.spans:
-                added = _filling(pack, span, config)
+                added = _filling(pack, span, plan.config)
                 worst = max(staged, staged - originals + stored + added)
                 peak = max(peak, live + masters[span.owner] + worst)
-                masters[span.owner] += span.numel * _master_size(pack, config)
+                masters[span.owner] += span.numel * _master_size(pack, plan.config)
         live += stored - originals
     return peak
 
@@ -292,16 +286,15 @@ def _adopted(pack: PackLayout, param: nn.Parameter) -> bool:
     return alone and param.is_contiguous() and param.dtype == pack.dtype
 
 
-def _convert_outside(
-    model: nn.Module, held: set[nn.Parameter], precision: Precision
-) -> tuple[int, int]:
-    """Bytes of all parameters and buffers: at most, while those not ``held`` are cast, and after.
+def _convert_outside(plan: Plan) -> tuple[int, int]:
+    """Bytes of all parameters and buffers: at most, while those outside are cast, and after.
 
     The order is that of ``shard()``: parameters outside of the optimizer, then buffers.
     """
+    model, precision = plan.model, plan.precision
     peak = live = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     casts: list[tuple[Tensor, torch.dtype]] = [
-        (param, precision.storage_dtype(param)) for param in model.parameters() if param not in held
+        (param, precision.storage_dtype(param)) for param in plan.outside().values()
     ]
     for module in model.modules():
         for buffer in module.buffers(recurse=False):
