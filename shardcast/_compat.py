@@ -7,6 +7,7 @@ installed torch, so that a new release that breaks one of them fails there, by n
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils.dlpack import from_dlpack
 
 if dist.is_available():
@@ -59,12 +62,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def current_backward() -> int:
-    """A number that stands for the backward that is running on this thread, -1 for none.
+# For a tensor subclass that leaves all to __torch_dispatch__.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 
-    A backward that a re-entrant checkpoint runs inside another one has a number of its own.
-    """
-    return int(torch._C._current_graph_task_id())
+# A number that stands for the backward that is running on this thread, -1 for none. One that a
+# re-entrant checkpoint runs inside another has a number of its own; no number comes twice.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def own_params(module: nn.Module) -> list[nn.Parameter]:
@@ -105,6 +108,23 @@ def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
             call(alive, tensor)
 
     return hook
+
+
+def held_elsewhere(tensors: list[Tensor], position: int) -> bool:
+    """Whether something other than the list refers to the tensor there, as a Python object.
+
+    Counts references, as CPython does; what an object of which nobody else knows counts is asked
+    of the interpreter. To be asked only of tensors that are no parameter's ``.grad`` any more.
+    """
+    return sys.getrefcount(tensors[position]) > ALONE
+
+
+def _count_alone() -> int:
+    alone = [object()]
+    return sys.getrefcount(alone[0])
+
+
+ALONE = _count_alone()
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -256,16 +256,17 @@ def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
 
 def test_a_local_sum_instead_of_the_mean_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """Negative control of the comparison above: gradients of one's own data alone fail it."""
-    from shardcast.step.reduce.reducer import Reducer
+    from shardcast.step.reduce.bucket import Bucket
 
-    land = Reducer._land
+    land = Bucket.land
 
-    def keep_own(self: Reducer, stage: Any) -> None:
-        own = stage.grads.own.clone()
-        land(self, stage)
-        stage.grads.own.copy_(own)
+    def keep_own(self: Bucket, size: int) -> Tensor:
+        own = self.grads.own.clone()
+        received = land(self, size)
+        self.grads.own.copy_(own)
+        return received
 
-    monkeypatch.setattr(Reducer, "_land", keep_own)
+    monkeypatch.setattr(Bucket, "land", keep_own)
     ranks, _ = run_world(2, train_on_part, "mlp", 1, {})
     with pytest.raises(AssertionError):
         assert_rounding_apart(ranks[0], plain_on_all("mlp"))

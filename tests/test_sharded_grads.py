@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
-from shardcast.memory.gradients import GradPack
-from shardcast.step.reduce.reducer import WINDOW
+from shardcast.memory.sharded_gradients import ShardedGradients
+from shardcast.step.reduce.round import WINDOW
 from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
@@ -142,6 +142,8 @@ def test_grad_reads_nan_after_backward_and_keeps_its_shape():
             assert param.grad.shape == param.shape and bool(param.grad.isnan().all())
             assert param.grad.untyped_storage().nbytes() == 2
         optimizer.zero_grad(set_to_none=False)
+        assert all(bool((param.grad == 0).all()) for param in model.parameters())
+        optimizer.zero_grad()
         assert all(param.grad is None for param in model.parameters())
 
     ThreadedWorld(2).run(run)
@@ -235,7 +237,13 @@ def test_other_edits_after_backward_are_refused_with_the_remedy(how: str):
 
 def test_a_mean_that_is_not_carried_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     """The control of accumulation: without the carry the last backward alone counts."""
-    monkeypatch.setattr(GradPack, "carry", lambda self, dtype: torch.zeros_like(self.own))
+    reopen = ShardedGradients.reopen
+
+    def forget(self: ShardedGradients, kept: Any) -> Tensor | None:
+        carry = reopen(self, kept)
+        return None if carry is None else carry.zero_()
+
+    monkeypatch.setattr(ShardedGradients, "reopen", forget)
     with pytest.raises(AssertionError):
         test_accumulation_over_backwards_is_that_of_plain_torch("plain")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import GroupFn, ShardcastConfig
-from shardcast.memory.gradients import GradPack
+from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.pack import Pack
 from shardcast.plan.layout import Layout
 from shardcast.plan.packing import describe, plan_packs
@@ -29,7 +29,7 @@ class PackedParameters:
     def __init__(self, layout: Layout, packs: list[Pack]) -> None:
         self.layout = layout
         self.packs = packs
-        self._grads = [GradPack(pack, pack.layout.dtype) for pack in packs]
+        self._grads = [FullGradients(pack, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
         for flat in self._flats:  # the hooks live while an optimizer holds a flat parameter
             flat._shardcast_packed = self  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ class PackedParameters:
             for other in range(len(grads.pack.params)):
                 grads.clear(other)
             flat.grad = grads.data
-        grads.adopt(position)
+        grads.adopt([position])
 
 
 def pack_parameters(

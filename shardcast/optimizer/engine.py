@@ -16,7 +16,7 @@ from shardcast.plan.layout import Layout
 from shardcast.plan.precision import Precision
 from shardcast.step.combine.combine import Combine
 from shardcast.step.combine.decision import Decision
-from shardcast.step.reduce.reducer import Reducer
+from shardcast.step.reduce.reducer import make_reducer
 from shardcast.step.sync.in_step import Sync
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.update.fused import make_update
@@ -46,7 +46,7 @@ class Engine:
         self.comm = comm
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
-        self.reduce = Reducer(comm, plan.precision, plan.config, plan.averaged)
+        self.reduce = make_reducer(comm, plan.precision, plan.config, plan.averaged)
         self.combine = Combine(self.reduce.grads, comm, plan.config, self.device)
         self.update = make_update(original, plan.config, comm)
         self.sync = Sync(comm, plan.config)

@@ -26,7 +26,7 @@ class Clip(NamedTuple):
     """A clip that the coming step is to fold in, and the gradients that it saw."""
 
     decision: Decision
-    seen: list[tuple[int, int]]
+    grad_version: int
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -136,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "been folded into the step; clip once, after the last backward of a step",
                 stacklevel=3,
             )
-        if self._clip is not None and self.engine.reduce.edits.seen() != self._clip.seen:
+        if self._clip is not None and self.engine.reduce.grad_version != self._clip.grad_version:
             raise RuntimeError(
                 "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
                 "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
@@ -167,8 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._clip = None
         self.engine.reduce.cleared()
-        # The marks of sharded gradients have no memory that could be zeroed.
-        super().zero_grad(set_to_none or self.config.grads == "sharded")
+        super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backwards accumulate locally and nothing is sent (unless grads: sharded).
@@ -205,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(groups):
             validate.check_limit(group, self.defaults, number)
         decision = self._reduce_and_combine(bound, self._pending_clip())
-        self._clip = Clip(decision, self.engine.reduce.edits.seen())
+        self._clip = Clip(decision, self.engine.reduce.grad_version)
         return decision.norm.float()
 
     def clip_grad_value_(self, *args: Any, **options: Any) -> None:
@@ -223,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.reduce.finish()
         engine.combine.clip_value(bound, clip.decision if clip else None)
         if clip:
-            self._clip = Clip(clip.decision, engine.reduce.edits.seen())
+            self._clip = Clip(clip.decision, engine.reduce.grad_version)
 
     @property
     def grad_norm(self) -> Tensor | None:

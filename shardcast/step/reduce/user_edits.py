@@ -17,29 +17,39 @@ class Edits:
 
     def __init__(self, grads: Sequence[GradPack]) -> None:
         self._grads = grads
-        self._versions: list[int] = []  # when the last backward had ended
-        self._may_warn = True
+        self._noted: dict[GradPack, int] = {}  # versions when the last backward had ended
+        self._warned: set[str] = set()
+        self._seen: list[tuple[int, int]] = []
+        self._version = 0
 
     def note(self) -> None:
         """A backward ended: in-place edits count from here."""
-        self._versions = [grads.data._version for grads in self._grads]
+        self._noted = {grads: grads.version for grads in self._grads}
 
     def check_in_place(self) -> None:
         """Warn of what torch.nn.utils.clip_grad_norm_ does, which would be silently wrong."""
-        edited = [
-            grads.data._version != version
-            for grads, version in zip(self._grads, self._versions, strict=False)
-        ]
-        self._versions = []
-        if self._may_warn and any(edited):
-            self._may_warn = False
-            warnings.warn(
+        edited = any(grads.version != version for grads, version in self._noted.items())
+        self._noted = {}
+        if edited:
+            self._warn_once(
                 "gradients were edited in place after backward; only the part of a gradient that "
                 "this rank owns is the mean over ranks, so torch.nn.utils.clip_grad_norm_ and "
                 "whatever else looks at several gradients gives another result on each rank: use "
-                "optimizer.clip_grad_norm_ (edits of each element by itself are fine)",
-                stacklevel=5,
+                "optimizer.clip_grad_norm_ (edits of each element by itself are fine)"
             )
+
+    def warn_of_graph(self) -> None:
+        """Warn of gradients that have a graph of their own, which the mean has not."""
+        self._warn_once(
+            "backward(create_graph=True): .grad becomes the mean over ranks, which has no graph, "
+            "so a loss that is computed from .grad trains nothing; take the gradients for it from "
+            "torch.autograd.grad(..., create_graph=True)"
+        )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=6)
 
     def check_strangers(self) -> None:
         """Warn of gradients set by hand after zero_grad(), of which no rank knows the others'."""
@@ -55,7 +65,11 @@ class Edits:
                 stacklevel=5,
             )
 
-    def seen(self) -> list[tuple[int, int]]:
-        """What changes when a gradient is edited in place, replaced or cleared."""
+    def version(self) -> int:
+        """Another number after any gradient came, was edited in place, replaced or cleared."""
         found = (param.grad for grads in self._grads for param in grads.pack.params)
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]
+        seen = [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]
+        if seen != self._seen:
+            self._seen = seen
+            self._version += 1
+        return self._version

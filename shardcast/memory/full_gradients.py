@@ -1,0 +1,163 @@
+"""Gradients of a pack in contiguous storage of the same layout; ``.grad`` are views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.memory.gradients import check_dense, owned_slots
+from shardcast.memory.pack import Pack
+from shardcast.plan.precision import MASTER_DTYPE
+
+
+class FullGradients:
+    """A :class:`GradPack` whose storage is allocated with the first gradient and is kept.
+
+    Outside of the own span it keeps this rank's own gradients.
+    """
+
+    culprits: Collection[int] = ()  # told from the others' own gradients, see step/combine
+
+    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
+        self.pack = pack
+        self.dtype = dtype
+        self.owned = owned_slots(pack)
+        self._data: Tensor | None = None
+        self._own: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._places: list[int] = []  # where the views are to lie
+
+    @property
+    def data(self) -> Tensor:
+        """All gradients, 1-d."""
+        if self._data is None:
+            numel, own = self.pack.layout.numel, self.pack.own
+            self._data = torch.zeros(numel, dtype=self.dtype, device=self.pack.params[0].device)
+            self._own = self._data[own.start : own.stop]
+            self._views = self.pack.views(self._data)
+            self._places = [view.data_ptr() for view in self._views]
+        return self._data
+
+    @property
+    def own(self) -> Tensor:
+        """A view of ``data``, always the same one."""
+        _ = self.data  # allocates it
+        assert self._own is not None
+        return self._own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at the moment."""
+        return 0 if self._data is None else self._data.nbytes
+
+    @property
+    def allocated(self) -> bool:
+        """Whether a gradient was here yet."""
+        return self._data is not None
+
+    @property
+    def version(self) -> int:
+        """That of the storage, which all views share."""
+        return self.data._version
+
+    def holds(self, position: int) -> bool:
+        """Whether ``.grad`` is the view; no longer where a script did ``.grad.data = ...``."""
+        grad = self.pack.params[position].grad
+        if grad is None or not self._views:
+            return False
+        return grad is self._views[position] and grad.data_ptr() == self._places[position]
+
+    def collect(self) -> tuple[set[int], bool]:
+        """Copy gradients in, zero the slots without one."""
+        has_graph = self.adopt()
+        absent = {n for n, param in enumerate(self.pack.params) if param.grad is None}
+        for position in absent:
+            self.clear(position)
+        return absent, has_graph
+
+    def adopt(self, positions: Iterable[int] | None = None) -> bool:
+        """Copy each ``.grad`` in that is not a view of ours, and make it one.
+
+        With one call for all copies (one kernel on a GPU).
+        """
+        params = self.pack.params
+        _ = self.data  # allocates the views
+        found: list[int] = []
+        grads: list[Tensor] = []
+        has_graph = False
+        for position in range(len(params)) if positions is None else positions:
+            grad = params[position].grad
+            if grad is None or (
+                grad is self._views[position] and grad.data_ptr() == self._places[position]
+            ):
+                continue
+            if grad.layout != torch.strided:
+                check_dense(self.pack, position, grad)
+            has_graph = has_graph or grad.requires_grad
+            found.append(position)
+            grads.append(grad)
+        if found:
+            with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
+                views = [self._free_view(position) for position in found]
+                torch._foreach_copy_(views, grads)
+            for position, view in zip(found, views, strict=True):
+                params[position].grad = view
+        return has_graph
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy every ``.grad`` in, or zeros, and leave it where it is."""
+        for position, param in enumerate(self.pack.params):
+            if param.grad is None:
+                self.clear(position)
+            else:
+                self._view(position).copy_(param.grad)
+
+    def _view(self, position: int) -> Tensor:
+        """The memory of one slot; a view that a script moved elsewhere is replaced."""
+        _ = self.data  # allocates the views
+        if self._views[position].data_ptr() != self._places[position]:
+            slot = self.pack.layout.slots[position]
+            self._views[position] = self.data[slot.offset : slot.end].view(size=slot.shape)
+        return self._views[position]
+
+    def _free_view(self, position: int) -> Tensor:
+        """The memory of one slot for another gradient; whoever kept the old one gets a copy.
+
+        To make the views anew instead, so that weak references tell which are still in use, would
+        take longer than all else here.
+        """
+        if _compat.held_elsewhere(self._views, position):
+            kept = self._views[position]
+            kept.data = kept.detach().clone()
+        return self._view(position)
+
+    def clear(self, position: int) -> None:
+        """Zero one slot, if there is storage."""
+        if self._data is not None:
+            self._view(position).zero_()
+
+    def show(self, position: int) -> None:
+        """Set ``.grad`` to the view."""
+        self.pack.params[position].grad = self._view(position)
+
+    def local(self, sent: Tensor) -> Tensor:
+        """``own`` itself if gradients are sent as they are."""
+        return self.own if sent is self._data else sent[self.pack.own.start : self.pack.own.stop]
+
+    def landed(self, pieces: Sequence[Tensor]) -> None:
+        """Nothing: ``.grad`` are views already."""
+
+    def reopen(self, kept: Collection[int]) -> Tensor | None:
+        """Zero the storage, on which autograd adds up; without ``kept`` all is overwritten."""
+        if not kept:
+            return None
+        for position in range(len(self.pack.params)):
+            if position not in kept:
+                self.clear(position)
+        carry = self.own.to(MASTER_DTYPE, copy=True)
+        self.data.zero_()
+        return carry

@@ -1,0 +1,274 @@
+"""Gradients of a pack of which only the own span stays; ``.grad`` are marks without memory."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast._compat import no_torch_function, tree_iter, tree_map
+from shardcast.memory.gradients import check_dense, owned_slots
+from shardcast.memory.pack import Pack
+from shardcast.plan.precision import MASTER_DTYPE
+
+ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+
+
+class Mark(Tensor):
+    """Stands as ``.grad`` for a sharded gradient: all NaN, or zeros once it is zeroed.
+
+    To zero it zeroes the gradient. Any other edit of it or of a view, as the schema of the
+    operation says, would be lost and is refused.
+    """
+
+    plain: Tensor  # what it reads as
+    # Weak: a parameter holds its .grad where no collector looks. None: of a view.
+    grads: weakref.ref[ShardedGradients] | None
+    position: int
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def of(plain: Tensor, grads: ShardedGradients | None = None, position: int = -1) -> Mark:
+        """A mark that reads as ``plain``."""
+        mark = plain.as_subclass(Mark)
+        mark.plain, mark.position = plain, position
+        mark.grads = None if grads is None else weakref.ref(grads)
+        return mark
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        edited = [item for item in tree_iter(_written(func, args, kwargs)) if type(item) is Mark]
+        if edited:
+            if func not in ZEROING or any(mark.grads is None for mark in edited):
+                raise _lost(func.overloadpacket.__name__)
+            for mark in edited:
+                mark._zero()
+            return edited[0] if func is ZEROING[0] else None
+        found = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        aliases = (item.alias_info for item in func._schema.returns)
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        return tree_map(Mark.of, found) if is_view else found
+
+    def _zero(self) -> None:
+        grads = None if self.grads is None else self.grads()
+        if grads is not None and grads.holds(self.position):
+            grads.clear(self.position)
+
+    @property
+    def data(self) -> Mark:
+        """The mark itself, to which edits come too."""
+        return self
+
+    @data.setter
+    def data(self, _value: Tensor) -> None:
+        raise _lost("grad.data = ...")
+
+    def detach(self) -> Mark:
+        """The mark itself, to which edits come too."""
+        return self
+
+    def numpy(self, **options: Any) -> Any:
+        """As of any tensor; torch has none for subclasses."""
+        return self.plain.numpy(**options)
+
+    def tolist(self) -> Any:
+        """As of any tensor; torch has none for subclasses."""
+        return self.plain.tolist()
+
+    def __deepcopy__(self, _memo: Any) -> Tensor:
+        return self.plain.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.clone().__reduce_ex__(protocol)
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that ``func`` writes to."""
+    return [
+        args[number] if number < len(args) else kwargs.get(argument.name)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _plain(item: Any) -> Any:
+    return item.plain if type(item) is Mark else item
+
+
+def _lost(edit: str) -> RuntimeError:
+    return RuntimeError(
+        f"{edit}: with grads 'sharded' .grad is only a mark after backward, and an edit of it "
+        "would be lost; use optimizer.clip_grad_norm_ or clip_grad_value_, edit gradients in hooks "
+        "(register_post_accumulate_grad_hook), or use grads 'full'"
+    )
+
+
+class ShardedGradients:
+    """A :class:`GradPack` whose storage is there from :meth:`collect` to :meth:`landed` only.
+
+    Over several backwards the own span is fp32, in which they are added up.
+    """
+
+    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
+        self.pack = pack
+        self.dtype = dtype
+        self.owned = owned_slots(pack)
+        self.culprits: Collection[int] = ()
+        self._data: Tensor | None = None
+        self._own: Tensor | None = None
+        self._marks: list[Mark] = []
+        self._kept: Collection[int] = ()  # slots with a gradient in what is added up
+        self._zeroed: set[int] = set()  # by a script, since the mean landed
+
+    @property
+    def _device(self) -> torch.device:
+        return self.pack.params[0].device
+
+    @property
+    def data(self) -> Tensor:
+        """What :meth:`collect` put together."""
+        assert self._data is not None, "gradients are sent when they are collected"
+        return self._data
+
+    @property
+    def own(self) -> Tensor:
+        """Memory of its own: the mean, in fp32 if it is one of several backwards."""
+        if self._own is None:
+            self._own = torch.zeros(self.pack.own.numel, dtype=self.dtype, device=self._device)
+        return self._own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at the moment."""
+        held = (self._data, self._own)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the gradients are on their way."""
+        return self._data is not None
+
+    @property
+    def version(self) -> int:
+        """Always 0: edits are refused."""
+        return 0
+
+    def holds(self, position: int) -> bool:
+        """Whether ``.grad`` is the mark."""
+        return bool(self._marks) and self.pack.params[position].grad is self._marks[position]
+
+    def collect(self) -> tuple[set[int], bool]:
+        """Copy gradients into new storage and put marks in their place."""
+        params = self.pack.params
+        found = {n: grad for n, param in enumerate(params) if (grad := param.grad) is not None}
+        for position, grad in found.items():
+            check_dense(self.pack, position, grad)
+        has_graph = any(grad.requires_grad for grad in found.values())
+        self._data = torch.zeros(self.pack.layout.numel, dtype=self.dtype, device=self._device)
+        if found:
+            views = self.pack.views(self._data)
+            with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
+                torch._foreach_copy_([views[position] for position in found], list(found.values()))
+        for position in {*found, *self._kept}:
+            self.show(position)
+        return set(range(len(params))) - found.keys() - set(self._kept), has_graph
+
+    @torch.no_grad()
+    def adopt(self, positions: Iterable[int] | None = None) -> bool:
+        """Take the own part of each ``.grad`` that is no mark, and mark it."""
+        params = self.pack.params
+        has_graph = False
+        for position in range(len(params)) if positions is None else positions:
+            grad = params[position].grad
+            if grad is not None and not self.holds(position):
+                check_dense(self.pack, position, grad)
+                has_graph = has_graph or grad.requires_grad
+                start, stop = self._part(position)
+                offset = self.pack.layout.slots[position].offset
+                self._owned_part(position).copy_(grad.reshape(-1)[start - offset : stop - offset])
+                if position in self._zeroed:
+                    self._zeroed.remove(position)
+                    self._read_as(position, math.nan)
+                self.show(position)
+        return has_graph
+
+    def clear(self, position: int) -> None:
+        """Zero the own part of one slot that was marked; its mark reads as zeros."""
+        self._owned_part(position).zero_()
+        self._zeroed.add(position)
+        self._read_as(position, 0.0)
+
+    def _read_as(self, position: int, value: float) -> None:
+        scalar = torch.full((), value, dtype=self.dtype, device=self._device)
+        self._marks[position].plain = scalar.expand(self.pack.layout.slots[position].shape)
+
+    def show(self, position: int) -> None:
+        """Set ``.grad`` to the mark."""
+        if not self._marks:
+            nan = torch.full((), math.nan, dtype=self.dtype, device=self._device)
+            self._marks = [
+                Mark.of(nan.expand(slot.shape), self, number)
+                for number, slot in enumerate(self.pack.layout.slots)
+            ]
+        self.pack.params[position].grad = self._marks[position]
+
+    def local(self, sent: Tensor) -> Tensor:
+        """A view of ``sent``, which is not ``own``."""
+        return sent[self.pack.own.start : self.pack.own.stop]
+
+    def landed(self, pieces: Sequence[Tensor]) -> None:
+        """Give the storage back.
+
+        Nobody could be asked later for the gradients that spoil the mean. So they are looked for
+        here, on CPU, where a report names the element: one more sum over the own span.
+        """
+        self._data = None
+        own = self.own
+        if own.device.type != "cpu" or len(pieces) == 1 or self.culprits:
+            return
+        if not bool(own.sum(dtype=MASTER_DTYPE).isfinite()):
+            index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
+            self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
+
+    def reopen(self, kept: Collection[int]) -> Tensor | None:
+        """Take the marks away, so that autograd accumulates from nothing.
+
+        Where all that is kept was zeroed by a script it is enough to know that it is there.
+        """
+        held = [position for position in range(len(self._marks)) if self.holds(position)]
+        for position in held:
+            self.pack.params[position].grad = None
+        self._kept = set(held).intersection(kept)
+        zeros = self._zeroed.issuperset(kept)
+        for position in self._zeroed:
+            self._read_as(position, math.nan)
+        self._zeroed.clear()
+        if zeros:
+            self.culprits = ()
+            if self.own.dtype != self.dtype:
+                self._own = None
+            return None
+        for position in range(len(self.pack.params)):
+            if position not in kept:
+                self._owned_part(position).zero_()
+        self._own = self.own.to(MASTER_DTYPE)  # the sum itself from now on
+        return self._own
+
+    def _part(self, position: int) -> tuple[int, int]:
+        """The pack elements of a slot that lie in the own span; none: of length 0."""
+        slot, own = self.pack.layout.slots[position], self.pack.own
+        start = min(max(slot.offset, own.start), slot.end)
+        return start, max(start, min(slot.end, own.stop))
+
+    def _owned_part(self, position: int) -> Tensor:
+        start, stop = self._part(position)
+        begin = min(max(start - self.pack.own.start, 0), self.own.numel())
+        return self.own[begin : begin + stop - start]

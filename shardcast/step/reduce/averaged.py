@@ -1,0 +1,92 @@
+"""Reduce for a model that DDP averages: nothing is sent, the own spans are only copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from shardcast.memory.full_gradients import FullGradients
+from shardcast.memory.gradients import GradPack, set_grad_dtype
+from shardcast.memory.pack import Pack
+from shardcast.plan.precision import Precision
+from shardcast.step.reduce.user_edits import Edits
+
+INSIDE_NO_SYNC = (
+    "step() was called inside no_sync(): the gradients were not reduced; leave the context before "
+    "the last backward and the step"
+)
+
+
+class AveragedReducer:
+    """What :class:`Reducer` is to a sharded model, for one whose gradients DDP makes equal."""
+
+    averaged = True
+    touched = False  # a backward after a clip shows as an edit
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+        self._syncs = True
+        self._full: list[FullGradients] = []
+        self._edits = Edits(self._full)
+
+    @property
+    def grads(self) -> Sequence[GradPack]:
+        """The gradients of the packs, in the order of :meth:`add`; it grows."""
+        return self._full
+
+    @property
+    def grad_version(self) -> int:
+        """See :attr:`Reducer.grad_version`."""
+        return self._edits.version()
+
+    def add(self, pack: Pack) -> GradPack:
+        """Take the gradients of ``pack`` from now on."""
+        grads = FullGradients(pack, self._precision.grad_dtype(pack.layout.dtype))
+        set_grad_dtype(pack, grads.dtype)
+        self._full.append(grads)
+        return grads
+
+    def begin(self) -> None:
+        """Nothing: what a backward brings is DDP's until it ends."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it no step is allowed; DDP's own ``no_sync`` holds back the averaging."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def finish(self) -> None:
+        """Copy the gradients in."""
+        if not self._syncs:
+            raise RuntimeError(INSIDE_NO_SYNC)
+        for grads in self._full:
+            grads.take()
+
+    def used(self) -> None:
+        """Nothing: the next step copies anew."""
+
+    def cleared(self) -> None:
+        """Nothing."""
+
+    def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
+        """As :meth:`Reducer.show`."""
+        for grads in self._full:
+            show_others(grads, present[grads.pack])
+
+    def close(self) -> None:
+        """Nothing: there are no hooks."""
+
+
+def show_others(grads: GradPack, present: Sequence[bool]) -> list[int]:
+    """Make the mean ``.grad`` where only other ranks had a gradient; returns which ones."""
+    shown = [
+        position
+        for position, param in enumerate(grads.pack.params)
+        if param.grad is None and present[position] and grads.owned[position]
+    ]
+    for position in shown:
+        grads.show(position)
+    return shown

@@ -1,0 +1,129 @@
+"""Reduce: the two states of a reducer, and what may follow what.
+
+::
+
+    LEARNING ──first clean end──► EAGER            LOCAL ──round──► REDUCED ◄──round── CONSUMED
+        │                           │                ▲─no_sync()──────┤ ▲                 ▲  ▲
+        └────► DEFERRED, for good ◄─┘                                 │ └──round──┐       │  │
+                                             LOCAL ──zero_grad()──────┼───────────┼───────┘  │
+                                                  zero_grad() ──► DISCARDED ──step, no_sync()┤
+                                                                      └──────────── step ────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TypeVar
+
+
+class Launch(Enum):
+    """When packs are sent.
+
+    Full gradients begin with LEARNING. Sharded ones are EAGER at once, nested backwards or not: to
+    wait would need the memory that they are to save.
+    """
+
+    LEARNING = "at the end of backward"  # the first: a re-entrant checkpoint may bring one twice
+    EAGER = "beside the backward"
+    # One backward inside another was seen. Or one went through several models on a group: which
+    # of them has a pack complete first depends on the gradients of a rank, and so would the order.
+    DEFERRED = "at the end of backward, for good"
+
+
+class Gradients(Enum):
+    """What the gradient memory means."""
+
+    LOCAL = "accumulated here since the last round, or there was none"
+    REDUCED = "own spans hold the mean"
+    CONSUMED = "used by a step, or cleared before their round"
+    # No round is due: one rank alone may clear its gradients.
+    DISCARDED = "cleared after their round, without a step"
+
+
+S = TypeVar("S", Launch, Gradients)
+
+LAUNCH: Mapping[Launch, frozenset[Launch]] = {
+    Launch.LEARNING: frozenset({Launch.EAGER, Launch.DEFERRED}),
+    Launch.EAGER: frozenset({Launch.DEFERRED}),
+    Launch.DEFERRED: frozenset(),
+}
+GRADIENTS: Mapping[Gradients, frozenset[Gradients]] = {
+    Gradients.LOCAL: frozenset({Gradients.REDUCED, Gradients.CONSUMED}),
+    Gradients.REDUCED: frozenset({Gradients.LOCAL, Gradients.CONSUMED, Gradients.DISCARDED}),
+    Gradients.CONSUMED: frozenset({Gradients.REDUCED}),
+    Gradients.DISCARDED: frozenset({Gradients.REDUCED, Gradients.CONSUMED}),
+}
+
+
+class States:
+    """The states of one reducer, and the events that change them."""
+
+    def __init__(self, sharded: bool) -> None:
+        self._sharded = sharded
+        self._launch = Launch.EAGER if sharded else Launch.LEARNING
+        self._gradients = Gradients.LOCAL
+
+    @property
+    def launch(self) -> Launch:
+        """When packs are sent."""
+        return self._launch
+
+    @property
+    def due(self) -> bool:
+        """Whether a round must be run before the next step."""
+        return self._gradients in (Gradients.LOCAL, Gradients.CONSUMED)
+
+    @property
+    def past(self) -> bool:
+        """Whether the means of the last round count no more."""
+        return self._gradients in (Gradients.CONSUMED, Gradients.DISCARDED)
+
+    def nested(self) -> None:
+        """A backward inside another one brought a gradient."""
+        if not self._sharded:
+            self._enter(Launch.DEFERRED)
+
+    def crowded(self) -> None:
+        """A backward goes through several models on a group."""
+        self._enter(Launch.DEFERRED)
+
+    def ended(self) -> None:
+        """A synchronised backward ended."""
+        if self._launch is Launch.LEARNING:
+            self._enter(Launch.EAGER)
+
+    def flushed(self) -> None:
+        """A round has sent all packs."""
+        self._enter(Gradients.REDUCED)
+
+    def stepped(self) -> None:
+        """A step used the gradients."""
+        self._enter(Gradients.CONSUMED)
+
+    def cleared(self) -> None:
+        """``zero_grad()`` was called."""
+        if not self.past:
+            self._enter(Gradients.CONSUMED if self.due else Gradients.DISCARDED)
+
+    def local(self) -> None:
+        """``no_sync()`` was entered: what comes now is in no round yet."""
+        if not self.due:
+            self._enter(Gradients.CONSUMED if self.past else Gradients.LOCAL)
+
+    def _enter(self, state: Launch | Gradients) -> None:
+        """The one setter; to stay is no transition.
+
+        Raises:
+            RuntimeError: the tables do not allow it.
+        """
+        if isinstance(state, Launch):
+            self._launch = _checked(LAUNCH, self._launch, state)
+        else:
+            self._gradients = _checked(GRADIENTS, self._gradients, state)
+
+
+def _checked(table: Mapping[S, frozenset[S]], now: S, then: S) -> S:
+    if then is not now and then not in table[now]:
+        raise RuntimeError(f"reduce: {then} cannot follow {now}; please report this")
+    return then
