@@ -22,10 +22,22 @@ class Processes:
         return self.rank == 0
 
     @classmethod
-    def start(cls, device_type: str) -> Processes:
-        """Join the process group of `torchrun` or `accelerate launch`; alone without a launcher."""
+    def start(cls, device_type: str | None) -> Processes:
+        """Join the process group of `torchrun` or `accelerate launch`; alone without a launcher.
+
+        Without a `device_type` several processes are for GPUs, unless Accelerate was told to use
+        the CPU; one process takes what there is.
+        """
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if device_type is None:
+            use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+            device_type = "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
+            if device_type == "cpu" and world > 1 and not use_cpu:
+                raise SystemExit(
+                    f"error: {world} processes were started, but torch finds no GPU here; to train "
+                    "on the CPU, over gloo, pass --device cpu (or set ACCELERATE_USE_CPU=true)"
+                )
         if device_type == "cuda":
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
@@ -56,9 +68,3 @@ class Processes:
         if self.world > 1:
             gc.collect()
             dist.destroy_process_group()
-
-
-def default_device_type() -> str:
-    """cuda where there is one, unless Accelerate was told to use the CPU."""
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    return "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"

@@ -1,8 +1,9 @@
-"""What a run shows while it trains: the progress bar on the main process and the metrics file."""
+"""What a run shows while it trains: a bar, or lines where there is no terminal; and metrics."""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 
 import torch
@@ -50,10 +51,13 @@ class Progress:
             skipped_steps=skipped_steps,
             tokens_per_second=speed,
         )
-        self._bar.update(steps)
-        self._bar.set_postfix_str(
+        shown = (
             f"loss {loss:.3f}, {speed:,.0f} tokens/s, grad norm {norm:.2f}, skipped {skipped_steps}"
         )
+        self._bar.update(steps)
+        self._bar.set_postfix_str(shown)
+        if self._bar.disable:  # a file, Slurm
+            self.say(f"step {step}: {shown}")
         self._loss.zero_()
         self._step = step
         self._started = time.perf_counter()
@@ -67,6 +71,7 @@ class Progress:
         """Print on the main process, above the bar."""
         if self._processes.main:
             tqdm.write(text)
+            sys.stdout.flush()  # a file would get it much later
 
     def close(self) -> None:
         self._bar.close()

@@ -14,6 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else most restarts fail; see docs/troubleshooting.md
 
 rendezvous=(--standalone)
 if [[ ${NNODES:-1} != 1 ]]; then

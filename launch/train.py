@@ -23,7 +23,7 @@ from checkpoints import Checkpoints
 from corpus import Corpus
 from gpt import GPT, GPTConfig
 from plot import loss_curves
-from processes import Processes, default_device_type
+from processes import Processes
 from progress import Progress
 from torch import nn
 
@@ -179,7 +179,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument(
         "--compare", nargs=2, type=Path, metavar="DIR", help="compare two finished runs"
     )
-    run.add_argument("--device", choices=["cpu", "cuda"], default=default_device_type())
+    run.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--log-interval", type=positive, default=10, metavar="STEPS")
     run.add_argument("--validation-interval", type=positive, default=50, metavar="STEPS")

@@ -6,6 +6,7 @@ YAML file or ``SHARDCAST_*`` environment variables, in this order of precedence:
     keyword  >  SHARDCAST_<FIELD>  >  file named by SHARDCAST_CONFIG  >  default
 
 A key that is not a field is an error that names the nearest field, in every one of these places.
+Wherever it comes from, an object knows which options were named, and which are there by default.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
+read_files: list[str] = []  # the files that it named and that were read, for shardcast.launched
 
 KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
@@ -153,6 +155,14 @@ class ShardcastConfig:
         choices=("auto", "eager", "compile"),
     )
 
+    _named: ClassVar[frozenset[str]] = frozenset()  # an object has its own
+
+    def __new__(cls, *args: Any, **named: Any) -> ShardcastConfig:
+        self = super().__new__(cls)
+        first = (option.name for option in fields(cls)[: len(args)])
+        object.__setattr__(self, "_named", frozenset((*first, *named)))
+        return self
+
     def __post_init__(self) -> None:
         for name in ("param_dtype", "grad_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
@@ -183,11 +193,7 @@ class ShardcastConfig:
         require(self.param_dtype is not None, "param_dtype", "bf16, fp16 or fp32")
         bytes_fit = 0 < self.pack_mb * 2**20 < float("inf")
         require(bytes_fit, "pack_mb", "a number of MiB above 0, and not inf")
-        require(
-            self.pack_params is None or self.pack_params > 0,
-            "pack_params",
-            "null or >= 1",
-        )
+        require(self.pack_params is None or self.pack_params > 0, "pack_params", "null or >= 1")
         require(self.unpacked_first >= 0, "unpacked_first", "a count >= 0")
         power_of_two = self.alignment >= 8 and self.alignment & (self.alignment - 1) == 0
         require(power_of_two, "alignment", "a power of two >= 8 (bytes)")
@@ -195,19 +201,12 @@ class ShardcastConfig:
                 "null or a number above 0")  # fmt: skip
         require(self.norm_type > 0, "norm_type", "a number above 0, or inf")
         if isinstance(self.loss_scale, str):
-            require(
-                self.loss_scale == "dynamic",
-                "loss_scale",
-                "'dynamic', a number or null",
-            )
+            require(self.loss_scale == "dynamic", "loss_scale", "'dynamic', a number or null")
         elif self.loss_scale is not None:
             require(self.loss_scale > 0, "loss_scale", "'dynamic', a number above 0 or null")
         require(self.loss_scale_init > 0, "loss_scale_init", "a number above 0")
-        require(
-            self.loss_scale_growth_interval > 0,
-            "loss_scale_growth_interval",
-            "a count >= 1",
-        )
+        growth = self.loss_scale_growth_interval
+        require(growth > 0, "loss_scale_growth_interval", "a count >= 1")
         require(self.max_skipped_steps > 0, "max_skipped_steps", "a count >= 1")
         if self.master == "split16" and self.param_dtype != torch.bfloat16:
             raise ValueError(
@@ -222,27 +221,37 @@ class ShardcastConfig:
     @classmethod
     def load(
         cls,
-        source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        source: ShardcastConfig | str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> ShardcastConfig:
         """Resolve the configuration of this process.
 
         Args:
             source: path of a YAML file, or a mapping; ``None`` takes the file that the variable
-                ``SHARDCAST_CONFIG`` names, if any.
+                ``SHARDCAST_CONFIG`` names, if any. A config is taken without the environment.
             keywords: fields given in code; they win over everything else.
 
         Raises:
+            TypeError: ``source`` is something else.
             ValueError: an unknown field, naming the nearest known one, an invalid value, or
                 something that is not YAML, naming the file or the variable.
             FileNotFoundError: the file does not exist.
         """
-        if source is None:
-            source = os.environ.get(CONFIG_VARIABLE) or None
+        if isinstance(source, ShardcastConfig):
+            return source.replace(**keywords) if keywords else source
+        named = os.environ.get(CONFIG_VARIABLE)
+        if source is None and named:
+            source = named
+            read_files.append(named)
         values: dict[str, Any] = {}
         if isinstance(source, Mapping):
             values.update(_with_numbers(_known(source, "config")))
         elif source is not None:
+            if not isinstance(source, (str, os.PathLike)):
+                raise TypeError(
+                    "config: expected a ShardcastConfig, a mapping, a path or None, got "
+                    f"{type(source).__name__}; pass options by keyword otherwise"
+                )
             values.update(_with_numbers(_known(_read_yaml(Path(source)), str(source))))
         values.update(_with_numbers(_from_environment(os.environ)))
         values.update(_known(keywords, "keyword"))
@@ -250,7 +259,27 @@ class ShardcastConfig:
 
     def replace(self, **changes: Any) -> ShardcastConfig:
         """A copy with some fields changed, checked as a new one is."""
-        return dataclasses.replace(self, **_known(changes, "keyword"))
+        copy = dataclasses.replace(self, **_known(changes, "keyword"))
+        object.__setattr__(copy, "_named", self._named.union(changes))
+        return copy
+
+    def following(self, option: str, value: str, dtype: torch.dtype) -> ShardcastConfig:
+        """The configuration beside a framework whose own ``option`` asks for ``dtype``.
+
+        A ``param_dtype`` that was not named is ``dtype``. One that was named wins over fp32, which
+        is the default of every framework, and must equal any other.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        if "param_dtype" not in self._named:
+            return self.replace(param_dtype=dtype)
+        if dtype not in (torch.float32, self.param_dtype):
+            raise ValueError(
+                f"{option} is {value!r} but the shardcast configuration has param_dtype "
+                f"{self.to_dict()['param_dtype']!r}; give one of them, or equal ones"
+            )
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""

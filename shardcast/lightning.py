@@ -5,7 +5,8 @@
     trainer = Trainer(strategy="shardcast", precision="bf16-true", ...)
     trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
 
-``precision`` decides ``param_dtype`` (``32-true``, ``bf16-true``, ``16-true``); accumulation,
+``precision`` decides ``param_dtype`` (``32-true``, ``bf16-true``, ``16-true``) where the shardcast
+configuration does not name it; accumulation,
 clipping by norm and by value, schedulers and validation are Trainer's. A Lightning checkpoint holds
 fp32 weights and the plain torch optimizer state, gathered on rank 0: it resumes at any world size,
 and under any other strategy. The norm is ``optimizer.grad_norm``; ``.grad`` is a mean on the own
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.accelerate.details import says_param_dtype
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
@@ -112,8 +112,7 @@ class ShardcastStrategy(DDPStrategy):
 
     Raises:
         ValueError: for a hook of DDP's communication; at ``fit``, for another precision, for
-            several optimizers, or for a ``param_dtype`` that contradicts ``precision`` (the default
-            one of a ``ShardcastConfig`` object is taken for not said).
+            several optimizers, or for a ``param_dtype`` that contradicts ``precision``.
     """
 
     strategy_name = "shardcast"
@@ -173,18 +172,9 @@ class ShardcastStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _config(self) -> ShardcastConfig:
-        wanted = DTYPES[self.precision_plugin.precision]
-        source = self._shardcast_config
-        if isinstance(source, ShardcastConfig):  # which does not tell whether the default was said
-            config, said = source, source.param_dtype != ShardcastConfig().param_dtype
-        else:
-            config, said = ShardcastConfig.load(source), says_param_dtype(source, {})
-        if said and config.param_dtype != wanted:
-            raise ValueError(
-                f"param_dtype: expected {wanted}, as precision={self.precision_plugin.precision!r} "
-                f"says, got {config.param_dtype}; say it in one place"
-            )
-        return config.replace(param_dtype=wanted)
+        precision = self.precision_plugin.precision
+        config = ShardcastConfig.load(self._shardcast_config)
+        return config.following("lightning: precision", precision, DTYPES[precision])
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

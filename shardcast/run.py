@@ -1,7 +1,8 @@
 """Run an unedited script of Accelerate with shardcast: ``python -m shardcast.run script.py ...``.
 
 Every ``accelerate.Accelerator`` that the script makes is a ``ShardcastAccelerator``, configured
-by ``SHARDCAST_CONFIG`` and ``SHARDCAST_<FIELD>``. Under the launcher::
+by ``SHARDCAST_CONFIG`` and ``SHARDCAST_<FIELD>``; a script that shards nothing is told so at its
+end. ``shardcast launch`` starts every script this way. Under another launcher::
 
     SHARDCAST_CONFIG=bf16.yaml accelerate launch --multi_gpu -m shardcast.run script.py ...
 """
@@ -15,22 +16,26 @@ from typing import Any
 
 import torch
 
-USAGE = "usage: python -m shardcast.run script.py [arguments of the script]"
+USAGE = "usage: python -m shardcast.run (script.py | -m module) [arguments of the script]"
 
 
 def main() -> None:
-    """Take the script from the command line and run it as ``__main__``."""
-    arguments = sys.argv[1:]
+    """Take the script or module from the command line and run it as ``__main__``."""
+    module, arguments = sys.argv[1:2] == ["-m"], sys.argv[1:]
+    arguments = arguments[module:]
     if not arguments or arguments[0].startswith("-"):
         raise SystemExit(_complain(f"expected a script, got {' '.join(arguments) or 'nothing'}"))
     script = arguments[0]
-    if not os.path.isfile(script):
+    if not module and not os.path.isfile(script):
         raise SystemExit(_complain(f"script {script!r} does not exist"))
     install()
     sys.argv = arguments
-    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
     try:
-        runpy.run_path(script, run_name="__main__")
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
@@ -45,10 +50,13 @@ def install() -> None:
     """From now on ``from accelerate import Accelerator`` gives a ``ShardcastAccelerator``."""
     import accelerate
 
+    from shardcast import launched
     from shardcast.accelerate import ShardcastAccelerator
 
     class RunAccelerator(ShardcastAccelerator):
         """One that finds the Trainer of transformers, where the script has imported it by then."""
+
+        provisional = True
 
         def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
             if "transformers.trainer" in sys.modules:
@@ -57,6 +65,7 @@ def install() -> None:
                 adapt()
             return super().prepare(*args, device_placement=device_placement)
 
+    launched.expect_sharding()
     RunAccelerator.__name__ = ShardcastAccelerator.__name__
     accelerate.Accelerator = RunAccelerator
     accelerate.accelerator.Accelerator = RunAccelerator

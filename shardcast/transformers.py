@@ -24,7 +24,6 @@ import torch
 from shardcast import checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
 from shardcast.checkpoint import commit
-from shardcast.optimizer.sharded import ShardedOptimizer
 
 try:
     from transformers import Trainer
@@ -58,8 +57,7 @@ class ShardcastTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer does; its accelerator then shards what it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if not isinstance(self.accelerator, ShardcastAccelerator):  # it is under shardcast.run
-            enable(self.accelerator, self._shardcast_config)
+        enable(self.accelerator, self._shardcast_config)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         _save(self, output_dir, super()._save_optimizer_and_scheduler)  # type: ignore[misc]
@@ -89,15 +87,14 @@ def adapt() -> None:
     Trainer._shardcast_adapted = True
 
 
-def _sharded(trainer: Any) -> ShardedOptimizer | None:
-    accelerator = trainer.accelerator
-    return accelerator._sharded if isinstance(accelerator, ShardcastAccelerator) else None
+def _shards(accelerator: Any) -> bool:
+    return isinstance(accelerator, ShardcastAccelerator) and accelerator.is_sharding
 
 
 def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
     """Every rank writes its shard, committed as a whole; rank 0 the scheduler."""
-    sharded = _sharded(trainer)
-    if sharded is None:
+    accelerator = trainer.accelerator
+    if not _shards(accelerator):
         stock(output_dir)
         return
     folder = Path(output_dir, FOLDER)
@@ -106,15 +103,17 @@ def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
     # Trainer may save a step a second time; a committed checkpoint is never overwritten.
     number = max(commit.steps(folder), default=-1) + 1
-    checkpoint.save(folder, sharded.engine.model, sharded, step=number, keep=1)
+    pair = accelerator.sharded_model, accelerator.sharded_optimizer
+    checkpoint.save(folder, *pair, step=number, keep=1)
 
 
 def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], None]) -> None:
     """From ``shardcast/``; what the stock Trainer saved is taken too."""
-    sharded = _sharded(trainer)
-    if directory is None or sharded is None or not Path(directory, FOLDER).is_dir():
+    accelerator = trainer.accelerator
+    if directory is None or not _shards(accelerator) or not Path(directory, FOLDER).is_dir():
         stock(directory)
         return
-    checkpoint.load(Path(directory, FOLDER), sharded.engine.model, sharded)
+    pair = accelerator.sharded_model, accelerator.sharded_optimizer
+    checkpoint.load(Path(directory, FOLDER), *pair)
     state = torch.load(Path(directory, SCHEDULER), weights_only=True)
     trainer.lr_scheduler.load_state_dict(state)

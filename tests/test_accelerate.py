@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
 from shardcast import ShardedOptimizer
-from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable
-from shardcast.accelerate import details as _accelerate
+from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
 from shardcast.config import ShardcastConfig
 
 pytestmark = pytest.mark.timeout(60)
@@ -67,7 +68,7 @@ def test_importing_shardcast_imports_no_adapter_and_no_accelerate() -> None:
     code = (
         "import sys, shardcast; "
         "print([m for m in sys.modules if m.split('.')[0] in ('accelerate', 'transformers', "
-        "'lightning') or m in ('shardcast.accelerate', 'shardcast.accelerate.details')])"
+        "'lightning') or m in ('shardcast.accelerate', 'shardcast.accelerate.accelerator')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout.strip() == "[]", done.stderr
@@ -173,11 +174,32 @@ def test_mixed_precision_decides_param_dtype(precision: str) -> None:
     assert next(model.parameters()).dtype == {"no": FP32, "bf16": BF16, "fp16": FP16}[precision]
 
 
+def test_an_object_names_what_it_was_made_with_and_no_more() -> None:
+    def resolved(source: Any, precision: str) -> torch.dtype:
+        return guards.resolve_config(precision, source).param_dtype
+
+    for said in (ShardcastConfig(max_grad_norm=1.0), ShardcastConfig().replace(pack_mb=2.0)):
+        assert resolved(said, "no") == resolved({"max_grad_norm": 1.0}, "no") == FP32
+        assert resolved(said, "fp16") == FP16
+    for said in (
+        ShardcastConfig(param_dtype=BF16),  # the default, but named
+        ShardcastConfig(BF16),
+        ShardcastConfig().replace(param_dtype=BF16).replace(pack_mb=2.0),
+        copy.deepcopy(pickle.loads(pickle.dumps(ShardcastConfig(param_dtype=BF16)))),
+        ShardcastConfig.load({"param_dtype": "bf16"}),
+    ):
+        assert resolved(said, "no") == BF16, "fp32 is the default of mixed_precision: it gives way"
+        with pytest.raises(
+            ValueError, match=r"mixed_precision is 'fp16' but .* param_dtype 'bf16'"
+        ):
+            resolved(said, "fp16")
+
+
 def test_param_dtype_may_be_said_in_every_place_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resolved(source: Any = None, precision: str = "no", **fields: Any) -> torch.dtype:
-        return _accelerate.resolve_config(precision, source, fields).param_dtype
+        return guards.resolve_config(precision, source, **fields).param_dtype
 
     path = tmp_path / "bf16.yaml"
     path.write_text("param_dtype: bf16\n")
@@ -243,23 +265,23 @@ def plain(**changes: Any) -> Any:
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
 def test_other_ways_to_distribute_are_refused(kind: str) -> None:
     with pytest.raises(RuntimeError, match=f"distributed_type {kind}.*Turn the plug-in off"):
-        _accelerate.refuse_unsupported(plain(distributed_type=SimpleNamespace(value=kind)))
+        guards.refuse_unsupported(plain(distributed_type=SimpleNamespace(value=kind)))
     with pytest.raises(RuntimeError, match="cannot be combined with fp8"):
-        _accelerate.refuse_unsupported(plain(has_fp8_handler=True))
+        guards.refuse_unsupported(plain(has_fp8_handler=True))
     with pytest.raises(RuntimeError, match="a parallelism config"):
-        _accelerate.refuse_unsupported(plain(parallelism_config=object()))
-    _accelerate.refuse_unsupported(plain())
+        guards.refuse_unsupported(plain(parallelism_config=object()))
+    guards.refuse_unsupported(plain())
 
 
 def test_two_silent_worlds_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # What `accelerate launch --multi_gpu` sets up on a machine without GPUs.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2 but this process is alone.*USE_CPU"):
-        _accelerate.refuse_unsupported(plain(num_processes=1))
+        guards.refuse_unsupported(plain(num_processes=1))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # a tracker asked which process this is
     with pytest.raises(RuntimeError, match=r"made before the Accelerator.*Make the Accelerator fi"):
-        _accelerate.refuse_unsupported(plain(num_processes=1))
-    _accelerate.refuse_unsupported(plain())
+        guards.refuse_unsupported(plain(num_processes=1))
+    guards.refuse_unsupported(plain())
 
 
 def test_handlers_without_effect_are_refused() -> None:
@@ -279,14 +301,25 @@ def test_model_and_optimizer_may_come_one_after_the_other_but_not_alone() -> Non
     with pytest.raises(ValueError, match=r"found them in 0 of 0; prepare model and optimizer in"):
         accelerator.prepare(optimizer)
     model = accelerator.prepare(network)
-    with pytest.raises(RuntimeError, match="the model was prepared without its optimizer"):
-        model(torch.randn(2, 7))
-    with torch.no_grad():
-        model(torch.randn(2, 7))
-    model.eval()(torch.randn(2, 7))
-    model.train()
     ready = accelerator.prepare(optimizer)
     one_step(accelerator, model, ready)
+
+
+def test_a_model_without_its_optimizer_trains_in_one_process_only() -> None:
+    accelerator, network = accelerator_of(), MLP()
+    model = accelerator.prepare(network)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    one_step(accelerator, model, plain)
+    several, x = MLP(), torch.randn(2, 7)
+    with pytest.raises(RuntimeError, match="the model was prepared without its optimizer"):
+        guards.refuse_training("no", 2, several, (x,))
+    with torch.no_grad():
+        guards.refuse_training("no", 2, several, (x,))
+    guards.refuse_training("no", 2, several.eval(), (x,))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = accelerator_of("bf16").prepare(MLP())
+    with pytest.warns(UserWarning, match="mixed_precision 'bf16' has no effect on a model that"):
+        model(torch.randn(2, 7))
 
 
 def test_models_that_are_not_trained_are_let_through() -> None:

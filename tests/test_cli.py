@@ -17,6 +17,7 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.cli import commands as cli
 from shardcast.cli import main, selftest
+from shardcast.cli.launch import split_config
 from shardcast.config import ShardcastConfig
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,9 +71,9 @@ def test_usage_lists_every_command_with_its_help(capsys: pytest.CaptureFixture[s
     assert "unknown command 'lunch'" in capsys.readouterr().err
 
 
-def test_it_is_also_a_module() -> None:
-    done = shell("shardcast", "--help")
-    assert done.returncode == 0 and "launch" in done.stdout
+def test_it_is_also_a_module_and_tells_its_version() -> None:
+    done = shell("shardcast", "--version")
+    assert (done.returncode, done.stdout) == (0, f"shardcast {shardcast.__version__}\n")
 
 
 # -- config -----------------------------------------------------------------------------------
@@ -112,17 +113,21 @@ def test_a_file_is_not_overwritten_unasked(
 # -- env --------------------------------------------------------------------------------------
 
 
-def test_env_prints_versions_variables_and_the_configuration(
+def test_env_prints_versions_variables_and_the_configuration_line_by_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDCAST_MAX_GRAD_NORM", "0.125")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["env"]) == 0
-    found = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert titles == ["versions:", "machine:", "environment:", "configuration (* changed):"]
+    found = dict(line.split(maxsplit=1) for line in lines if line not in titles)
     assert found["torch"].startswith(torch.__version__)
     assert found["accelerate"][0].isdigit() and "gloo" in found["backends"]
     assert found["WORLD_SIZE"] == "4"
-    assert "'max_grad_norm': 0.125" in found["configuration"]
+    assert found["max_grad_norm*"] == "0.125" and found["param_dtype"] == "bf16"
+    assert found["grad_dtype"] == "null" and found["offload"] == "false"
     monkeypatch.setenv("SHARDCAST_MAX_GRAD_NRM", "1")
     assert main(["env"]) == 0, "a wrong configuration is what is looked for: it is shown"
     assert "SHARDCAST_MAX_GRAD_NRM; did you mean" in capsys.readouterr().out
@@ -228,12 +233,13 @@ def test_two_configurations_at_once_are_refused(
 
 def test_the_launch_files_in_configs_are_valid() -> None:
     for path in (ROOT / "configs/accelerate").glob("shardcast_*.yaml"):
-        ours, rest = cli.split_config(str(path))
+        ours, rest = split_config(str(path))
         assert ours is not None and "mixed_precision" in rest
         ShardcastConfig.load(ours)
 
 
-def test_an_unedited_script_runs_under_both_launchers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", [[], ["-m", "shardcast.run"]])
+def test_an_unedited_script_shards(tmp_path: Path, runner: list[str]) -> None:
     text = (
         "import torch\n"
         "from pathlib import Path\n"
@@ -245,13 +251,105 @@ def test_an_unedited_script_runs_under_both_launchers(tmp_path: Path) -> None:
         "o.step()\n"
         "both = a.gather(m.weight.detach().float()[None])\n"
         "assert torch.equal(both[0], both[1]), both\n"
-        f"Path({str(tmp_path)!r}, 'done').write_text(f'{{type(a).__name__}} {{a.num_processes}}')\n"
+        "found = type(a).__name__, a.num_processes, m.weight.dtype\n"
+        f"Path({str(tmp_path)!r}, 'done').write_text(' '.join(map(str, found)))\n"
     )
     path = launch_file(tmp_path, shardcast_config={"param_dtype": "bf16"})
-    arguments = ["--config_file", path, "-m", "shardcast.run", script(tmp_path, text)]
+    arguments = ["--config_file", path, *runner, script(tmp_path, text)]
     done = shell("shardcast", "launch", *arguments)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "done").read_text() == "ShardcastAccelerator 2"
+    assert (tmp_path / "done").read_text() == "ShardcastAccelerator 2 torch.bfloat16"
+    assert "WARNING" not in done.stderr
+
+
+def test_a_module_and_a_script_that_enables_by_itself_run_too(tmp_path: Path) -> None:
+    text = (
+        "import sys, torch\n"
+        "from accelerate import Accelerator\n"
+        "from shardcast.accelerate import enable\n"
+        "a = enable(Accelerator(), {'param_dtype': 'fp16'})\n"
+        "m = torch.nn.Linear(3, 3)\n"
+        "m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))\n"
+        "print(m.weight.dtype, sys.argv[1:])\n"
+    )
+    script(tmp_path, text)
+    path = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
+    arguments = ["--config_file", path, "-m", "script", "--steps", "3"]
+    done = shell("shardcast", "launch", *arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.stdout == "torch.float16 ['--steps', '3']\n", done.stderr
+
+
+UNUSED = {  # where a configuration is given -> how it is started, the script, what is told
+    "launch": (
+        ["shardcast", "launch", "--config_file", "{both}", "{script}"],
+        "import accelerate; a = accelerate.Accelerator(); print('end')",
+        "shardcast.run was to shard the training of this script, but NOTHING WAS SHARDED",
+    ),
+    "nothing reads it": (
+        ["script"],
+        "import shardcast; print('end')",
+        "SHARDCAST_CONFIG={config} HAD NO EFFECT: nothing read it",
+    ),
+    "the script has its own": (
+        ["script"],
+        "import shardcast, torch; m = torch.nn.Linear(2, 2)\n"
+        "shardcast.shard(m, torch.optim.SGD(m.parameters()), dict(pack_mb=1.0)); print('end')",
+        "SHARDCAST_CONFIG={config} HAD NO EFFECT: a configuration given in the script replaces it",
+    ),
+    "used": (
+        ["script"],
+        "import shardcast, torch; m = torch.nn.Linear(2, 2)\n"
+        "shardcast.shard(m, torch.optim.SGD(m.parameters())); print('end')",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_a_configuration_that_nothing_used_is_told_at_the_end(tmp_path: Path, case: str) -> None:
+    command, text, told = UNUSED[case]
+    config = str(ROOT / "configs/bf16.yaml")
+    both = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
+    places = {"both": both, "script": script(tmp_path, text), "config": config}
+    environment = {} if case == "launch" else {"SHARDCAST_CONFIG": config}
+    filled = [part.format(**places) for part in command]
+    done = shell(*filled, **environment, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.stdout == "end\n", done.stderr
+    if told is None:
+        assert "WARNING" not in done.stderr
+    else:
+        assert f"shardcast: WARNING: {told.format(**places)}" in done.stderr.replace("\n", " ")
+
+
+def test_processes_for_gpus_that_are_not_there_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    arguments = ["launch", "--config_file", "configs/accelerate/shardcast_multi_gpu.yaml"]
+    monkeypatch.chdir(ROOT)
+    assert main([*arguments, script(tmp_path, NO_PROCESS)]) == 2
+    told = capsys.readouterr().err
+    assert "MULTI_GPU with 8 processes, but this machine has no GPU" in told
+    assert "use_cpu: true" in told
+
+
+def test_inspect_shows_a_checkpoint_as_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = shardcast.shard(model, torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9))
+    model(torch.randn(2, 3)).float().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer, step=7)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
+    assert facts["step"] == "7" and facts["saved"] == "by    1 ranks, partition even, SGD"
+    rows = {line.split()[0]: line.split()[1:] for line in lines[lines.index("") + 2 :]}
+    assert rows["0.weight"] == ["2x3", "float32", "momentum_buffer"]
+    assert rows["1.num_batches_tracked"] == ["-", "int64"]
+    assert main(["inspect", str(tmp_path / "no")]) == 2
+    assert "no committed checkpoint" in capsys.readouterr().err
 
 
 def test_export_writes_plain_files_and_says_where(

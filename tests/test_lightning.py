@@ -268,28 +268,32 @@ def test_hooks_of_ddp_are_refused(name: str):
 
 
 @pytest.mark.parametrize("place", ["object", "mapping", "file", "variable"])
-def test_a_contradicting_param_dtype_is_refused(
+def test_a_param_dtype_that_is_named_wins_over_fp32_and_must_agree_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):
     path = tmp_path / "bf16.yaml"
-    path.write_text("param_dtype: bf16\n")  # the default, but said
+    path.write_text("param_dtype: bf16\n")  # the default, but named
     if place == "variable":
         monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "bf16")
     said = {
-        "object": ShardcastConfig(param_dtype="fp16"),
+        "object": ShardcastConfig(param_dtype=torch.bfloat16),
         "mapping": {"param_dtype": "bf16"},
         "file": path,
         "variable": None,
     }
+    strategy, module = ShardcastStrategy(said[place]), Net()
+    with pytest.raises(ValueError, match=r"precision is '16-true' but .* 'bf16'; give"):
+        trainer_of(str(tmp_path), 1, strategy=strategy, precision="16-true").fit(module, loader())
     strategy = ShardcastStrategy(said[place])
-    with pytest.raises(ValueError, match="say it in one place"):
-        trainer_of(str(tmp_path), 1, strategy=strategy).fit(Net(), loader())
+    trainer_of(str(tmp_path), 1, strategy=strategy, max_epochs=1).fit(module, loader())
+    assert module.net[0].weight.dtype == torch.bfloat16
 
 
-def test_the_default_param_dtype_gives_way_to_precision():
-    for source in (ShardcastConfig(), {"max_grad_norm": 1.0}, None):
-        strategy = ShardcastStrategy(source)
-        assert strategy._config().param_dtype == torch.float32
+def test_precision_decides_where_param_dtype_is_not_named(tmp_path: Path):
+    for source in (ShardcastConfig(max_grad_norm=1.0), {"max_grad_norm": 1.0}, None):
+        strategy, module = ShardcastStrategy(source), Net()
+        trainer_of(str(tmp_path), 1, strategy=strategy, max_epochs=1).fit(module, loader())
+        assert module.net[0].weight.dtype == torch.float32
 
 
 def test_without_lightning_the_extra_is_named():

@@ -1,10 +1,13 @@
 """Accelerate with a sharded optimizer; see :mod:`shardcast.accelerate.accelerator`."""
 
-from shardcast.accelerate.accelerator import (
-    ConfigSource,
-    ShardcastAccelerator,
-    ShardcastOptimizer,
-    enable,
-)
+try:
+    import accelerate  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "shardcast.accelerate needs Accelerate, which is not installed here: pip install accelerate"
+    ) from error
+
+from shardcast.accelerate.accelerator import ConfigSource, ShardcastAccelerator, enable
+from shardcast.accelerate.optimizer import ShardcastOptimizer
 
 __all__ = ["ConfigSource", "ShardcastAccelerator", "ShardcastOptimizer", "enable"]

@@ -19,58 +19,25 @@ Collective, so to be called by every rank: ``prepare``, ``backward`` of the last
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.accelerate import guards, state
+from shardcast.accelerate.optimizer import ShardcastOptimizer
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
+from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 
-try:
-    from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils.operations import convert_to_fp32
-except ImportError as error:
-    raise ImportError(
-        "shardcast.accelerate needs Accelerate, which is not installed here: pip install accelerate"
-    ) from error
-
-from shardcast.accelerate import details
-
+UNPREPARED = "no optimizer is sharded yet; call accelerator.prepare(model, optimizer, ...) first"
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-
-
-class ShardcastOptimizer(AcceleratedOptimizer):
-    """What ``prepare`` returns for an optimizer; ``optimizer`` is the :class:`ShardedOptimizer`.
-
-    Steps and forgets gradients only where gradients are synchronised, as Accelerate's own does.
-    """
-
-    def __init__(self, sharded: ShardedOptimizer, handles: Iterable[Any] = ()) -> None:
-        # No device placement: the state is on its device, and is not copied out and in for it.
-        super().__init__(sharded, device_placement=False, scaler=None)
-        self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, list(handles))
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, on all ranks, for a non-finite gradient.
-
-        Reading it waits for the device; a prepared scheduler reads it in every step.
-        """
-        norm = self.optimizer.grad_norm
-        return norm is not None and not bool(norm.isfinite())
-
-
-def _close(sharded: ShardedOptimizer, handles: list[Any]) -> None:
-    sharded.close()
-    for handle in handles:
-        handle.remove()
 
 
 class ShardcastAccelerator(Accelerator):
@@ -89,18 +56,38 @@ class ShardcastAccelerator(Accelerator):
     """
 
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
-        details.refuse_requested_plugins(kwargs)
+        guards.refuse_requested_plugins(kwargs)
         super().__init__(*args, **kwargs)
         self._take_over(shardcast_config, {})
 
     def _take_over(self, source: ConfigSource, fields: Mapping[str, Any]) -> None:
-        details.refuse_unsupported(self)
-        self.shardcast_config = details.resolve_config(self.mixed_precision, source, fields)
+        guards.refuse_unsupported(self)
+        self.shardcast_config = guards.resolve_config(self.mixed_precision, source, **fields)
         self.native_amp = False  # no autocast: the parameters are in param_dtype
         self.scaler = None  # the sharded optimizer scales the loss, and skips, for all ranks
         self._sharded: ShardedOptimizer | None = None
         self._model: nn.Module | None = None  # the bare module that is sharded
         self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
+
+    _models: list[Any]  # Accelerate's own
+    _optimizers: list[Any]
+    provisional = False  # made by shardcast.run: enable() may still give it another configuration
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether a model and its optimizer were prepared, and are sharded."""
+        return self._sharded is not None
+
+    @property
+    def sharded_model(self) -> nn.Module:
+        """The bare model whose optimizer is sharded.
+
+        Raises:
+            RuntimeError: none was prepared yet.
+        """
+        if self._model is None:
+            raise RuntimeError(UNPREPARED)
+        return self._model
 
     @property
     def sharded_optimizer(self) -> ShardedOptimizer:
@@ -110,9 +97,7 @@ class ShardcastAccelerator(Accelerator):
             RuntimeError: none was prepared yet.
         """
         if self._sharded is None:
-            raise RuntimeError(
-                "no optimizer is sharded yet; call accelerator.prepare(model, optimizer, ...) first"
-            )
+            raise RuntimeError(UNPREPARED)
         return self._sharded
 
     # -- prepare ------------------------------------------------------------------------------
@@ -139,8 +124,8 @@ class ShardcastAccelerator(Accelerator):
     ) -> nn.Module:
         """Place (and compile) ``model`` without DDP and autocast.
 
-        A trainable model trains only after its optimizer was prepared too: until then a forward
-        in training mode raises.
+        On several processes a trainable model trains only after its optimizer was prepared too:
+        until then a forward in training mode raises.
         """
         if any(model is known for known in self._models):
             return model
@@ -151,10 +136,10 @@ class ShardcastAccelerator(Accelerator):
                 "model, shardcast reduces the gradients itself"
             )
         placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        known = inner is self._model or inner in self._unsharded or details.is_sharded(inner)
+        known = inner is self._model or inner in self._unsharded or is_marked(inner)
         if not (known or evaluation_mode) and any(p.requires_grad for p in inner.parameters()):
-            watch = inner.register_forward_pre_hook(details.refuse_training)
-            self._unsharded[inner] = watch
+            watch = partial(guards.refuse_training, self.mixed_precision, self.num_processes)
+            self._unsharded[inner] = inner.register_forward_pre_hook(watch)
         return placed
 
     def prepare_optimizer(
@@ -167,51 +152,25 @@ class ShardcastAccelerator(Accelerator):
             RuntimeError: another pair is sharded already, or the model with another optimizer.
         """
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
-            self._refuse_second(optimizer.optimizer)
+            guards.refuse_second(self._sharded, optimizer.optimizer)
             super().prepare_optimizer(optimizer)
             self._sharded = optimizer.optimizer
-            self._model = self._find_model(optimizer.optimizer)
+            self._model = guards.model_of(optimizer.optimizer, self._models)
             return optimizer
-        self._refuse_second(optimizer)
-        model = self._find_model(optimizer)
+        guards.refuse_second(self._sharded, optimizer)
+        model = guards.model_of(optimizer, self._models)
         if isinstance(optimizer, ShardedOptimizer):  # by hand, with shardcast.shard
             sharded = optimizer
         else:
-            details.refuse_sharded(model)
+            guards.refuse_sharded(model)
             sharded = shard(model, optimizer, self.shardcast_config)
         watch = self._unsharded.pop(model, None)
         if watch is not None:
             watch.remove()
-        handles = []
-        if sharded.config.param_dtype != torch.float32:  # as autocast under Accelerate does
-            handles.append(model.register_forward_hook(_outputs_to_fp32))
-        prepared = ShardcastOptimizer(sharded, handles)
-        prepared._is_accelerate_prepared = True
+        prepared = ShardcastOptimizer(sharded, model)
         self._optimizers.append(prepared)
         self._sharded, self._model = sharded, model
         return prepared
-
-    def _refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._sharded is not None and self._sharded is not optimizer:
-            raise RuntimeError(
-                "prepare: this accelerator has a sharded optimizer already; expected one model "
-                f"with one optimizer, got a second one ({type(optimizer).__name__}). Put all "
-                "trained parameters in one module and one optimizer with several groups, or call "
-                "accelerator.free_memory() between two trainings"
-            )
-
-    def _find_model(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        params = {p for group in optimizer.param_groups for p in group["params"]}
-        models = dict.fromkeys(_compat.unwrapped(model) for model in self._models)
-        found = [m for m in models if not params.isdisjoint(m.parameters())]
-        if len(found) != 1:
-            raise ValueError(
-                f"prepare: expected the {type(optimizer).__name__}'s parameters in one prepared "
-                f"model, found them in {len(found)} of {len(models)}; prepare model and optimizer "
-                "in one call, accelerator.prepare(model, optimizer, ...), and several trained "
-                "models as one module"
-            )
-        return found[0]
 
     # -- backward and step --------------------------------------------------------------------
 
@@ -259,16 +218,11 @@ class ShardcastAccelerator(Accelerator):
             RuntimeError: between the micro-batches of an accumulation.
         """
         params = _listed(parameters)
-        sharded = details.clipped(self._sharded, params, self.sync_gradients, "clip_grad_norm_")
+        sharded = self._clipping(params, "clip_grad_norm_")
         if sharded is None:
             norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
             return norm
-        if float(norm_type) != sharded.config.norm_type:
-            raise ValueError(
-                f"clip_grad_norm_: expected norm_type {sharded.config.norm_type}, got {norm_type}; "
-                f"set norm_type: {float(norm_type)} in the shardcast configuration"
-            )
-        return sharded.clip_grad_norm_(max_norm)
+        return sharded.clip_grad_norm_(params, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every element of the averaged gradients. Every rank must call it.
@@ -276,11 +230,23 @@ class ShardcastAccelerator(Accelerator):
         Raises: as :meth:`clip_grad_norm_`.
         """
         params = _listed(parameters)
-        sharded = details.clipped(self._sharded, params, self.sync_gradients, "clip_grad_value_")
+        sharded = self._clipping(params, "clip_grad_value_")
         if sharded is None:
             super().clip_grad_value_(params, clip_value)
         else:
-            sharded.clip_grad_value_(clip_value)
+            sharded.clip_grad_value_(params, clip_value)
+
+    def _clipping(self, params: list[Tensor], call: str) -> ShardedOptimizer | None:
+        """The sharded optimizer, where ``params`` are its own; ``None`` for those of others."""
+        groups = [] if self._sharded is None else self._sharded.param_groups
+        if {param for group in groups for param in group["params"]}.isdisjoint(params):
+            return None
+        if not self.sync_gradients:
+            raise RuntimeError(
+                f"{call}: called between the micro-batches of an accumulation, when gradients are "
+                f"not reduced yet; write `if accelerator.sync_gradients: accelerator.{call}(...)`"
+            )
+        return self._sharded
 
     @contextmanager
     def join_uneven_inputs(
@@ -302,7 +268,7 @@ class ShardcastAccelerator(Accelerator):
                 "optimizer must make the same number of steps; leave even_batches on (the default "
                 "of Accelerate; gather_for_metrics drops the repeated samples), or drop_last"
             )
-        with details.even_batches(self._dataloaders, even):
+        with _even_batches(self._dataloaders, even):
             yield
 
     # -- state --------------------------------------------------------------------------------
@@ -317,7 +283,8 @@ class ShardcastAccelerator(Accelerator):
         """
         if self._sharded is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        return details.save_state(self, super().save_state, output_dir, safe_serialization, kwargs)
+        options = {"safe_serialization": safe_serialization, **kwargs}
+        return state.save(self, output_dir, partial(super().save_state, **options))
 
     def load_state(
         self,
@@ -334,8 +301,22 @@ class ShardcastAccelerator(Accelerator):
         """
         if self._sharded is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
-        else:
-            details.load_state(self, super().load_state, input_dir, load_kwargs, kwargs)
+            return
+        options = {"load_kwargs": load_kwargs, **kwargs}
+        state.load(self, input_dir, partial(super().load_state, **options))
+
+    @contextmanager
+    def seen_by_stock(
+        self, wrap: Callable[[nn.Module], nn.Module] | None, optimizers: bool
+    ) -> Iterator[None]:
+        """Within it Accelerate's own methods see wrapped models, and optimizers or none. Local."""
+        before = self._models, self._optimizers
+        self._models = before[0] if wrap is None else [wrap(model) for model in before[0]]
+        self._optimizers = before[1] if optimizers else []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = before
 
     def free_memory(self, *objects: Any) -> Any:
         """As ``Accelerator.free_memory``; the hooks on the model's gradients go with the optimizer.
@@ -368,7 +349,8 @@ def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> Shar
         raise TypeError(
             f"enable: expected an accelerate.Accelerator, got {type(accelerator).__name__}"
         )
-    if isinstance(accelerator, ShardcastAccelerator):
+    shards = isinstance(accelerator, ShardcastAccelerator)
+    if shards and not accelerator.provisional:
         raise RuntimeError("enable: this accelerator shards already; call enable() once")
     if accelerator._models or accelerator._optimizers:
         raise RuntimeError(
@@ -376,8 +358,8 @@ def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> Shar
             "right after Accelerator(...)"
         )
     before = type(accelerator)
-    wanted: Any = ShardcastAccelerator
-    if before is not Accelerator:
+    wanted: Any = before if shards else ShardcastAccelerator
+    if not shards and before is not Accelerator:
         wanted = type(f"Shardcast{before.__name__}", (ShardcastAccelerator, before), {})
     accelerator.__class__ = wanted
     try:
@@ -385,12 +367,24 @@ def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> Shar
     except Exception:
         accelerator.__class__ = before
         raise
+    accelerator.provisional = False
     enabled: ShardcastAccelerator = accelerator
     return enabled
 
 
-def _outputs_to_fp32(_module: nn.Module, _args: Any, output: Any) -> Any:
-    return convert_to_fp32(output)
+@contextmanager
+def _even_batches(loaders: Sequence[Any], even: bool) -> Iterator[None]:
+    """Within it the batch samplers of ``loaders`` make even batches, or do not."""
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
+    before = [sampler.even_batches for sampler in found]
+    for sampler in found:
+        sampler.even_batches = even
+    try:
+        yield
+    finally:
+        for sampler, value in zip(found, before, strict=True):
+            sampler.even_batches = value
 
 
 def _listed(parameters: Any) -> list[Tensor]:

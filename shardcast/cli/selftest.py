@@ -1,7 +1,8 @@
-"""What ``shardcast test`` runs: a few steps of a small model in each kind of world."""
+"""``shardcast test``: a few steps of a small model in each kind of world."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from typing import Any
 
@@ -15,8 +16,11 @@ from shardcast.testing import spawn
 STEPS = 5
 
 
-def run(timeout: float) -> int:
-    """Print one line per world; 0 if all passed, 1 otherwise."""
+def test(arguments: list[str]) -> int:
+    """Try this installation: one process, two over gloo, and NCCL where there are GPUs."""
+    parser = argparse.ArgumentParser(prog="shardcast test", allow_abbrev=False)
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each check")
+    timeout = parser.parse_args(arguments).timeout
     worlds = [("one process", 1, "gloo", "cpu"), ("two processes over gloo", 2, "gloo", "cpu")]
     gpus = min(2, torch.cuda.device_count())
     if gpus:

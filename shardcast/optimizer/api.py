@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardcast import _compat
+from shardcast import _compat, launched
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
@@ -64,7 +64,7 @@ def shard(
         RuntimeError: ``shard`` was called before on this model, the process group is missing, or
             the ranks hold different models or options.
     """
-    config = _resolve(config, fields)
+    config = ShardcastConfig.load(config, **fields)
     _check(model, optimizer)
     if materialize is not None:
         with _compat.swapped_params():
@@ -81,18 +81,8 @@ def shard(
         shards = setup.allocate(plan, comm)
         for param in plan.params.values():
             param.grad = None
+        launched.note_sharded(comm.rank)
         return ShardedOptimizer(Engine(plan, shards, comm, optimizer))
-
-
-def _resolve(config: Any, fields: Mapping[str, Any]) -> ShardcastConfig:
-    if isinstance(config, ShardcastConfig):
-        return config.replace(**fields) if fields else config
-    if config is None or isinstance(config, (str, os.PathLike, Mapping)):
-        return ShardcastConfig.load(config, **fields)
-    raise TypeError(
-        "config: expected a ShardcastConfig, a mapping, a path or None, got "
-        f"{type(config).__name__}; pass options by keyword otherwise"
-    )
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,167 @@
+"""What :mod:`shardcast.accelerate` refuses, and how it resolves its configuration."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcast import _compat
+from shardcast.config import ShardcastConfig
+from shardcast.optimizer.model_hooks import is_marked
+
+PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PLUGINS = {  # keyword of Accelerator -> (variable that the launcher sets, name)
+    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FSDP"),
+    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
+    "torch_tp_plugin": ("", "tensor parallelism"),
+}
+
+
+def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> ShardcastConfig:
+    """The configuration, whose ``param_dtype`` is ``mixed_precision`` unless it is named there.
+
+    Raises:
+        ValueError: both are given and differ.
+    """
+    config, dtype = ShardcastConfig.load(source, **fields), PRECISIONS[mixed_precision]
+    return config.following("accelerate: mixed_precision", mixed_precision, dtype)
+
+
+def refuse_requested_plugins(keywords: Mapping[str, Any]) -> None:
+    """Before Accelerate starts them, so that the message is ours and nothing is half set up."""
+    for keyword, (variable, name) in PLUGINS.items():
+        by_launcher = os.environ.get(variable, "").lower() == "true"
+        if keywords.get(keyword) is not None or by_launcher:
+            _refuse(name, f"{variable}=true" if by_launcher else f"{keyword}=")
+    if str(keywords.get("mixed_precision") or "").lower() == "fp8":
+        _refuse("fp8", "mixed_precision='fp8'")
+
+
+def refuse_unsupported(accelerator: Any) -> None:
+    """What an accelerator is, whatever made it so.
+
+    Raises:
+        RuntimeError: names what is in the way and what to do.
+    """
+    kind = accelerator.distributed_type.value
+    names = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
+    if kind in names:
+        _refuse(names[kind], f"distributed_type {kind}")
+    if accelerator.mixed_precision == "fp8" or accelerator.has_fp8_handler:
+        _refuse("fp8", "mixed_precision fp8")
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        _refuse("a parallelism config", "parallelism_config=")
+    announced = int(os.environ.get("WORLD_SIZE", "1"))
+    if announced > 1 and accelerator.num_processes == 1:
+        remedy = (
+            "On CPU launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu "
+            f"--num_processes {announced} ..., or construct the Accelerator with cpu=True"
+        )
+        if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+            remedy = (
+                "ACCELERATE_USE_CPU is set, but Accelerate's state was made before the "
+                "Accelerator: by a PartialState, a decorator such as on_main_process, or a "
+                "tracker built first. Make the Accelerator first"
+            )
+        raise RuntimeError(
+            f"accelerate: WORLD_SIZE is {announced} but this process is alone: Accelerate found no "
+            f"GPU and did not join the processes, so each would train by itself. {remedy}"
+        )
+    _refuse_handlers(accelerator)
+
+
+def _refuse_handlers(accelerator: Any) -> None:
+    """Handlers of what is not used here, where they ask for more than the default."""
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if hook is not None and str(getattr(hook, "value", hook)) != "no":
+        raise RuntimeError(
+            f"accelerate: DistributedDataParallelKwargs(comm_hook={hook}) has no effect without "
+            "DDP; choose the dtype of gradients on the wire with reduce_dtype in the shardcast "
+            "configuration"
+        )
+    handler = accelerator.scaler_handler if accelerator.mixed_precision == "fp16" else None
+    asked = {} if handler is None else handler.to_kwargs()
+    if asked:
+        raise RuntimeError(
+            f"accelerate: GradScalerKwargs({', '.join(asked)}) has no effect: the loss scale is "
+            "shardcast's; set loss_scale, loss_scale_init or loss_scale_growth_interval in the "
+            "shardcast configuration"
+        )
+
+
+def _refuse(name: str, where: str) -> None:
+    raise RuntimeError(
+        f"accelerate: shardcast shards the optimizer itself and cannot be combined with {name} "
+        f"({where}); expected plain data parallelism (distributed_type MULTI_GPU, MULTI_CPU or "
+        "NO, mixed_precision no, bf16 or fp16). Turn the plug-in off, or use a plain Accelerator"
+    )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """A model that an earlier optimizer still shards: two would undo each other's updates."""
+    if is_marked(model):
+        raise RuntimeError(
+            "prepare: the model is sharded with another optimizer, of an accelerator or Trainer "
+            "before this one; end that training first with its accelerator.free_memory(model) "
+            "(trainer.accelerator.free_memory(trainer.model)), or with close() if the optimizer "
+            "came from shardcast.shard"
+        )
+
+
+def refuse_second(sharded: torch.optim.Optimizer | None, optimizer: torch.optim.Optimizer) -> None:
+    """Another optimizer than the one that is ``sharded`` already."""
+    if sharded is not None and sharded is not optimizer:
+        raise RuntimeError(
+            "prepare: this accelerator has a sharded optimizer already; expected one model "
+            f"with one optimizer, got a second one ({type(optimizer).__name__}). Put all "
+            "trained parameters in one module and one optimizer with several groups, or call "
+            "accelerator.free_memory() between two trainings"
+        )
+
+
+def model_of(optimizer: torch.optim.Optimizer, prepared: Iterable[nn.Module]) -> nn.Module:
+    """The bare one of the ``prepared`` models that ``optimizer`` trains.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    models = dict.fromkeys(_compat.unwrapped(model) for model in prepared)
+    found = [m for m in models if not params.isdisjoint(m.parameters())]
+    if len(found) != 1:
+        raise ValueError(
+            f"prepare: expected the {type(optimizer).__name__}'s parameters in one prepared "
+            f"model, found them in {len(found)} of {len(models)}; prepare model and optimizer "
+            "in one call, accelerator.prepare(model, optimizer, ...), and several trained "
+            "models as one module"
+        )
+    return found[0]
+
+
+def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _args: Any) -> None:
+    """Forward pre-hook of a trainable model whose optimizer was not prepared."""
+    if not model.training or not torch.is_grad_enabled() or is_marked(model):
+        return
+    remedy = (
+        "prepare both, accelerator.prepare(model, optimizer, ...), before training. A model that "
+        "is not trained: call model.eval() or model.requires_grad_(False)"
+    )
+    if processes > 1:
+        raise RuntimeError(
+            "accelerate: the model was prepared without its optimizer, so its gradients would not "
+            f"be averaged over the ranks; {remedy}"
+        )
+    if mixed_precision != "no":
+        warnings.warn(
+            f"accelerate: mixed_precision {mixed_precision!r} has no effect on a model that was "
+            f"prepared without its optimizer; {remedy}",
+            stacklevel=2,
+        )

@@ -1,0 +1,50 @@
+"""What ``prepare`` returns for an optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.operations import convert_to_fp32
+from torch import nn
+
+from shardcast.optimizer.sharded import ShardedOptimizer
+
+
+class ShardcastOptimizer(AcceleratedOptimizer):
+    """Steps and forgets gradients only where gradients are synchronised, as Accelerate's own does.
+
+    ``optimizer`` is the :class:`ShardedOptimizer`. While it is there, what ``model`` returns is
+    fp32, as under Accelerate's autocast.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer, model: nn.Module) -> None:
+        # No device placement: the state is on its device, and is not copied out and in for it.
+        super().__init__(sharded, device_placement=False, scaler=None)
+        self._is_accelerate_prepared = True
+        handles = []
+        if sharded.config.param_dtype != torch.float32:
+            handles.append(model.register_forward_hook(_outputs_to_fp32))
+        self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, handles)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, on all ranks, for a non-finite gradient.
+
+        Reading it waits for the device; a prepared scheduler reads it in every step.
+        """
+        norm = self.optimizer.grad_norm
+        return norm is not None and not bool(norm.isfinite())
+
+
+def _outputs_to_fp32(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return convert_to_fp32(output)
+
+
+def _close(sharded: ShardedOptimizer, handles: list[Any]) -> None:
+    sharded.close()
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,168 @@
+"""``save_state`` and ``load_state``: Accelerate's own files, and beside them every rank's shard."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from shardcast import checkpoint
+
+SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
+FOLDER = re.compile(r"state-(\d+)")
+
+
+def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
+    """Accelerate's files and every rank's shard, in a fresh folder, committed by the latter.
+
+    ``output_dir/state-N/`` holds what Accelerate writes and, written last, ``shardcast/``, whose
+    commit makes the whole folder count. Older folders are removed only then. With automatic
+    checkpoint naming the folder is the fresh ``checkpoint_N`` itself. Collective.
+    """
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    if not automatic:
+        if output_dir is None:
+            raise ValueError(
+                "save_state: expected output_dir, got None; pass a folder, or turn "
+                "automatic_checkpoint_naming on"
+            )
+        root = Path(output_dir)
+        output_dir = root / f"state-{_same(max(_folders(root), default=-1) + 1)}"
+    step = accelerator.save_iteration
+    with accelerator.seen_by_stock(None, optimizers=False):  # saved on rank 0 alone; ours by all
+        folder = Path(stock(os.fspath(output_dir or "")))
+    accelerator.wait_for_everyone()
+    model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
+    checkpoint.save(folder / SHARDS, model, sharded, step=step)
+    accelerator.wait_for_everyone()
+    if not automatic and accelerator.is_main_process:
+        for other in _folders(root).values():
+            if other != folder:
+                shutil.rmtree(other)
+    return folder
+
+
+def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
+    """The newest committed state in ``input_dir``, or one that Accelerate saved under DDP.
+
+    Collective; rank 0 chooses the folder for all. Where the newest one is damaged it warns and
+    takes the one before, unless ``input_dir`` is that one.
+    """
+    chosen = _chosen(accelerator, input_dir)
+    if chosen is not None:
+        with accelerator.seen_by_stock(None, optimizers=False):
+            stock(chosen)
+        # After the model's file, which is in param_dtype: the masters are exact.
+        model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
+        checkpoint.load(Path(chosen) / SHARDS, model, sharded)
+        return
+    if input_dir is None or not (Path(input_dir) / "optimizer.bin").exists():
+        raise FileNotFoundError(
+            f"load_state: expected a committed checkpoint in {input_dir}, found none; saves that "
+            "were interrupted do not count. Pass the folder that was given to save_state"
+        )
+    wrap = _Wrapped if _has_prefix(Path(input_dir)) else None
+    options = {"map_location": "cpu"} | stock.keywords  # each rank keeps its part only
+    with accelerator.seen_by_stock(wrap, optimizers=True):
+        stock.func(os.fspath(input_dir), **options)
+
+
+def _same(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
+
+
+def _folders(root: Path) -> dict[int, Path]:
+    """The ``state-N`` folders of ``root``, newest first."""
+    found = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        match = FOLDER.fullmatch(path.name)
+        if match:
+            found[int(match[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _chosen(accelerator: Any, input_dir: Any) -> str | None:
+    """The folder that rank 0 finds, or its error, on every rank: none is left waiting for it."""
+    folder: str | None = None
+    error, told = None, None
+    if accelerator.is_main_process:
+        try:
+            folder = _committed(accelerator, input_dir)
+        except Exception as raised:
+            error = raised
+            kinds = (checkpoint.DamagedCheckpointError, ValueError)
+            kind = next((k for k in kinds if isinstance(raised, k)), RuntimeError)
+            told = kind, str(raised)
+    folder, told = _same((folder, told))
+    if error is not None:
+        raise error
+    if told is not None:
+        raise told[0](f"rank 0: {told[1]}")
+    return folder
+
+
+def _committed(accelerator: Any, input_dir: Any) -> str | None:
+    """The newest sound folder; ``None`` where none was committed.
+
+    Raises:
+        DamagedCheckpointError: ``input_dir`` itself is damaged, or all folders are.
+    """
+    named = None
+    if input_dir is not None:
+        root = Path(input_dir).expanduser()
+        named, folders = root, [root, *_folders(root).values()]
+    else:
+        root = Path(accelerator.project_dir or "", "checkpoints")
+        numbered = [(re.search(r"\d+$", p.name), p) for p in root.glob("checkpoint_*")]
+        found = [(int(match[0]), path) for match, path in numbered if match]
+        folders = [path for _, path in sorted(found, reverse=True)]
+    reasons: list[str] = []
+    damaged = checkpoint.DamagedCheckpointError
+    for folder in folders:
+        try:
+            if not (folder / SHARDS).is_dir() or checkpoint.latest(folder / SHARDS) is None:
+                continue
+        except damaged as error:
+            if folder == named:
+                raise
+            reasons.append(str(error))
+            continue
+        if reasons:
+            why = "; ".join(reasons)
+            warnings.warn(f"load_state: falling back to {str(folder)!r}: {why}", stacklevel=5)
+        return os.fspath(folder)
+    if reasons:
+        raise damaged(f"load_state: no sound checkpoint is left in {root}: " + "; ".join(reasons))
+    return None
+
+
+class _Wrapped(nn.Module):
+    """Gives the model's names the prefix that they have in a DDP wrapper's state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _has_prefix(folder: Path) -> bool:
+    path = folder / "model.safetensors"
+    if path.exists():
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as weights:
+            names = list(weights.keys())
+    else:
+        names = list(torch.load(folder / "pytorch_model.bin", map_location="meta"))
+    return all(name.startswith("module.") for name in names)

@@ -1,0 +1,132 @@
+"""``shardcast launch``: Accelerate's launcher, from one file that also configures shardcast."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from shardcast.config import CONFIG_VARIABLE
+from shardcast.launched import STORE
+
+SECTION = "shardcast_config"
+RUNNER = "shardcast.run"
+
+
+def launch(arguments: list[str]) -> int:
+    """Start a script as `accelerate launch` does, from one file that also configures shardcast.
+
+    The section ``shardcast_config:`` of ``--config_file`` is checked before any process starts
+    and reaches the processes through ``SHARDCAST_CONFIG``; everything else, flags and file, is
+    Accelerate's. The script runs under ``shardcast.run``, so that it may be an unedited one.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    parsed = launch_command_parser().parse_args(arguments)
+    ours, rest = split_config(parsed.config_file)
+    _check_launch(parsed, ours, rest)
+    _have_it_shard(parsed)
+    os.environ.setdefault(STORE, "1")  # else most restarts of the processes fail
+    with tempfile.TemporaryDirectory(prefix="shardcast-launch-") as directory:
+        if ours is not None:
+            path = Path(directory, "shardcast.yaml")
+            path.write_text(yaml.safe_dump(ours))
+            os.environ[CONFIG_VARIABLE] = str(path)
+            parsed.config_file = os.fspath(Path(directory, "accelerate.yaml"))
+            Path(parsed.config_file).write_text(yaml.safe_dump(rest))
+        launch_command(parsed)
+    return 0
+
+
+def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The ``shardcast_config`` section of a launch file (``None``: there is none), and the rest.
+
+    Raises:
+        ValueError: the section or the file is no mapping, or there are two configurations.
+    """
+    if path is None:
+        return None, {}
+    content = yaml.safe_load(Path(path).read_text()) or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
+    if SECTION not in content:
+        return None, content
+    ours = content.pop(SECTION) or {}
+    if not isinstance(ours, dict):
+        raise ValueError(
+            f"{path}: {SECTION}: expected a mapping of options, got {type(ours).__name__}"
+        )
+    if os.environ.get(CONFIG_VARIABLE):
+        raise ValueError(
+            f"two configurations: {path} has a section {SECTION}, and {CONFIG_VARIABLE} names "
+            f"{os.environ[CONFIG_VARIABLE]}; unset one (single options: SHARDCAST_<FIELD>)"
+        )
+    return ours, content
+
+
+def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str, Any]) -> None:
+    """What would fail, or silently do something else, in every process that is started."""
+    # Not at the top: the other commands do not need Accelerate.
+    from shardcast.accelerate.guards import resolve_config
+
+    precision = str(parsed.mixed_precision or rest.get("mixed_precision") or "no").lower()
+    if precision == "fp8":
+        raise ValueError(
+            "mixed_precision: expected no, bf16 or fp16, got fp8; shardcast has no fp8"
+        )
+    resolve_config(precision, ours)
+    kind = str(rest.get("distributed_type", "")).upper()
+    for flag, name in (
+        ("use_deepspeed", "DEEPSPEED"),
+        ("use_fsdp", "FSDP"),
+        ("use_megatron_lm", "MEGATRON_LM"),
+        ("tpu", "XLA"),
+    ):
+        if getattr(parsed, flag) or kind == name:
+            raise ValueError(
+                f"distributed_type: expected MULTI_GPU or NO, got {name}; it shards or distributes "
+                "by itself and cannot be combined with shardcast"
+            )
+    processes = parsed.num_processes or rest.get("num_processes") or 1
+    several = int(processes) > 1 and (parsed.multi_gpu or kind == "MULTI_GPU")
+    if int(processes) > 1 and (parsed.cpu or kind == "MULTI_CPU"):
+        raise ValueError(
+            f"num_processes: {processes} asked for, but Accelerate starts one process with --cpu "
+            "or MULTI_CPU; use distributed_type: MULTI_GPU (or --multi_gpu) with use_cpu: true"
+        )
+    if several and rest.get("use_cpu"):  # Accelerate's launcher forgets it for several processes
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    on_cpu = parsed.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+        "1",
+        "true",
+        "yes",
+        "on",
+    )
+    if several and not on_cpu and not torch.accelerator.is_available():
+        raise ValueError(
+            f"distributed_type: MULTI_GPU with {processes} processes, but this machine has no GPU "
+            "that torch can use; for processes on the CPU say use_cpu: true in the file, as "
+            "configs/accelerate/shardcast_cpu.yaml does, or set ACCELERATE_USE_CPU=true"
+        )
+
+
+def _have_it_shard(parsed: Any) -> None:
+    """Start the script through :mod:`shardcast.run`: its Accelerator is then one that shards."""
+    script, arguments = parsed.training_script, parsed.training_script_args
+    if parsed.no_python:
+        print(
+            "shardcast launch: --no_python starts the program as it is; it shards only what it "
+            "passes to shardcast itself",
+            file=sys.stderr,
+        )
+    elif not (parsed.module and script == RUNNER):
+        if not parsed.module and not os.path.isfile(script):
+            raise FileNotFoundError(f"script {script!r} does not exist")
+        parsed.training_script_args = [*(["-m"] if parsed.module else []), script, *arguments]
+        parsed.training_script, parsed.module = RUNNER, True
