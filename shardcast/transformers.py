@@ -23,7 +23,7 @@ import torch
 
 from shardcast import checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
-from shardcast.checkpoint import commit
+from shardcast.checkpoint.directory import steps
 
 try:
     from transformers import Trainer
@@ -102,7 +102,7 @@ def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
         os.makedirs(output_dir, exist_ok=True)
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
     # Trainer may save a step a second time; a committed checkpoint is never overwritten.
-    number = max(commit.steps(folder), default=-1) + 1
+    number = max(steps(folder), default=-1) + 1
     pair = accelerator.sharded_model, accelerator.sharded_optimizer
     checkpoint.save(folder, *pair, step=number, keep=1)
 

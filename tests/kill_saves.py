@@ -1,7 +1,7 @@
 """Kill two processes that save checkpoints, at chosen points or random times; look what is left.
 
     python tests/kill_saves.py --random 100
-    python tests/kill_saves.py --points 1        # at every point; 50: of writes every 50th
+    python tests/kill_saves.py --points 1        # at every point, in every way; 50: at fewer
 
 The processes are forked, so that a kill costs a fraction of a second. After each one the directory
 must hold a whole old or a whole new checkpoint: every value says which step it is of.
@@ -28,12 +28,12 @@ from models import CASES, parts, sharded
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.checkpoint import commit, files
+from shardcast.checkpoint import directory, storage
 
 RANKS = 2
 
 
-class Killing(files.Files):
+class Killing(storage.Files):
     """Counts the points reached once it is switched on, and kills processes at one of them."""
 
     def __init__(self, at: int = -1, everybody: bool = False) -> None:
@@ -61,7 +61,7 @@ def save_steps(folder: Path, rank: int, steps: range, layer: Killing) -> None:
         "gloo", init_method=f"file://{folder}.store", rank=rank, world_size=RANKS
     )
     model, optimizer = job(dist.group.WORLD)
-    files.SYSTEM = layer
+    storage.SYSTEM = layer
     for step in steps:
         with torch.no_grad():
             for master in optimizer.engine.shards:
@@ -112,7 +112,7 @@ def whole_step(folder: Path) -> int:
 
 def wait_for_first(folder: Path, ranks: list[int]) -> None:
     deadline = time.monotonic() + 30
-    while not commit.steps(folder):
+    while not directory.steps(folder):
         if time.monotonic() > deadline:
             finish(ranks)
             raise TimeoutError("no checkpoint was committed within 30 seconds")
@@ -136,7 +136,10 @@ def at_random_times(base: Path, count: int) -> list[int]:
 
 
 def at_points(base: Path, every: int) -> list[int]:
-    """Kills of one rank and of all, at each point of a second save; of writes at some."""
+    """Kills of one rank and of all, at each point of a second save; of writes at some.
+
+    With ``every`` above 1 each point gets one of the four, in turn.
+    """
     folder = base / "whole"
     ranks = start(folder, range(1, 3), [Killing() for _ in range(RANKS)])
     for child in ranks:
@@ -144,8 +147,11 @@ def at_points(base: Path, every: int) -> list[int]:
             raise AssertionError("a save without kills failed")
     seen = [(folder / f".seen-{rank}").read_text().split() for rank in range(RANKS)]
     kinds, found = set(), []
-    for rank, everybody in [(r, e) for r in range(RANKS) for e in (False, True)]:
+    ways = [(r, e) for r in range(RANKS) for e in (False, True)]
+    for number, (rank, everybody) in enumerate(ways):
         for at, kind in enumerate(seen[rank]):
+            if every > 1 and kind != "write" and (len(seen[rank]) - at) % len(ways) != number:
+                continue
             if kind == "write" and at % every:  # chunks are many small writes, much alike
                 continue
             folder = base / f"{rank}-{everybody}-{at}"

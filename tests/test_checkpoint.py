@@ -18,9 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardcast import checkpoint
-from shardcast.checkpoint import files
-from shardcast.checkpoint.access import Held
-from shardcast.checkpoint.shards import boxes
+from shardcast.checkpoint import storage
+from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.parts import boxes
 from shardcast.comm import Comm
 from shardcast.testing import SpawnedWorld
 
@@ -90,14 +90,15 @@ def compare(saved: list[Any], loaded: list[Any], same_dtype: bool = True) -> Non
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize(("n", "m"), list(itertools.product(range(1, 5), range(1, 5))))
+@pytest.mark.parametrize("n", range(1, 5))
 def test_n_ranks_to_m_ranks_is_exact_and_goes_on_as_if_nothing_was(
-    tmp_path: Path, n: int, m: int, partition: str
+    tmp_path: Path, n: int, partition: str
 ):
     fields = {"param_dtype": BF16, "partition": partition}
     saved, _ = run_world(n, saving, str(tmp_path), "gpt", "adamw", fields)
-    loaded, _ = run_world(m, loading, str(tmp_path), "gpt", "adamw", fields)
-    compare(saved, loaded)
+    for m in range(1, 5):
+        loaded, _ = run_world(m, loading, str(tmp_path), "gpt", "adamw", fields)
+        compare(saved, loaded)
 
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -180,7 +181,7 @@ def mixed(group: Any, folder: str, load: bool) -> Any:
         checkpoint.load(folder, model, optimizer)
     else:
         model.count = 7
-        model.norm.running_mean += 1.5
+        model.norm.running_mean += 1.5 + group.rank()  # each rank has its own batches
         for param in [*model.body.parameters(), *model.norm.parameters()]:
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -197,7 +198,8 @@ def test_frozen_and_outer_parameters_and_buffers_come_back_on_every_rank(tmp_pat
     saved, _ = run_world(2, mixed, str(tmp_path), False)
     loaded, _ = run_world(3, mixed, str(tmp_path), True)
     assert_same_bits(whole(r[0] for r in loaded), whole(r[0] for r in saved))
-    for _, tensors, count in loaded:
+    assert not torch.equal(saved[1][1]["norm.running_mean"], saved[0][1]["norm.running_mean"])
+    for _, tensors, count in loaded:  # buffers are rank 0's, as docs/checkpoints.md says
         assert count == 7
         assert_same_bits(tensors, saved[0][1])
 
@@ -206,17 +208,17 @@ def test_a_load_sends_every_span_once_frozen_ones_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run_world(2, mixed, str(tmp_path), False)
-    sent, send, loading = [], Comm.broadcast, Held.publish
+    sent, send, loading = [], Comm.broadcast, Snapshot.publish
 
     def counting(comm: Comm, tensor: torch.Tensor, owner: int) -> None:
         sent.append(tensor.data_ptr())
         send(comm, tensor, owner)
 
-    def publish(held: Held) -> None:  # what comes before are the values at the start
+    def publish(snapshot: Snapshot) -> None:  # what comes before are the values at the start
         monkeypatch.setattr(Comm, "broadcast", counting)
-        loading(held)
+        loading(snapshot)
 
-    monkeypatch.setattr(Held, "publish", publish)
+    monkeypatch.setattr(Snapshot, "publish", publish)
     run_world(2, mixed, str(tmp_path), True)
     assert len(sent) == len(set(sent)) > 4
 
@@ -362,12 +364,12 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     advance(model, optimizer, 0, 1)
     checkpoint.save(tmp_path / "run", model, optimizer, step=1)
 
-    class Full(files.Files):
+    class Full(storage.Files):
         def reached(self, point: str, path: str) -> None:
             if point == "create" and path.endswith("optimizer.pt"):
                 raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(files, "SYSTEM", Full())
+    monkeypatch.setattr(storage, "SYSTEM", Full())
     with pytest.raises(OSError, match="No space left"):
         checkpoint.export(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -16,13 +16,15 @@ import torch
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 
 from shardcast import checkpoint
-from shardcast.checkpoint import files
-from shardcast.checkpoint.background import BACKGROUND, save_async
+from shardcast.checkpoint import background, saving, storage
+from shardcast.checkpoint.background import save_async
+from shardcast.checkpoint.directory import BACKGROUND
+from shardcast.checkpoint.directory import steps as checkpoints
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Gate(files.Files):
+class Gate(storage.Files):
     """Data is written only when the gate is open; can also fail, on one rank."""
 
     def __init__(self, fails: str = "") -> None:
@@ -48,7 +50,7 @@ def train(model: Any, optimizer: Any, first: int, last: int) -> None:
         optimizer.zero_grad()
 
 
-def saving(group: Any, folder: str, gate: Gate) -> Any:
+def saving_beside(group: Any, folder: str, gate: Gate) -> Any:
     model, optimizer = job(group)
     train(model, optimizer, 0, 2)
     before = parts(optimizer), values(model)
@@ -69,8 +71,8 @@ def loading(group: Any, folder: str) -> Any:
 
 def test_steps_during_a_save_are_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = Gate()
-    monkeypatch.setattr(files, "SYSTEM", gate)
-    before, _ = run_world(3, saving, str(tmp_path), gate)
+    monkeypatch.setattr(storage, "SYSTEM", gate)
+    before, _ = run_world(3, saving_beside, str(tmp_path), gate)
     after, _ = run_world(2, loading, str(tmp_path))
     assert_same_bits(whole(r[0] for r in after), whole(r[0] for r in before))
     assert_same_bits(after[0][1], before[0][1])
@@ -81,12 +83,10 @@ def test_steps_during_a_save_are_not_in_it(tmp_path: Path, monkeypatch: pytest.M
 
 def test_without_the_copy_steps_would_get_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: what the comparison above would see if parts were not copied."""
-    from shardcast.checkpoint import background
-
     gate = Gate()
-    monkeypatch.setattr(files, "SYSTEM", gate)
+    monkeypatch.setattr(storage, "SYSTEM", gate)
     monkeypatch.setattr(background, "_copied", lambda part: part)
-    before, _ = run_world(3, saving, str(tmp_path), gate)
+    before, _ = run_world(3, saving_beside, str(tmp_path), gate)
     after, _ = run_world(2, loading, str(tmp_path))
     with pytest.raises(AssertionError):
         assert_same_bits(whole(r[0] for r in after), whole(r[0] for r in before))
@@ -94,7 +94,7 @@ def test_without_the_copy_steps_would_get_into_it(tmp_path: Path, monkeypatch: p
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = Gate()
-    monkeypatch.setattr(files, "SYSTEM", gate)
+    monkeypatch.setattr(storage, "SYSTEM", gate)
     model, optimizer = job()
     first = save_async(tmp_path, model, optimizer, step=1)
     timer = threading.Timer(0.2, gate.open.set)
@@ -109,9 +109,9 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
 def test_a_save_in_between_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = Gate()
     model, optimizer = job()
-    monkeypatch.setattr(files, "SYSTEM", gate)
+    monkeypatch.setattr(storage, "SYSTEM", gate)
     slow = save_async(tmp_path, model, optimizer, step=1)
-    monkeypatch.setattr(files, "SYSTEM", files.Files())
+    monkeypatch.setattr(storage, "SYSTEM", storage.Files())
     checkpoint.save(tmp_path, model, optimizer, step=2)
     gate.open.set()
     slow.wait()
@@ -119,7 +119,7 @@ def test_a_save_in_between_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_one_rank_is_raised_on_all_at_the_next_call(
+def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -127,32 +127,60 @@ def test_an_error_of_one_rank_is_raised_on_all_at_the_next_call(
 ):
     gate = Gate(fails=f"__{rank}_0")
     gate.open.set()
-    monkeypatch.setattr(files, "SYSTEM", gate)
+    monkeypatch.setattr(storage, "SYSTEM", gate)
 
-    def two_saves(group: Any) -> None:
+    def three_saves(group: Any) -> None:
         model, optimizer = job(group)
-        save_async(tmp_path, model, optimizer, step=1)
-        with pytest.raises(RuntimeError, match=r"is lost.*No space"):
-            save_async(tmp_path, model, optimizer, step=2)
+        lost = save_async(tmp_path, model, optimizer, step=1)
+        lost.end("test")
         gate.fails = ""
-        save_async(tmp_path, model, optimizer, step=3).wait()  # and it goes on
+        second = save_async(tmp_path, model, optimizer, step=2)
+        save_async(tmp_path, model, optimizer, step=3).wait()
+        assert second.wait().exists(), "the one after a failure is kept"
+        # Whoever asks gets the same answer on all ranks, with the file that it is about.
+        with pytest.raises(RuntimeError, match=rf"step-000000001' is lost.*No space.*__{rank}_0"):
+            lost.wait()
 
     with caplog.at_level(logging.ERROR):
-        run_world(2, two_saves)
-    assert "is lost" in caplog.text
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000000003"
+        run_world(2, three_saves)
+    assert [r.levelname for r in caplog.records] == ["ERROR"] and "is lost" in caplog.text
+    assert list(checkpoints(tmp_path)) == [3, 2]
     assert not list(tmp_path.glob(BACKGROUND + "*"))
+
+
+def test_who_waits_for_a_save_that_fails_is_not_told_by_the_log_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    gate = Gate(fails="__0_0")
+    monkeypatch.setattr(storage, "SYSTEM", gate)
+    model, optimizer = job()
+    save = save_async(tmp_path, model, optimizer, step=1)
+    timer = threading.Timer(0.2, gate.open.set)
+    timer.start()
+    with pytest.raises(RuntimeError, match="No space"):
+        save.wait()
+    timer.join()
+    assert not caplog.records
+
+
+def test_a_save_beside_a_save_async_is_named_on_all_ranks(tmp_path: Path):
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group)
+        for _ in range(2):  # with none under way, then with one
+            with pytest.raises(RuntimeError, match=r"rank 0: save_async; rank 1: save; make"):
+                verb = checkpoint.save if group.rank() == 1 else save_async
+                verb(tmp_path, model, optimizer, step=1)
+            save_async(tmp_path, model, optimizer, step=2 + _).wait()
+
+    run_world(2, attempt)
+    assert list(checkpoints(tmp_path)) == [3, 2]
 
 
 def test_rank_0_gives_up_on_a_rank_that_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from shardcast.checkpoint import background
-
-    say = background._Job._say
-    monkeypatch.setattr(
-        background._Job, "_say", lambda job, answer: job.held.rank or say(job, answer)
-    )
+    tell = saving.Job.tell
+    monkeypatch.setattr(saving.Job, "tell", lambda job, message: job.rank or tell(job, message))
 
     def lost(group: Any) -> None:
         model, optimizer = job(group)
@@ -166,41 +194,54 @@ def test_rank_0_gives_up_on_a_rank_that_says_nothing(
 SCRIPT = """
 import sys, time, torch, shardcast
 from torch import nn
-from shardcast.checkpoint import files
-from shardcast.checkpoint.background import save_async
+from shardcast.checkpoint import save_async, storage
 
-class Slow(files.Files):
+class Slow(storage.Files):
     def reached(self, point, path):
         if point == "create" and path.endswith(".distcp"):
-            print("writing", flush=True)
-            time.sleep(float(sys.argv[2]))
+            time.sleep(0.5)
 
 model = nn.Linear(3, 3)
 optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), fuse="eager")
-files.SYSTEM = Slow()
+storage.SYSTEM = Slow()
 save_async(sys.argv[1], model, optimizer, step=1)
 """
 
 
-def script(folder: Path, seconds: float) -> subprocess.Popen[str]:
-    root = Path(__file__).parent.parent
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), str(seconds)],
-        stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
-
-
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path):
-    with script(tmp_path, 1.0) as process:
-        assert process.wait(40) == 0
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root}
+    command = [sys.executable, "-c", SCRIPT, tmp_path]
+    subprocess.run(command, check=True, timeout=50, cwd=root, env=environment)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000000001"
 
 
+def begin_and_say_so(folder: Path, pipe: int) -> None:
+    class Blocked(storage.Files):
+        def reached(self, point: str, path: str) -> None:
+            if point == "create" and path.endswith(".distcp"):
+                os.write(pipe, b"writing")
+                threading.Event().wait()
+
+    storage.SYSTEM = Blocked()
+    model, optimizer = job()
+    save_async(folder, model, optimizer, step=1).wait()
+
+
 def test_a_process_that_is_killed_leaves_nothing_that_is_taken(tmp_path: Path):
-    with script(tmp_path, 30.0) as process:
-        assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait(20)
+    said, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            begin_and_say_so(tmp_path, say)
+        finally:
+            os._exit(1)
+    os.close(say)
+    told = os.read(said, 7)
+    os.close(said)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert told == b"writing"
     assert checkpoint.latest(tmp_path) is None
     assert list(tmp_path.glob(BACKGROUND + "*")), "the control: it was under way"
     model, optimizer = job()

@@ -19,14 +19,13 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.checkpoint import commit, files
-from shardcast.testing import SpawnedWorld
+from shardcast.checkpoint import directory, storage
 
 pytestmark = pytest.mark.timeout(120)
 BF16 = torch.bfloat16
 
 
-class Counting(files.Files):
+class Counting(storage.Files):
     """Counts the points that are reached, and does something at one of them."""
 
     def __init__(self, at: int = -1, act: Callable[[], None] = lambda: None) -> None:
@@ -57,7 +56,7 @@ def snapshot(model: nn.Module, optimizer: Any) -> dict[Any, torch.Tensor]:
     return {**parts(optimizer), **values(model)}
 
 
-def two_saves(folder: Path, layer: files.Files) -> tuple[Any, Any]:
+def two_saves(folder: Path, layer: storage.Files) -> tuple[Any, Any]:
     """Step 1 saved, step 2 saved through ``layer``; the states of both."""
     model, optimizer = job()
     first = snapshot(model, optimizer)
@@ -65,11 +64,11 @@ def two_saves(folder: Path, layer: files.Files) -> tuple[Any, Any]:
     install(model, 1)
     optimizer.step()
     second = snapshot(model, optimizer)
-    before, files.SYSTEM = files.SYSTEM, layer
+    before, storage.SYSTEM = storage.SYSTEM, layer
     try:
         checkpoint.save(folder, model, optimizer, step=2, keep=1)
     finally:
-        files.SYSTEM = before
+        storage.SYSTEM = before
     return first, second
 
 
@@ -95,14 +94,14 @@ def killed_child(work: Callable[[], None]) -> int:
 def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: Path, how: str):
     counting = Counting()
     states = two_saves(tmp_path / "whole", counting)
-    assert {"create", "write", "flush", "rename", "acknowledge", "mkdir", "remove"} == {
+    assert {"create", "write", "flush", "rename", "tell", "acknowledge", "mkdir", "remove"} == {
         point.split()[0] for point in counting.seen
     }
+    committed = max(n for n, p in enumerate(counting.seen) if p.startswith("rename .writing"))
     found = set()
-    # Chunks are many small writes, which differ in nothing: every sixth or twentieth will do.
-    every = 6 if how == "raise" else 20
+    # Chunks are many small writes, which differ in nothing: every twentieth will do.
     chosen = [
-        n for n, p in enumerate(counting.seen) if not p.startswith("write __0") or n % every == 0
+        n for n, p in enumerate(counting.seen) if not p.startswith("write __0") or n % 20 == 0
     ]
     for number in chosen:
         folder = tmp_path / str(number)
@@ -118,7 +117,7 @@ def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: P
                 except OSError:
                     pass
                 else:
-                    assert number > counting.seen.index("acknowledge committed")
+                    assert number > committed
         step, state = loaded(folder)
         assert_same_bits(state, states[step - 1])
         found.add(step)
@@ -141,17 +140,17 @@ def test_overwriting_in_place_would_not_survive_this(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["--random=12", "--points=150"])
-def test_killed_processes_leave_one_step_whole(how: str):
+def test_killed_processes_leave_one_step_whole():
     """Two gloo processes; `python tests/kill_saves.py --random 100 --points 1` does more."""
+    script = Path(__file__).with_name("kill_saves.py")
     finished = subprocess.run(
-        [sys.executable, Path(__file__).with_name("kill_saves.py"), how],
+        [sys.executable, script, "--random=10", "--points=150"],
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert re.search(r"^\d\d+ kills", finished.stdout, re.MULTILINE)
+    assert len(re.findall(r"^\d\d+ kills", finished.stdout, re.MULTILINE)) == 2
 
 
 def save_in_world(group: Any, folder: str, step: int, steps: int, case: str = "tiny") -> Any:
@@ -169,7 +168,7 @@ def load_in_world(group: Any, folder: str, case: str = "tiny") -> Any:
 def test_one_rank_that_fails_makes_all_raise_and_none_hang(tmp_path: Path, monkeypatch: Any):
     run_world(2, save_in_world, str(tmp_path), 1, 1)
     layer = Counting()
-    monkeypatch.setattr(files, "SYSTEM", layer)
+    monkeypatch.setattr(storage, "SYSTEM", layer)
     run_world(2, save_in_world, str(tmp_path), 2, 2)
     chosen = [n for n, p in enumerate(layer.seen) if not p.startswith("write __") or n % 15 == 0]
     raised: list[str] = []
@@ -181,30 +180,14 @@ def test_one_rank_that_fails_makes_all_raise_and_none_hang(tmp_path: Path, monke
             raised.append(str(error))
 
     for step, number in enumerate(chosen, start=3):
-        monkeypatch.setattr(files, "SYSTEM", Counting(number, fail))
+        monkeypatch.setattr(storage, "SYSTEM", Counting(number, fail))
         raised.clear()
         run_world(2, catching, step)
         assert len(raised) == 2 and all("No space" in text for text in raised), raised
-        monkeypatch.setattr(files, "SYSTEM", files.Files())
+        monkeypatch.setattr(storage, "SYSTEM", storage.Files())
         (found, _), _ = run_world(2, load_in_world, str(tmp_path))[0]
         # A failed flush of the parent, or acknowledgement, comes after the commit.
-        assert found in (max(s for s in commit.steps(tmp_path)),)
-
-
-def dying(group: Any, folder: str) -> None:
-    if group.rank() == 1:
-        files.SYSTEM = Counting(30, lambda: os._exit(9))
-    save_in_world(group, folder, 2, 2, "mlp")
-
-
-def test_a_rank_process_that_dies_leaves_the_old_checkpoint(tmp_path: Path, gloo: SpawnedWorld):
-    before = gloo.run(save_in_world, str(tmp_path), 1, 1, "mlp")
-    with pytest.raises(Exception, match=r"(?i)rank 1|died|exit"):
-        gloo.run(dying, str(tmp_path), timeout=20.0)
-    after = gloo.run(load_in_world, str(tmp_path), "mlp")
-    for (step, state), expected in zip(after, before, strict=True):
-        assert step == 1
-        assert_same_bits(state, expected)
+        assert found in (max(s for s in directory.steps(tmp_path)),)
 
 
 def truncate(path: Path) -> None:
@@ -354,7 +337,7 @@ def test_arguments_are_checked(tmp_path: Path, monkeypatch: Any):
             save(step=2)
     for step in (2, 3, 4):
         save(step=step, keep=2)
-    assert list(commit.steps(tmp_path)) == [4, 3]
+    assert list(directory.steps(tmp_path)) == [4, 3]
 
 
 def test_ranks_with_other_arguments_all_raise(tmp_path: Path):
@@ -364,7 +347,7 @@ def test_ranks_with_other_arguments_all_raise(tmp_path: Path):
             checkpoint.save(tmp_path, model, optimizer, step=1 + group.rank())
 
     run_world(2, attempt)
-    assert not commit.steps(tmp_path)
+    assert not directory.steps(tmp_path)
 
 
 class Strange(nn.Linear):
@@ -434,5 +417,5 @@ def test_metadata_of_a_stranger_runs_nothing(tmp_path: Path):
     from shardcast.checkpoint.dcp import Reader
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(os.getcwd))
-    with pytest.raises(pickle.UnpicklingError, match="unexpected posix"):
+    with pytest.raises(RuntimeError, match=r"cannot be read.*unexpected posix"):
         Reader(tmp_path)

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardcast import checkpoint
-from shardcast.checkpoint import commit
+from shardcast.checkpoint import directory
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 ROOT = Path(__file__).parents[1]
@@ -154,14 +154,14 @@ def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(tmp_path: 
     command = ["launch/train.py", *RUN, "--output", str(tmp_path / "run")]
     agents = [nodes.start("1:2", *command, "--checkpoint-dir", str(saved)) for _ in range(2)]
     deadline = time.monotonic() + 90
-    while len(commit.steps(saved)) < 3 and time.monotonic() < deadline:
+    while len(directory.steps(saved)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     cut_off(agents[1])
     agents[1].communicate()
     out = ended(agents[0])
     assert worlds(tmp_path / "run") == [2, 1], out
     sizes = {
-        step: checkpoint.inspect(path).world_size for step, path in commit.steps(saved).items()
+        step: checkpoint.inspect(path).world_size for step, path in directory.steps(saved).items()
     }
     assert sizes[400] == 1
     resumed = max(step for step, size in sizes.items() if size == 2)
@@ -169,7 +169,7 @@ def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(tmp_path: 
 
     # One process by itself, from a copy of that checkpoint, comes to the same weights.
     copy = tmp_path / "copy"
-    shutil.copytree(commit.steps(saved)[resumed], copy / commit.steps(saved)[resumed].name)
+    shutil.copytree(directory.steps(saved)[resumed], copy / directory.steps(saved)[resumed].name)
     alone = [sys.executable, *command[:-1], str(tmp_path / "alone")]
     done = subprocess.run(
         [*alone, "--checkpoint-dir", str(copy)],

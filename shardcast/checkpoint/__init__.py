@@ -13,11 +13,11 @@ must call them, and so are :func:`save_async`, :func:`load_plain`, :func:`import
 """
 
 from shardcast.checkpoint.background import Saving, save_async
-from shardcast.checkpoint.commit import DamagedCheckpointError
+from shardcast.checkpoint.directory import DamagedCheckpointError, Info, inspect, latest
 from shardcast.checkpoint.exporting import export
-from shardcast.checkpoint.importers import import_dcp, import_deepspeed
+from shardcast.checkpoint.foreign import import_dcp, import_deepspeed
 from shardcast.checkpoint.loading import Resumed, load, resume
-from shardcast.checkpoint.looking import Info, Stored, inspect, latest
+from shardcast.checkpoint.parts import Stored
 from shardcast.checkpoint.plain import load_plain
 from shardcast.checkpoint.saving import save
 

@@ -5,26 +5,30 @@ The one place in this package that uses the engine of a :class:`shardcast.Sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.checkpoint.shards import Part, is_elementwise, model_path, state_path, whole
+from shardcast.checkpoint import storage
+from shardcast.checkpoint.parts import Part, Stored, is_elementwise, model_path, state_path, whole
+from shardcast.checkpoint.source import Source
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.plan.layout import Fragment, Slot
+from shardcast.plan.precision import MASTER_DTYPE
 
+T = TypeVar("T")
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
 RECOMPUTED = "_checkpoint_wrapped_module."
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
 
 
-class Held:
-    """A model and its optimizer, as parts that are stored under names.
+class Snapshot:
+    """The present values of a model and its optimizer, as parts that are stored under names.
 
     Raises:
         TypeError: ``optimizer`` is not a sharded one.
@@ -39,16 +43,16 @@ class Held:
         self.model = _compat.unwrapped(model)
         self._optimizer = optimizer
         self._engine = engine = optimizer.engine
-        self._shards, self._update = engine.shards, engine.update
-        self._comm = engine.comm
+        self._shards, self._update, self._comm = engine.shards, engine.update, engine.comm
         self.rank, self.size = self._comm.rank, self._comm.size
         self.partition = optimizer.layout.partition
-        self._device = engine.device
         self.slots: dict[str, Slot] = {slot.name: slot for _, slot in optimizer.layout.slots()}
         held = {param for shard in self._shards for param in shard.pack.params}
-        self._outside = {n: p for n, p in self.model.named_parameters() if p not in held}
+        outside = {n: p for n, p in self.model.named_parameters() if p not in held}
+        buffers = _persistent(self.model)
+        self._rest = {**outside, **buffers}  # what is stored besides the masters
+        self._outside = outside
         stored = self.model.state_dict(keep_vars=True)
-        self._buffers = _persistent(self.model)
         self._extra = {n: v for n, v in stored.items() if n.split(".")[-1] == EXTRA_STATE}
 
     def check_model(self) -> None:
@@ -58,27 +62,17 @@ class Held:
                 "model: it is not the one that the optimizer was sharded with; pass that one"
             )
 
-    def together(self, act: Callable[[], Any], point: Callable[[], None]) -> list[Any]:
-        """Run ``act`` here, tell everybody how it went; all ranks' results, or all raise.
+    def together(self, act: Callable[[], T], call: str) -> T:
+        """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
 
         Args:
-            point: called before this rank tells the others; for tests.
+            call: what the caller is in; ranks that meet here in different calls all raise.
         """
-        value, error = None, None
-        try:
-            value = act()
-            point()
-        except Exception as raised:
-            error = raised
-        told = None if error is None else (isinstance(error, ValueError), str(error))
-        everyone = self._comm.exchange((value, told), self._device)
-        if error is not None:
-            raise error
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs is not None:
-                kind = ValueError if theirs[0] else RuntimeError
-                raise kind(f"rank {rank}: {theirs[1]}")
-        return [result for result, _ in everyone]
+        return self._comm.together(_acknowledging(act, call), self._engine.device, call)
+
+    def collect(self, act: Callable[[], T], call: str) -> list[T]:
+        """:meth:`together`; what it returned on all ranks, which should be small."""
+        return self._comm.collect(_acknowledging(act, call), self._engine.device, call)
 
     # -- out --------------------------------------------------------------------------------
 
@@ -100,11 +94,10 @@ class Held:
             for name, slot in self.slots.items():
                 if slot.numel == 0:
                     yield Part(model_path(name), slot.shape, 0, torch.empty(0))
-            for name, buffer in self._buffers.items():
-                yield whole(model_path(name), buffer)
-        for number, (name, param) in enumerate(self._outside.items()):
-            if number % self.size == self.rank:  # equal on all ranks
-                yield whole(model_path(name), param)
+        for number, (name, tensor) in enumerate(self._rest.items()):
+            owner = number % self.size if name in self._outside else 0  # equal on all ranks
+            if owner == self.rank:
+                yield whole(model_path(name), tensor)
 
     def objects(self) -> dict[str, dict[str, Any]]:
         """This rank's state that is not a tensor, by parameter and state name."""
@@ -141,68 +134,76 @@ class Held:
 
     def by_name(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights under ``state_dict``'s keys by the names that are used here."""
-        self.check_model()
         ours = [*self.shapes(), *self.head()["ties"]]
         names = {state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every stored parameter and buffer of the model, by name."""
-        rest = {**self._outside, **self._buffers}
         shapes = {name: slot.shape for name, slot in self.slots.items()}
-        return {**shapes, **{name: tuple(tensor.shape) for name, tensor in rest.items()}}
+        return {**shapes, **{name: tuple(tensor.shape) for name, tensor in self._rest.items()}}
 
-    def load_head(self, head: Mapping[str, Any], with_state: set[str]) -> None:
-        """Take the options and the loss scale; make ready the packs that have state."""
+    def take_options(self, source: Source) -> None:
+        """Take groups, loss scale and extra state; make ready the packs that have state."""
         packs = {
-            pack.index for pack, slot in self._optimizer.layout.slots() if slot.name in with_state
+            pack.index
+            for pack, slot in self._optimizer.layout.slots()
+            if source.state.get(slot.name)
         }
         self._engine.activate_packs(packs)
-        load_groups(self._optimizer.param_groups, head["groups"])
-        self._engine.combine.load_state_dict(head["scaler"])
-        for name, value in head["extra_state"].items():
+        if source.groups is not None:
+            load_groups(self._optimizer.param_groups, source.groups)
+        if source.scaler is not None:
+            self._engine.combine.load_state_dict(dict(source.scaler))
+        for name, value in (source.extra_state or {}).items():
             self.model.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(
                 value
             )
 
     @torch.no_grad()
-    def load(
-        self,
-        read: Callable[[Sequence[Part]], None],
-        fresh: Callable[[str, int, int], tuple[list[Part], dict[str, Any]]],
-    ) -> None:
-        """Read masters and state pack by pack. Local; :meth:`publish` must follow.
-
-        Args:
-            read: fills parts.
-            fresh: given a parameter and an interval, new memory for its stored state, and the
-                state made of it.
-        """
+    def take_tensors(self, source: Source) -> None:
+        """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
         for shard in self._shards:
-            parts, exact, states = [], [], []
-            for fragment in shard.fragments:
-                slot, (start, stop) = fragment.slot, fragment.param_range
-                own = shard.exact(fragment)
-                exact.append(own)
-                parts.append(Part(model_path(slot.name), slot.shape, start, own))
-                needed, values = fresh(slot.name, start, stop)
-                parts += needed
-                states.append(values)
-            read(parts)
-            for number, (own, values) in enumerate(zip(exact, states, strict=True)):
-                shard.set_exact(shard.fragments[number], own)
-                self._update.load_fragment(shard, number, values)
-        rest = {**self._outside, **self._buffers}
-        staged = {name: torch.empty_like(tensor.detach()) for name, tensor in rest.items()}
-        staged = {name: tensor.contiguous() for name, tensor in staged.items()}
-        read([whole(model_path(name), tensor) for name, tensor in staged.items()])
-        for name, tensor in rest.items():
+            self._take_pack(shard, source)
+        staged = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in self._rest.items()}
+        source.read([whole(model_path(name), tensor) for name, tensor in staged.items()])
+        for name, tensor in self._rest.items():
             tensor.copy_(staged[name])
+
+    def _take_pack(self, shard: Shard, source: Source) -> None:
+        parts, exact, states = [], [], []
+        for fragment in shard.fragments:
+            slot, (start, stop) = fragment.slot, fragment.param_range
+            exact.append(shard.exact(fragment))
+            parts.append(Part(model_path(slot.name), slot.shape, start, exact[-1]))
+            states.append(dict(source.state.get(slot.name, {})))
+            for key, stored in states[-1].items():
+                if isinstance(stored, Stored):
+                    path, shape = state_path(slot.name, key), stored.shape
+                    widened = stored.dtype.is_floating_point and shape and not source.exact
+                    dtype = MASTER_DTYPE if widened else stored.dtype
+                    cut = shape and (shape == slot.shape or self.partition == "even")
+                    value = torch.empty((stop - start,) if cut else shape, dtype=dtype)
+                    parts.append(Part(path, shape, start if cut else 0, value.view(-1)))
+                    states[-1][key] = value
+        source.read(parts)
+        for number, (own, values) in enumerate(zip(exact, states, strict=True)):
+            shard.set_exact(shard.fragments[number], own)
+            self._update.load_fragment(shard, number, values)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
         self._engine.publish()
+
+
+def _acknowledging(act: Callable[[], T], call: str) -> Callable[[], T]:
+    def acknowledged() -> T:
+        value = act()
+        storage.SYSTEM.reached("acknowledge", call)
+        return value
+
+    return acknowledged
 
 
 def state_key(name: str) -> str:

@@ -1,37 +1,29 @@
 """``save_async``: training waits for the copy to host memory, not for the disk.
 
-The thread uses no collectives, which would mix with those of training. Each rank acknowledges by
-a small file beside its data; rank 0 waits for all of them, removes them and commits as ``save``
-does. A directory being written is called ``.background-...``, so that a ``save`` in between,
-which sweeps ``.writing-...``, leaves it alone.
+The thread uses no collectives, which would mix with those of training: rank 0 waits for the
+messages that the others leave beside their data, and commits as ``save`` does. A directory being
+written is called ``.background-...``, so that a ``save`` in between leaves it alone.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import logging
 import os
-import shutil
 import threading
-import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardcast.checkpoint import commit, files, saving
-from shardcast.checkpoint.access import Held
-from shardcast.checkpoint.dcp import Record
-from shardcast.checkpoint.shards import Part
+from shardcast.checkpoint import saving
+from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.parts import Part
 
 LOG = logging.getLogger("shardcast.checkpoint")
-BACKGROUND, ACKNOWLEDGED = ".background-", "acknowledged-"
-POLL = 0.02  # seconds between two looks for acknowledgements
 _running: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()  # by optimizer
 
 
@@ -49,127 +41,41 @@ def save_async(
     """As :func:`~shardcast.checkpoint.save`, but return once the state is copied to the host.
 
     Every rank of the optimizer's group must call it, between steps. Host memory for this rank's
-    part is needed. A ``save_async`` that still runs is waited for first, and its error is raised
-    here. A process that ends waits for its part; if a rank is killed, the checkpoint is lost and
-    rank 0 logs it after ``timeout`` seconds. Other arguments are those of ``save``.
+    part is needed. A ``save_async`` that still runs is waited for first. One that fails is logged
+    on rank 0 as soon as that is known, raised by its ``wait()``, and costs no other checkpoint. A
+    process that ends waits for its part; if a rank is killed, the checkpoint is lost and rank 0
+    logs it after ``timeout`` seconds. Other arguments are those of ``save``.
 
     Returns:
         The save under way; its ``wait()`` is collective.
 
     Raises:
-        ValueError, RuntimeError, OSError: as ``save``; or the save before failed.
+        ValueError, RuntimeError, OSError: as ``save``.
     """
-    held = Held(model, optimizer)
-    before = _running.pop(optimizer, None)
+    snapshot = Snapshot(model, optimizer)
+    before = _running.get(optimizer)
     if before is not None:
-        before.wait()
-    arguments = (os.path.abspath(directory), step, keep)
-    begun = saving.begin(held, arguments, extra, per_rank, _prepare)
-    jobs: list[_Job] = []
+        before.end("save_async")
+    job = saving.begin(
+        snapshot, "save_async", (os.path.abspath(directory), step, keep), extra, per_rank
+    )
 
-    def stage() -> None:
-        copies = _Copies(held.rank, list(map(_copied, held.parts())))
-        values = copy.deepcopy(begun.values) if held.rank == 0 else {}
-        kept = dataclasses.replace(begun, values=values)
-        jobs.append(_Job(copies, held.size, kept, keep, timeout))
+    def copied() -> tuple[saving.Job, list[Part]]:
+        own, once = copy.deepcopy((job.own, job.once))
+        kept = dataclasses.replace(job, own=own, once=once, timeout=timeout)
+        return kept, list(map(_copied, snapshot.parts()))
 
-    held.together(stage, _reached)
-    _running[optimizer] = Saving(held, jobs[0])
-    return _running[optimizer]
-
-
-def _reached() -> None:
-    files.SYSTEM.reached("acknowledge", "background")
-
-
-def _prepare(base: Path, target: Path, total: int, step: int) -> str:
-    """Room, permission and a fresh directory, on rank 0; what killed runs left is removed."""
-    if base.is_dir():
-        for path in base.iterdir():
-            if path.name.startswith(BACKGROUND):
-                files.SYSTEM.remove(path)
-    made = saving.prepare(base, target, total, step)
-    name = BACKGROUND + made.removeprefix(commit.WRITING)
-    files.SYSTEM.rename(base / made, base / name)
-    return name
+    try:
+        running = Saving(snapshot, *snapshot.together(copied, "save_async"))
+    except Exception:
+        job.abandon()
+        raise
+    _running[optimizer] = running
+    return running
 
 
 def _copied(part: Part) -> Part:
     return dataclasses.replace(part, flat=part.flat.detach().to("cpu", copy=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copies:
-    """Stands for :class:`Held` where parts are written."""
-
-    rank: int
-    copies: list[Part]
-
-    def parts(self) -> Iterator[Part]:
-        return iter(self.copies)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    held: _Copies
-    size: int
-    begun: saving.Begun
-    keep: int | None
-    timeout: float
-
-    def run(self) -> None:
-        rank = self.held.rank
-        try:
-            records, name, sums = saving.write(self.held, self.begun)
-        except Exception as error:
-            self._say({"error": f"rank {rank}: {error}"})
-            raise
-        _reached()
-        self._say({"records": list(map(_packed, records)), "name": name, "sums": sums})
-        if rank == 0:
-            try:
-                saving.commit_all(self.begun, self._answers())
-            except Exception:
-                shutil.rmtree(self.begun.writing, ignore_errors=True)
-                raise
-            if self.keep is not None:
-                commit.retain(self.begun.target.parent, self.begun.facts["step"], self.keep)
-
-    def _say(self, answer: dict[str, Any]) -> None:
-        """Under another name first: whoever sees it sees all of it."""
-        path = self.begun.writing / f"{ACKNOWLEDGED}{self.held.rank}"
-        draft = path.with_suffix(".draft")
-        files.SYSTEM.write(draft, json.dumps(answer).encode())
-        files.SYSTEM.rename(draft, path)
-
-    def _answers(self) -> list[Any]:
-        """What all ranks wrote, in rank order; on rank 0."""
-        deadline = time.monotonic() + self.timeout
-        found = []
-        for rank in range(self.size):
-            path = self.begun.writing / f"{ACKNOWLEDGED}{rank}"
-            while not path.exists():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"rank {rank} wrote nothing within {self.timeout} seconds")
-                time.sleep(POLL)
-            answer = json.loads(path.read_bytes())
-            if "error" in answer:
-                raise RuntimeError(answer["error"])
-            path.unlink()
-            records = list(map(_unpacked, answer["records"]))
-            found.append((records, answer["name"], tuple(answer["sums"])))
-        return found
-
-
-def _packed(record: Record) -> dict[str, Any]:
-    dtype = None if record.dtype is None else str(record.dtype).removeprefix("torch.")
-    return {**dataclasses.asdict(record), "dtype": dtype}
-
-
-def _unpacked(values: dict[str, Any]) -> Record:
-    dtype = None if values["dtype"] is None else getattr(torch, values["dtype"])
-    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return Record(**{**plain, "dtype": dtype})
 
 
 class Saving:
@@ -179,41 +85,61 @@ class Saving:
         path: the checkpoint's directory, once it is committed.
     """
 
-    def __init__(self, held: Held, job: _Job) -> None:
-        self.path = job.begun.target
-        self._held, self._job = held, job
+    def __init__(self, snapshot: Snapshot, job: saving.Job, parts: list[Part]) -> None:
+        self.path = job.target
+        self._snapshot = snapshot
         self._error: Exception | None = None
+        self._awaited = False
         # Not a daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=self._run, name=f"save {self.path.name}")
+        self._thread = threading.Thread(
+            target=self._run, args=(job, parts), name=f"save {self.path.name}"
+        )
         self._thread.start()
 
     def done(self) -> bool:
         """Whether this rank's part is over, well or not. Local."""
         return not self._thread.is_alive()
 
+    def end(self, call: str) -> list[str | None]:
+        """What went wrong on each rank, once all have ended. Collective."""
+
+        def outcome() -> str | None:
+            self._thread.join()
+            return None if self._error is None else str(self._error)
+
+        self._snapshot.together(lambda: None, call)  # all ranks have begun theirs
+        return self._snapshot.collect(outcome, call)
+
     def wait(self) -> Path:
-        """Wait for the commit. Every rank must call it; ``save_async`` calls it on the one before.
+        """Wait for the commit. Every rank must call it.
 
         Raises:
             RuntimeError: this checkpoint is lost; on all ranks alike.
         """
-        self._held.together(lambda: None, _reached)  # all ranks have begun theirs
-        self._held.together(self._outcome, _reached)
+        self._awaited = True
+        for error in self.end("wait"):  # rank 0, which hears of all the others, comes first
+            if error is not None:
+                raise RuntimeError(
+                    f"checkpoint {str(self.path)!r} is lost, its save in the background failed: "
+                    f"{error}"
+                ) from self._error
         return self.path
 
-    def _outcome(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise RuntimeError(
-                f"checkpoint {str(self.path)!r} is lost, its save in the background failed: "
-                f"{self._error}"
-            ) from self._error
-
-    def _run(self) -> None:
+    def _run(self, job: saving.Job, parts: list[Part]) -> None:
         try:
-            self._job.run()
+            try:
+                job.write(parts)
+            except Exception as error:
+                if job.rank != 0:
+                    job.tell({"error": str(error)})  # rank 0 logs it
+                raise
+            finally:
+                parts.clear()
+            job.commit()
         except Exception as error:
             self._error = error
-            LOG.error("checkpoint %r is lost: %s", str(self.path), error)
-        finally:
-            del self._job  # and with it the copies
+            job.abandon()
+            if job.rank == 0 and not self._awaited:
+                LOG.error("checkpoint %r is lost: %s", str(self.path), error)
+        else:
+            job.retain()

@@ -11,12 +11,12 @@ import io
 import math
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,18 +26,30 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardcast.checkpoint.files import HashingFile
-from shardcast.checkpoint.shards import Part
+from shardcast.checkpoint.parts import Part, Stored, whole
+from shardcast.checkpoint.storage import HashingFile, is_plain_name
 
 METADATA = ".metadata"  # the name that DCP gives it
 Path_ = tuple[str, ...]
+# What metadata is made of, besides dtypes; in files of other writers too.
+CLASSES = {
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_StorageInfo", "_MEM_FORMAT_ENCODING"),
+}
+HARMLESS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One chunk, or one object, as it lies in a file; ``dtype`` is ``None`` for an object."""
 
     path: Path_
@@ -50,9 +62,21 @@ class Record:
     sizes: tuple[int, ...] = ()
 
 
-def data_file(rank: int) -> str:
-    """Name of the file that ``rank`` writes."""
-    return f"__{rank}_0.distcp"
+def data_file(rank: int, number: int = 0) -> str:
+    """Name of a file that ``rank`` writes."""
+    return f"__{rank}_{number}.distcp"
+
+
+def pack_message(message: dict[str, Any]) -> bytes:
+    """A message from rank to rank, of plain values and :class:`Record`."""
+    records = [tuple(record) for record in message.get("records", ())]
+    return pickle.dumps({**message, "records": records})
+
+
+def unpack_message(data: bytes) -> dict[str, Any]:
+    """The inverse of :func:`pack_message`; unable to run code."""
+    message: dict[str, Any] = _Unpickler(io.BytesIO(data)).load()
+    return {**message, "records": [Record(*record) for record in message["records"]]}
 
 
 def write_part(file: HashingFile, name: str, part: Part) -> list[Record]:
@@ -62,12 +86,8 @@ def write_part(file: HashingFile, name: str, part: Part) -> list[Record]:
         begin = file.tell()
         # A clone, for torch.save stores the whole storage that a view belongs to.
         file.save(piece.detach().to("cpu", copy=True))
-        length = file.tell() - begin
-        records.append(
-            Record(
-                part.path, name, begin, length, part.flat.dtype, part.shape, box.offsets, box.sizes
-            )
-        )
+        place = part.path, name, begin, file.tell() - begin
+        records.append(Record(*place, part.flat.dtype, part.shape, box.offsets, box.sizes))
     return records
 
 
@@ -114,45 +134,65 @@ def metadata_of(records: Iterable[Record]) -> bytes:
 
 
 class Reader:
-    """A checkpoint's metadata, and its data on demand. Local."""
+    """A checkpoint's metadata, and its data on demand. Local.
+
+    Raises:
+        RuntimeError: the metadata cannot be read, or refers to files elsewhere.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with open(folder / METADATA, "rb") as file:
-            self._metadata: Metadata = _Unpickler(file).load()
-        self._entries = self._metadata.state_dict_metadata
-        paths = self._metadata.planner_data or {}
-        self.paths: dict[Path_, str] = {tuple(paths[key]): key for key in self._entries}
-        """Each stored thing's path in the nested state dict, and its key."""
-
-    def shape(self, path: Path_) -> tuple[int, ...] | None:
-        """Of a stored tensor; ``None`` if there is none of this path, or it is an object."""
-        entry = self._entry(path)
-        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-
-    def dtype(self, path: Path_) -> torch.dtype:
-        """Of a stored tensor."""
-        entry = self._entry(path)
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.properties.dtype
-
-    def _entry(self, path: Path_) -> Any:
-        return self._entries.get(self.paths.get(path, ""))
+        self.folder, file_path = folder, folder / METADATA
+        self.sizes: dict[str, int] = {}
+        """The files that are referred to, and how many bytes of them."""
+        try:
+            with open(file_path, "rb") as file:
+                self._metadata: Metadata = _Unpickler(file).load()
+            entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
+            self.paths: dict[Path_, str] = {tuple(paths.get(key, (key,))): key for key in entries}
+            """Each stored thing's path in the nested state dict, and its key."""
+            self.stored: dict[Path_, Stored] = {
+                path: Stored(tuple(entries[key].size), entries[key].properties.dtype)
+                for path, key in self.paths.items()
+                if isinstance(entries[key], TensorStorageMetadata)
+            }
+            self._places = self._metadata.storage_data or {}
+            for place in self._places.values():
+                end = place.offset + place.length
+                name = place.relative_path
+                self.sizes[name] = max(end, self.sizes.get(name, 0))
+        except Exception as error:  # anything may be in there
+            raise RuntimeError(
+                f"{str(file_path)!r} cannot be read as DCP metadata: {error}"
+            ) from error
+        for name in self.sizes:
+            if not is_plain_name(name):
+                raise RuntimeError(
+                    f"{str(file_path)!r} refers to {name!r}, outside of its directory; this is no "
+                    "checkpoint as it was written"
+                )
 
     def names_in(self, file: str, beyond: int = 0) -> list[str]:
         """Keys with data in ``file`` at or beyond the byte ``beyond``."""
-        places = self._metadata.storage_data.items()
         return sorted(
             {
                 index.fqn
-                for index, place in places
+                for index, place in self._places.items()
                 if place.relative_path == file and place.offset + place.length > beyond
             }
         )
 
     def object(self, path: Path_) -> Any:
-        """A stored object; tensors, containers and plain values only."""
-        place = self._metadata.storage_data[MetadataIndex(self.paths[path])]
+        """A stored object; tensors, containers and plain values only.
+
+        Raises:
+            RuntimeError: there is none of this path.
+        """
+        place = self._places.get(MetadataIndex(self.paths.get(path, "")))
+        if place is None:
+            raise RuntimeError(
+                f"checkpoint {str(self.folder)!r}: it has no {'.'.join(map(str, path))!r}; "
+                "shardcast did not write it, see import_dcp()"
+            )
         with open(self.folder / place.relative_path, "rb") as file:
             file.seek(place.offset)
             data = io.BytesIO(file.read(place.length))
@@ -163,84 +203,44 @@ class Reader:
         planner = _Targets()
         items: list[ReadItem] = []
         for part in parts:
-            chunks = []
+            key, chunks = self.paths[part.path], []
             for box, piece in part.pieces():
                 offsets = torch.Size(box.offsets)
-                planner.targets[MetadataIndex(part.key, offsets)] = piece
+                planner.targets[MetadataIndex(key, offsets)] = piece
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
             if math.prod(part.shape):
-                entry = self._entries[part.key]
-                items += create_read_items_for_chunk_list(part.key, entry, chunks)
+                entry: Any = self._metadata.state_dict_metadata[key]
+                items += create_read_items_for_chunk_list(key, entry, chunks)
         reader = FileSystemReader(self.folder)
         reader.set_up_storage_reader(self._metadata, False)
         reader.read_data(LoadPlan(items), planner).wait()
 
     def tensor(self, path: Path_) -> Tensor:
         """A whole stored tensor, on the host."""
-        shape = self.shape(path)
-        assert shape is not None
-        part = Part(path, shape, 0, torch.empty(math.prod(shape), dtype=self.dtype(path)))
-        self.read([part])
-        return part.flat.view(shape)
+        value = torch.empty(self.stored[path].shape, dtype=self.stored[path].dtype)
+        self.read([whole(path, value)])
+        return value
 
 
-class _Targets(LoadPlanner):
+class _Targets(DefaultLoadPlanner):
     """Hands DCP's reader the memory to write to."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.targets: dict[MetadataIndex, Tensor] = {}
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self.targets[read_item.dest_index]
-        for dim, (offset, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            target = target.narrow(dim, offset, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the target is a view."""
-
-    def set_up_planner(self, *_args: Any, **_options: Any) -> None:
-        """Not called: plans are made here."""
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.targets[index]
 
 
 class _Unpickler(pickle.Unpickler):
     """Reads ``.metadata`` without being able to run what a stranger put into it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        ours = {
-            cls.__qualname__: cls
-            for cls in (
-                BytesStorageMetadata,
-                ChunkStorageMetadata,
-                Metadata,
-                MetadataIndex,
-                TensorProperties,
-                TensorStorageMetadata,
-                _StorageInfo,
-            )
-        }
-        if module.startswith("torch.distributed.checkpoint") and (
-            name in ours or name == "_MEM_FORMAT_ENCODING"
+        if (
+            (module.startswith("torch.distributed.checkpoint") and name in CLASSES)
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+            or (module, name) in HARMLESS
         ):
-            return super().find_class(module, name)
-        if module == "torch" and (
-            name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{METADATA}: unexpected {module}.{name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import shutil
 import struct
@@ -14,29 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shardcast.checkpoint import files
+from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader
-from shardcast.checkpoint.files import HashingFile
-from shardcast.checkpoint.looking import chosen
-from shardcast.checkpoint.shards import model_path, state_path
+from shardcast.checkpoint.directory import chosen
+from shardcast.checkpoint.storage import HashingFile
 
 OPTIMIZER = "optimizer.pt"
 DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
     torch.bool: "BOOL",
 }
 
@@ -76,17 +64,18 @@ def export(
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
+    storage.check_writable(target, "out")
     target.parent.mkdir(parents=True, exist_ok=True)
     writing = target.with_name(f".exporting-{target.name}-{uuid.uuid4().hex[:8]}")
-    files.SYSTEM.make_directory(writing)
+    storage.SYSTEM.make_directory(writing)
     try:
         written = _export_model(reader, head["ties"], writing, int(max_shard_mb * 2**20))
         if optimizer:
             written.append(writing / OPTIMIZER)
-            with files.SYSTEM.create(written[-1]) as file:
+            with storage.SYSTEM.create(written[-1]) as file:
                 file.save(plain_state(reader))
-        files.SYSTEM.flush_directory(writing)
-        files.SYSTEM.rename(writing, target)
+        storage.SYSTEM.flush_directory(writing)
+        storage.SYSTEM.rename(writing, target)
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
@@ -102,9 +91,7 @@ def plain_state(reader: Reader) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     for path in reader.paths:
         if path[:2] == ("optimizer", "state"):
-            state.setdefault(numbers[path[2]], {})[path[3]] = reader.tensor(
-                state_path(path[2], path[3])
-            )
+            state.setdefault(numbers[path[2]], {})[path[3]] = reader.tensor(path)
     for name, values in objects.items():
         state.setdefault(numbers[name], {}).update(values)
     plain = [{**g, "params": [numbers[name] for name in g["params"]]} for g in groups]
@@ -112,85 +99,71 @@ def plain_state(reader: Reader) -> dict[str, Any]:
 
 
 def _check_dtypes(reader: Reader) -> None:
-    for path in reader.paths:
+    for path, stored in reader.stored.items():
         # Complex numbers too are refused: only the newest releases of safetensors read them.
-        if path[0] == "model" and reader.dtype(path) not in DTYPES:
+        if path[0] == "model" and stored.dtype not in DTYPES:
             raise ValueError(
-                f"directory: buffer {state_key(path[1])!r} has {reader.dtype(path)}, expected a "
+                f"directory: buffer {state_key(path[1])!r} has {stored.dtype}, expected a "
                 f"dtype that safetensors files have ({', '.join(DTYPES.values())}); keep complex "
                 "numbers as real ones (torch.view_as_real), or leave the buffer out of checkpoints "
                 "with register_buffer(..., persistent=False), and save again"
             )
 
 
+Sources = dict[str, tuple[str, ...]]  # names in state_dict, and the paths of what is stored
+
+
 def _export_model(reader: Reader, ties: dict[str, str], out: Path, limit: int) -> list[Path]:
-    sources = {path[1]: path[1] for path in reader.paths if path[0] == "model"}
-    sources.update({name: first for name, first in ties.items() if first in sources})
-    sources = {state_key(name): source for name, source in sources.items()}
+    names = {path[1]: path for path in reader.paths if path[0] == "model"}
+    names.update({name: names[first] for name, first in ties.items() if first in names})
+    sources = {state_key(name): path for name, path in names.items()}
     shards = list(_split(reader, sources, limit))
-    names = ["model.safetensors"]
+    files = ["model.safetensors"]
     if len(shards) > 1:
-        names = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
-    for file_name, shard in zip(names, shards, strict=True):
-        with files.SYSTEM.create(out / file_name) as file:
+        numbers = range(1, len(shards) + 1)
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+    for name, shard in zip(files, shards, strict=True):
+        with storage.SYSTEM.create(out / name) as file:
             _write_safetensors(file, reader, shard)
-    written = [out / name for name in names]
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": sum(_nbytes(reader, s) for s in sources.values())},
-            "weight_map": {n: f for f, shard in zip(names, shards, strict=True) for n in shard},
+            "metadata": {"total_size": sum(reader.stored[p].nbytes for p in sources.values())},
+            "weight_map": {n: f for f, shard in zip(files, shards, strict=True) for n in shard},
         }
-        written.append(out / "model.safetensors.index.json")
-        files.SYSTEM.write(written[-1], json.dumps(index, indent=2).encode())
-    return written
+        files.append("model.safetensors.index.json")
+        storage.SYSTEM.write(out / files[-1], json.dumps(index, indent=2).encode())
+    return [out / name for name in files]
 
 
-def _nbytes(reader: Reader, name: str) -> int:
-    shape = reader.shape(model_path(name))
-    assert shape is not None
-    return math.prod(shape) * reader.dtype(model_path(name)).itemsize
-
-
-def _split(reader: Reader, sources: dict[str, str], limit: int) -> Iterator[dict[str, str]]:
-    shard: dict[str, str] = {}
+def _split(reader: Reader, sources: Sources, limit: int) -> Iterator[Sources]:
+    shard: Sources = {}
     filled = 0
-    for name, source in sources.items():
-        size = _nbytes(reader, source)
+    for name, path in sources.items():
+        size = reader.stored[path].nbytes
         if shard and filled + size > limit:
             yield shard
             shard, filled = {}, 0
-        shard[name] = source
+        shard[name] = path
         filled += size
     yield shard
 
 
-def _write_safetensors(file: HashingFile, reader: Reader, shard: dict[str, str]) -> None:
+def _write_safetensors(file: HashingFile, reader: Reader, shard: Sources) -> None:
     """The safetensors format: length of the header, header, tensors one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
+    end = 0
     # The format wants offsets without gaps; the biggest dtypes first keep them aligned.
-    order = sorted(shard, key=lambda n: -reader.dtype(model_path(shard[n])).itemsize)
-    for name in order:
-        path = model_path(shard[name])
-        end = position + _nbytes(reader, shard[name])
-        header[name] = {
-            "dtype": DTYPES[reader.dtype(path)],
-            "shape": list(reader.shape(path) or ()),
-            "data_offsets": [position, end],
-        }
-        position = end
+    order = sorted(shard.items(), key=lambda item: -reader.stored[item[1]].dtype.itemsize)
+    for name, path in order:
+        stored, begin = reader.stored[path], end
+        end += stored.nbytes
+        known = DTYPES[stored.dtype]
+        header[name] = {"dtype": known, "shape": stored.shape, "data_offsets": [begin, end]}
     data = json.dumps(header).encode()
     data += b" " * (-len(data) % 8)
     file.write(struct.pack("<Q", len(data)))
     file.write(data)
-    for name in order:
-        _write_bytes(file, reader.tensor(model_path(shard[name])))
-
-
-def _write_bytes(file: HashingFile, tensor: Tensor) -> None:
-    size = tensor.numel() * tensor.element_size()
-    if size:
-        file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
+    for _, path in order:
+        tensor = reader.tensor(path)
+        if tensor.nbytes:
+            file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

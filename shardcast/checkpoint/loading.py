@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcast.checkpoint import commit, files
-from shardcast.checkpoint.access import Held
-from shardcast.checkpoint.commit import DamagedCheckpointError
+from shardcast.checkpoint import directory as folders
+from shardcast.checkpoint.access import Snapshot
 from shardcast.checkpoint.dcp import Reader
-from shardcast.checkpoint.shards import Part, state_path
+from shardcast.checkpoint.directory import DamagedCheckpointError
+from shardcast.checkpoint.parts import Stored
+from shardcast.checkpoint.source import Source, from_reader
 
 Directory = str | os.PathLike[str]
 
@@ -59,164 +63,162 @@ def resume(
     directory: Directory, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Resumed | None:
     """As :func:`load`, but ``None`` where the directory has no checkpoint yet. Collective."""
-    held = Held(model, optimizer)
-    folder = _choose(held, Path(os.path.abspath(directory)))
+    snapshot = Snapshot(model, optimizer)
+    folder = _choose(snapshot, Path(os.path.abspath(directory)))
     if folder is None:
         return None
 
-    def compare() -> tuple[Reader, dict[str, Any], Resumed]:
+    def compared() -> tuple[Source, Resumed]:
         reader = Reader(folder)
-        head = reader.object(("shardcast",))
-        head["groups"] = reader.object(("optimizer", "param_groups"))
-        _compare(held, reader, head, folder)
-        step = commit.manifest_of(folder)["step"]
+        source = _ours(folder, reader)
+        compare(snapshot, source)
         extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
-        return reader, head, Resumed(step, extra, per_rank, folder)
+        return source, Resumed(folders.manifest_of(folder)["step"], extra, per_rank, folder)
 
-    opened: list[tuple[Reader, dict[str, Any], Resumed]] = []
-    held.together(lambda: opened.append(compare()), _nothing)
-    (reader, head, resumed), states = opened[0], _state_names(opened[0][0])
-
-    def fresh(name: str, start: int, stop: int) -> tuple[list[Part], dict[str, Any]]:
-        return _fresh(held, reader, states.get(name, ()), head["objects"], (name, start, stop))
-
-    def take() -> None:
-        held.load_head(head, set(states) | set(head["objects"]))
-        held.load(reader.read, fresh)
-
-    try:
-        held.together(take, _nothing)
-    except Exception as error:
-        raise RuntimeError(
-            f"checkpoint {str(folder)!r} could no longer be read after it had been verified "
-            f"({error}); model and optimizer are loaded in part: load again before training on"
-        ) from error
-    held.publish()
+    source, resumed = snapshot.together(compared, "load")
+    take(snapshot, source, "load")
     return resumed
 
 
-def _nothing() -> None:
-    files.SYSTEM.reached("acknowledge", "load")
+def _ours(folder: Path, reader: Reader) -> Source:
+    head = reader.object(("shardcast",))
+    source = from_reader(f"checkpoint {str(folder)!r}", reader)
+    names = dict.fromkeys([*source.state, *head["objects"]])
+    return dataclasses.replace(
+        source,
+        state={n: {**source.state.get(n, {}), **head["objects"].get(n, {})} for n in names},
+        groups=reader.object(("optimizer", "param_groups")),
+        exact=True,
+        **{key: head[key] for key in ("optimizer", "scaler", "extra_state")},
+    )
 
 
-def _choose(held: Held, path: Path) -> Path | None:
+def _choose(snapshot: Snapshot, path: Path) -> Path | None:
     """The sound checkpoint to load; each rank verifies a share of the files."""
 
     def check(folder: Path) -> DamagedCheckpointError | None:
         def attempt() -> str | None:
-            try:
-                commit.verify(folder, held.rank, held.size)
-            except DamagedCheckpointError as error:
-                return str(error)
-            return None
+            error = folders.damage(folder, snapshot.rank, snapshot.size)
+            return None if error is None else str(error)
 
-        errors = [error for error in held.together(attempt, _nothing) if error is not None]
+        errors = [error for error in snapshot.collect(attempt, "load") if error is not None]
         return DamagedCheckpointError(errors[0]) if errors else None
 
-    def look() -> tuple[bool, list[str]]:
-        held.check_model()
-        return commit.is_checkpoint(path), [str(p) for p in commit.steps(path).values()]
+    def look() -> str:
+        snapshot.check_model()
+        seen = folders.is_checkpoint(path), list(map(str, folders.steps(path).values()))
+        return hashlib.sha256(repr(seen).encode()).hexdigest()  # small, however many there are
 
-    seen = held.together(look, _nothing)
-    if any(theirs != seen[0] for theirs in seen):
+    if len(set(snapshot.collect(look, "load"))) > 1:
         raise RuntimeError(
             f"directory: the ranks see different checkpoints in {str(path)!r}; it must be on a "
             "file system that all ranks share"
         )
-    if not seen[0][0]:
-        return commit.newest(path, check, loud=held.rank == 0)
+    if not folders.is_checkpoint(path):
+        return folders.newest(path, check, loud=snapshot.rank == 0)
     error = check(path)
     if error is not None:
         raise error
     return path
 
 
-def _state_names(reader: Reader) -> dict[str, tuple[str, ...]]:
-    """The stored state tensors of each parameter."""
-    names: dict[str, tuple[str, ...]] = {}
-    for path in reader.paths:
-        if path[:2] == ("optimizer", "state"):
-            names[path[2]] = (*names.get(path[2], ()), path[3])
-    return names
+def compare(snapshot: Snapshot, source: Source) -> None:
+    """Raise for whatever does not belong to this model and optimizer. Local.
 
-
-def _fresh(
-    held: Held,
-    reader: Reader,
-    names: Sequence[str],
-    objects: dict[str, dict[str, Any]],
-    interval: tuple[str, int, int],
-) -> tuple[list[Part], dict[str, Any]]:
-    """Memory for the stored state of one interval of a parameter, and the state made of it."""
-    name, start, stop = interval
-    shape = held.slots[name].shape
-    parts, values = [], dict(objects.get(name, {}))
-    for key in names:
-        path = state_path(name, key)
-        stored = reader.shape(path)
-        assert stored is not None
-        cut = stored == shape and len(shape) > 0
-        if cut:
-            flat = torch.empty(stop - start, dtype=reader.dtype(path))
-            parts.append(Part(path, shape, start, flat))
-            values[key] = flat
-        else:
-            flat = torch.empty(torch.Size(stored).numel(), dtype=reader.dtype(path))
-            parts.append(Part(path, stored, 0, flat))
-            values[key] = flat.view(stored)
-    return parts, values
-
-
-def _compare(held: Held, reader: Reader, head: dict[str, Any], folder: Path) -> None:
-    """Raise for whatever does not belong to this model and optimizer."""
-    where = f"checkpoint {str(folder)!r}"
-    expected = held.shapes()
-    stored = {path[1]: reader.shape(path) for path in reader.paths if path[0] == "model"}
+    Raises:
+        ValueError: names the parameter.
+    """
+    snapshot.check_model()
+    where, mine, expected = source.where, snapshot.head(), snapshot.shapes()
+    given = source.weights.keys() - mine["ties"].keys()
     for what, names in (
-        ("lacks", expected.keys() - stored.keys()),
-        ("has, and this model has not,", stored.keys() - expected.keys()),
+        ("lacks", expected.keys() - given),
+        ("has, and this model has not,", given - expected.keys()),
     ):
         if names:
             shown = ", ".join(repr(name) for name in sorted(names)[:5])
             raise ValueError(
                 f"{where}: it {what} {len(names)} parameters or buffers, among them {shown}; "
-                "build the model as it was when the checkpoint was saved"
+                "build the model as it was when this was saved"
             )
     for name, shape in expected.items():
-        if stored[name] != shape:
+        if source.weights[name].shape != shape:
             raise ValueError(
-                f"{where}: parameter {name!r} has shape {stored[name]}, expected {shape}; build "
-                "the model as it was when the checkpoint was saved"
+                f"{where}: parameter {name!r} has shape {source.weights[name].shape}, expected "
+                f"{tuple(shape)}; build the model as it was when this was saved"
             )
-    mine = held.head()
-    if head["optimizer"] != mine["optimizer"]:
+    if source.optimizer not in (None, mine["optimizer"]):
         raise ValueError(
-            f"{where}: it has the state of {head['optimizer']}, expected {mine['optimizer']}; use "
+            f"{where}: it has the state of {source.optimizer}, expected {mine['optimizer']}; use "
             "the same optimizer, or export() the weights and start with fresh state"
         )
-    groups = [set(group["params"]) for group in mine["groups"]]
-    others = [set(group["params"]) for group in head["groups"]]
-    if groups != others:
-        odd = sorted(set().union(*(a ^ b for a, b in zip(groups, others, strict=False))))
+    if source.groups is not None:
+        _compare_groups(where, mine["groups"], source.groups)
+    if source.extra_state is not None:
+        missing = source.extra_state.keys() ^ mine["extra_state"].keys()
+        if missing:
+            raise ValueError(f"{where}: extra state {min(missing)!r} is on one side only")
+    _compare_state(snapshot, source)
+
+
+def _compare_groups(where: str, mine: Any, theirs: Any) -> None:
+    here, there = ([set(group["params"]) for group in groups] for groups in (mine, theirs))
+    if len(here) != len(there):
         raise ValueError(
-            f"{where}: expected {len(groups)} param_groups, got {len(others)}"
-            if len(groups) != len(others)
-            else f"{where}: parameter {odd[0]!r} is in another param_group than here"
-            "; build the optimizer with the same groups"
+            f"{where}: expected {len(here)} param_groups, got {len(there)}; build the optimizer "
+            "with the same groups"
         )
-    missing = head["extra_state"].keys() ^ mine["extra_state"].keys()
-    if missing:
-        raise ValueError(f"{where}: extra state {min(missing)!r} is on one side only")
-    if held.partition == "even":
-        _check_elementwise(held, reader, where)
+    for number, (ours, others) in enumerate(zip(here, there, strict=True)):
+        if ours != others:
+            raise ValueError(
+                f"{where}: parameter {min(ours ^ others)!r} is in param_group {number} on one side "
+                "only; build the optimizer with the same groups"
+            )
 
 
-def _check_elementwise(held: Held, reader: Reader, where: str) -> None:
-    for name, keys in _state_names(reader).items():
-        for key in keys:
-            shape = reader.shape(state_path(name, key))
-            if shape and shape != held.slots[name].shape:
+def _compare_state(snapshot: Snapshot, source: Source) -> None:
+    for name, values in source.state.items():
+        slot = snapshot.slots.get(name)
+        if slot is None:
+            raise ValueError(
+                f"{source.where}: it has optimizer state of {name!r}, which is not trained here"
+            )
+        for key, value in values.items():
+            shape = value.shape if isinstance(value, Stored) else ()
+            if shape and math.prod(shape) != slot.numel and snapshot.partition == "even":
                 raise ValueError(
-                    f"{where}: {key!r} of parameter {name!r} has shape {shape}, expected "
-                    f"{held.slots[name].shape}; such a state cannot be cut, use partition 'whole'"
+                    f"{source.where}: {key!r} of parameter {name!r} has shape {shape}, expected "
+                    f"{slot.shape}; such a state cannot be cut, use partition 'whole'"
                 )
+
+
+def import_from(snapshot: Snapshot, opened: Callable[[], Source], call: str) -> None:
+    """Open what others wrote, compare it, and take it. Collective."""
+
+    def compared() -> Source:
+        source = opened()
+        compare(snapshot, source)
+        return source
+
+    take(snapshot, snapshot.together(compared, call), call)
+
+
+def take(snapshot: Snapshot, source: Source, call: str) -> None:
+    """Put compared values into memory and make all ranks equal. Collective.
+
+    Raises:
+        RuntimeError: the source became unreadable; only then something has been changed.
+    """
+
+    def put() -> None:
+        snapshot.take_options(source)
+        snapshot.take_tensors(source)
+
+    try:
+        snapshot.together(put, call)
+    except Exception as error:
+        raise RuntimeError(
+            f"{source.where} could no longer be read after it had been compared ({error}); model "
+            "and optimizer are loaded in part: load again before training on"
+        ) from error
+    snapshot.publish()

@@ -1,43 +1,45 @@
-"""``save``: check together, write apart, acknowledge together, commit on rank 0."""
+"""``save``: check together, write apart, acknowledge together, commit on rank 0.
+
+What rank 0 has to know of the others' files, and what is theirs in the part that is stored once,
+goes through files beside the data, which ``save_async`` can use as well: sent in collectives it
+would be on every rank, and grow with their number.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardcast.checkpoint import commit, files
-from shardcast.checkpoint.access import Held
+from shardcast.checkpoint import directory as folders
+from shardcast.checkpoint import storage
+from shardcast.checkpoint.access import Snapshot
 from shardcast.checkpoint.dcp import (
     METADATA,
     Record,
     data_file,
     metadata_of,
+    pack_message,
+    unpack_message,
     write_object,
     write_part,
 )
-from shardcast.checkpoint.shards import Part
+from shardcast.checkpoint.directory import BACKGROUND, LEAVING, WRITING
+from shardcast.checkpoint.parts import Part
 
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
-
-
-class Writer(Protocol):
-    """Whose parts are written: :class:`Held`, or copies of them."""
-
-    @property
-    def rank(self) -> int:
-        """Which rank writes them."""
-
-    def parts(self) -> Iterator[Part]:
-        """What this rank stores."""
+LAG = 60.0  # seconds after which a network file system should show what another rank wrote
+POLL = 0.02  # seconds between two looks
 
 
 def save(
@@ -73,120 +75,178 @@ def save(
         ValueError: ``step`` exists, or an argument cannot be used.
         RuntimeError, OSError: a rank could not write; nothing was committed.
     """
-    held = Held(model, optimizer)
-    begun = begin(held, (os.path.abspath(directory), step, keep), extra, per_rank, prepare)
-    _transact(held, begun)
-    if keep is not None:
-        held.together(
-            lambda: commit.retain(begun.target.parent, step, keep) if held.rank == 0 else None,
-            _point("retained"),
-        )
-    return begun.target
+    snapshot = Snapshot(model, optimizer)
+    job = begin(snapshot, "save", (os.path.abspath(directory), step, keep), extra, per_rank)
+    named = _naming(job.target)
+    try:
+        snapshot.together(lambda: named(job.write)(snapshot.parts()), "save")
+        snapshot.together(named(job.commit), "save")
+    except Exception:
+        job.abandon()  # all ranks have stopped writing
+        raise
+    snapshot.together(job.retain, "save")
+    return job.target
+
+
+@contextlib.contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Errors of the system say which checkpoint is not there now."""
+    try:
+        yield
+    except OSError as error:
+        told = f"checkpoint {str(target)!r} is not saved: {error.strerror or error}"
+        raise OSError(error.errno, told, error.filename) from error
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A save that all ranks have agreed on.
+class Job:
+    """One rank's share of a save that all ranks have agreed on.
 
     Attributes:
         writing: the fresh directory to write into.
         target: what it will be called once it is committed.
-        values: what is stored once, by path.
-        facts: the plain facts of the commit marker.
+        own: this rank's ``per_rank`` and the state that is no tensor.
+        once: what is stored once, by path; on rank 0.
+        facts: the plain facts of the manifest.
+        timeout: seconds in which rank 0 must see what the others have written.
     """
 
+    rank: int
     writing: Path
     target: Path
-    values: dict[Any, Any]
+    own: tuple[Any, dict[str, Any]]
+    once: dict[Any, Any]
     facts: dict[str, Any]
+    keep: int | None
+    timeout: float = LAG
+
+    def write(self, parts: Iterable[Part]) -> None:
+        """Write this rank's file, then tell rank 0 what is in it."""
+        name, records, own = data_file(self.rank), list[Record](), io.BytesIO()
+        with storage.SYSTEM.create(self.writing / name) as file:
+            for part in parts:
+                records += write_part(file, name, part)
+        torch.save(self.own, own)
+        sums = {name: (file.size, file.digest)}
+        self.tell({"records": records, "sums": sums, "own": own.getvalue()})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Leave a message for rank 0; one with an ``error`` ends the save there."""
+        storage.SYSTEM.tell(self._message(self.rank), pack_message(message))
+
+    def commit(self) -> None:
+        """On rank 0: commit what all ranks wrote. Elsewhere nothing.
+
+        Raises:
+            RuntimeError: a rank failed, or wrote nothing in time.
+        """
+        if self.rank != 0:
+            return
+        deadline = time.monotonic() + self.timeout
+        records, sums, owns = list[Record](), {}, []
+        for rank in range(self.facts["world_size"]):
+            message = self._answer(rank, deadline)
+            records += message["records"]
+            sums.update(message["sums"])
+            owns.append(torch.load(io.BytesIO(message["own"]), weights_only=True))
+        objects = {name: values for _, theirs in owns for name, values in theirs.items()}
+        once = {**self.once, ("per_rank",): [value for value, _ in owns]}
+        once["shardcast",] = {**once["shardcast",], "objects": objects}
+        name = data_file(0, 1)
+        with storage.SYSTEM.create(self.writing / name) as file:
+            records += [write_object(file, name, path, value) for path, value in once.items()]
+        sums[name] = file.size, file.digest
+        sums[METADATA] = storage.SYSTEM.write(self.writing / METADATA, metadata_of(records))
+        folders.commit(self.writing, self.target, sums, self.facts)
+
+    def retain(self) -> None:
+        """On rank 0: delete older checkpoints, as ``keep`` says."""
+        if self.rank == 0 and self.keep is not None:
+            folders.retain(self.target.parent, self.facts["step"], self.keep)
+
+    def abandon(self) -> None:
+        """On rank 0: delete what was written of a save that failed."""
+        if self.rank == 0:
+            shutil.rmtree(self.writing, ignore_errors=True)
+
+    def _message(self, rank: int) -> Path:
+        return self.writing / f"acknowledged-{rank}"
+
+    def _answer(self, rank: int, deadline: float) -> dict[str, Any]:
+        path = self._message(rank)
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {rank} wrote nothing within {self.timeout} seconds that rank 0 can see; "
+                    "the directory must be on a file system that all ranks share"
+                )
+            time.sleep(POLL)
+        message = unpack_message(path.read_bytes())
+        path.unlink()
+        if "error" in message:
+            raise RuntimeError(f"rank {rank}: {message['error']}")
+        return message
 
 
 def begin(
-    held: Held,
+    snapshot: Snapshot,
+    call: str,
     arguments: tuple[str, int, int | None],
     extra: Any,
     per_rank: Any,
-    make: Callable[[Path, Path, int, int], str],
-) -> Begun:
+) -> Job:
     """Check together what is to be saved, and make a fresh directory. Collective.
 
     Args:
-        arguments: directory, step and keep.
-        make: called on rank 0 with base, target, bytes and step; the name of the directory.
+        call: ``"save"`` or ``"save_async"``.
+        arguments: directory, step and keep; equal on all ranks.
     """
-    directory, step, _ = arguments
+    directory, step, keep = arguments
     base = Path(directory)
-    head, everyone = _agree(held, arguments, extra, per_rank)
-    target = commit.folder_of(base, step)
-    total = sum(theirs[1] for theirs in everyone)
-    found = held.together(
-        lambda: make(base, target, total, step) if held.rank == 0 else "", _point("prepare")
-    )
-    values = {
-        ("optimizer", "param_groups"): head.pop("groups"),
-        ("extra",): extra,
-        ("per_rank",): [theirs[2] for theirs in everyone],
-        ("shardcast",): {**head, "objects": _merged([theirs[3] for theirs in everyone])},
-    }
-    facts = {
-        "step": step,
-        "world_size": held.size,
-        "partition": held.partition,
-        "optimizer": head["optimizer"],
-        "torch": torch.__version__,
-    }
-    return Begun(base / found[0], target, values, facts)
 
-
-def _agree(
-    held: Held, arguments: tuple[str, int, int | None], extra: Any, per_rank: Any
-) -> tuple[dict[str, Any], list[Any]]:
-    """The head; each rank's arguments, bytes, ``per_rank`` and objects. All have been checked."""
-    heads: list[dict[str, Any]] = []
-
-    def check() -> tuple[Any, int, Any, dict[str, Any]]:
-        held.check_model()
+    def check() -> tuple[dict[str, Any], dict[str, Any], int]:
+        snapshot.check_model()
         _check_arguments(arguments)
-        heads.append(held.head())
-        objects = held.objects()
+        head, objects = snapshot.head(), snapshot.objects()
         for what, value in {
             "extra": extra,
             "per_rank": per_rank,
-            "the optimizer's param_groups": heads[0]["groups"],
+            "the optimizer's param_groups": head["groups"],
             "the optimizer's state": objects,
-            "what get_extra_state() of a module returned": heads[0]["extra_state"],
+            "what get_extra_state() of a module returned": head["extra_state"],
         }.items():
             _check_plain(what, value)
-        return arguments, sum(part.nbytes for part in held.parts()), per_rank, objects
+        return head, objects, sum(part.nbytes for part in snapshot.parts())
 
-    everyone = held.together(check, _point("check"))
-    if any(theirs[0] != everyone[0][0] for theirs in everyone):
+    head, objects, nbytes = snapshot.together(check, call)
+    everyone = snapshot.collect(lambda: (arguments, nbytes), call)
+    if any(theirs != arguments for theirs, _ in everyone):
         raise ValueError(
             "save: the ranks give other arguments (directory, step, keep): "
-            + "; ".join(f"rank {rank}: {theirs[0]}" for rank, theirs in enumerate(everyone))
+            + "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
         )
-    return heads[0], everyone
+    target = folders.folder_of(base, step)
 
+    def prepare() -> str:
+        if snapshot.rank != 0:
+            return ""
+        return _prepare(base, target, sum(n for _, n in everyone), call == "save_async")
 
-def _transact(held: Held, begun: Begun) -> None:
-    """Write on every rank, then commit on rank 0; all or nothing."""
-    try:
-        written = held.together(lambda: write(held, begun), _point("written"))
-        held.together(
-            lambda: commit_all(begun, written) if held.rank == 0 else None, _point("committed")
-        )
-    except Exception:
-        if held.rank == 0:  # all ranks have stopped writing
-            shutil.rmtree(begun.writing, ignore_errors=True)
-        raise
-
-
-def _point(name: str) -> Any:
-    return lambda: files.SYSTEM.reached("acknowledge", name)
-
-
-def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: value for theirs in objects for name, value in theirs.items()}
+    writing = base / snapshot.collect(prepare, call)[0]
+    once = {
+        ("optimizer", "param_groups"): head.pop("groups"),
+        ("extra",): extra,
+        ("shardcast",): head,
+    }
+    facts = {
+        "step": step,
+        "world_size": snapshot.size,
+        "partition": snapshot.partition,
+        "optimizer": head["optimizer"],
+        "torch": torch.__version__,
+    }
+    once = once if snapshot.rank == 0 else {}
+    return Job(snapshot.rank, writing, target, (per_rank, objects), once, facts, keep)
 
 
 def _check_arguments(arguments: tuple[str, int, int | None]) -> None:
@@ -195,13 +255,7 @@ def _check_arguments(arguments: tuple[str, int, int | None]) -> None:
         raise ValueError(f"step: expected a whole number >= 0, got {step!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep: expected None or a whole number >= 1, got {keep!r}")
-    path = Path(directory)
-    while not path.exists():
-        path = path.parent
-    if not path.is_dir():
-        raise ValueError(f"directory: {str(path)!r} is a file; give a directory")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"directory: {str(path)!r} cannot be written to; change its mode")
+    storage.check_writable(Path(directory), "directory")
 
 
 def _check_plain(what: str, value: Any) -> None:
@@ -220,38 +274,19 @@ def _check_plain(what: str, value: Any) -> None:
         ) from error
 
 
-def prepare(base: Path, target: Path, total: int, step: int) -> str:
-    """Room, permission and a fresh directory, on rank 0."""
+def _prepare(base: Path, target: Path, total: int, background: bool) -> str:
+    """Room, permission and a fresh directory, on rank 0; what killed runs left is removed."""
     if not base.exists():
-        files.SYSTEM.make_directory(base)
-    commit.sweep(base)
-    commit.clear_the_way(target)
+        storage.SYSTEM.make_directory(base)
+    # A save leaves alone what one in the background is writing meanwhile.
+    folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
+    folders.clear_the_way(target)
     free = shutil.disk_usage(base).free
     if free < total + RESERVE:
         raise RuntimeError(
             f"directory: expected {total + RESERVE} bytes free in {str(base)!r}, got {free}; "
             "free space or lower keep="
         )
-    name = commit.new_name(step)
-    files.SYSTEM.make_directory(base / name)
+    name = folders.new_name(BACKGROUND if background else WRITING, target)
+    storage.SYSTEM.make_directory(base / name)
     return name
-
-
-def write(held: Writer, begun: Begun) -> Any:
-    """This rank's file; its chunks, size and checksum."""
-    name, records = data_file(held.rank), list[Record]()
-    with files.SYSTEM.create(begun.writing / name) as file:
-        for part in held.parts():
-            records += write_part(file, name, part)
-        if held.rank == 0:
-            for path, value in begun.values.items():
-                records.append(write_object(file, name, path, value))
-    return records, name, (file.size, file.digest)
-
-
-def commit_all(begun: Begun, written: list[Any]) -> None:
-    """Commit what all ranks wrote; on rank 0."""
-    sums = {name: found for _, name, found in written}
-    data = metadata_of(record for records, _, _ in written for record in records)
-    sums[METADATA] = files.SYSTEM.write(begun.writing / METADATA, data)
-    commit.commit(begun.writing, begun.target, sums, begun.facts)

@@ -7,10 +7,13 @@ at every single write, flush, rename and acknowledgement.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import io
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -42,12 +45,20 @@ class Files:
             file.write(data)
         return file.size, file.digest
 
+    def tell(self, path: Path, data: bytes) -> None:
+        """Write a small file for another rank, which sees all of it or none; it is not flushed."""
+        self.reached("tell", str(path))
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(data)
+        os.replace(draft, path)
+
     def flush_directory(self, path: Path) -> None:
         """Make the entries of a directory durable."""
         self.reached("flush", str(path))
         handle = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            with naming(path):
+                os.fsync(handle)
         finally:
             os.close(handle)
 
@@ -87,8 +98,9 @@ class HashingFile(io.RawIOBase):
         """Append ``data``."""
         view = memoryview(data).cast("B")
         try:
-            self._files.reached("write", str(self._path))
-            self._file.write(view)
+            with naming(self._path):
+                self._files.reached("write", str(self._path))
+                self._file.write(view)
         except OSError as error:
             self._error = error
             raise
@@ -125,17 +137,64 @@ class HashingFile(io.RawIOBase):
         super().close()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        try:
-            if error is None:
-                self._files.reached("flush", str(self._path))
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self.close()
+        with naming(self._path):  # what could not be flushed fails once more when it is closed
+            try:
+                if error is None:
+                    self._files.reached("flush", str(self._path))
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            finally:
+                self.close()
 
 
 SYSTEM = Files()
 """The layer in use."""
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have errors of the system say which file they are about; those of writes do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether ``name`` is that of a file in the directory at hand, and leads nowhere else."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not any(character in name for character in "/\\\0")
+    )
+
+
+def check_writable(path: Path, parameter: str) -> None:
+    """Raise if nothing can be written to the directory ``path``, or be made above it.
+
+    Raises:
+        ValueError: it is a file, or a link to nowhere.
+        OSError: writing is not permitted.
+    """
+    while not path.exists():
+        if path.is_symlink():
+            raise ValueError(
+                f"{parameter}: {str(path)!r} is a link to {os.readlink(path)!r}, which does not "
+                "exist; make that directory or remove the link"
+            )
+        path = path.parent
+    if not path.is_dir():
+        raise ValueError(f"{parameter}: {str(path)!r} is a file; give a directory")
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise OSError(
+            errno.EROFS,
+            f"{parameter}: the file system is mounted read-only; give a directory on another one",
+            str(path),
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(f"{parameter}: {str(path)!r} cannot be written to; change its mode")
 
 
 def digest_of(path: Path) -> str:

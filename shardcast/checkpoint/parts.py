@@ -1,4 +1,4 @@
-"""Fragments as boxes: a flat interval of an N-dimensional parameter, cut for DCP.
+"""Parts of tensors, and fragments as boxes: a flat interval of a parameter, cut for DCP.
 
 DCP describes a shard by the offsets and sizes of a box. A rank owns a flat interval of a
 parameter, which is at most ``2 d - 1`` boxes, each contiguous in memory::
@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -56,6 +57,19 @@ def _in_row(shape: tuple[int, ...], number: int, start: int, stop: int) -> Itera
 
 
 @dataclass(frozen=True)
+class Stored:
+    """One stored tensor: shape, dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class Part:
     """A flat interval of a stored tensor and the memory that holds it, or shall.
 
@@ -70,11 +84,6 @@ class Part:
     shape: tuple[int, ...]
     start: int
     flat: Tensor
-
-    @property
-    def key(self) -> str:
-        """DCP's name of the tensor."""
-        return ".".join(self.path)
 
     @property
     def nbytes(self) -> int:

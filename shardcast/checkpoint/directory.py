@@ -1,4 +1,4 @@
-"""Which directories are checkpoints, which of them are sound, and how one becomes one.
+"""Which directories are checkpoints, which of them are sound, what they say, how one becomes one.
 
 A checkpoint is written to a directory ``.writing-...`` and becomes ``step-...`` by one rename,
 after everything in it was flushed. So a directory with that name is complete; checksums tell
@@ -6,6 +6,7 @@ whether it still is::
 
     step-000000100/
         __0_0.distcp  __1_0.distcp ...   data, one file per rank
+        __0_1.distcp                     what is stored once: groups, extra, per_rank
         .metadata                        DCP's: which chunk is where
         shardcast.json                   size and SHA-256 of the files above, and facts
         COMMITTED                        SHA-256 of shardcast.json
@@ -14,24 +15,42 @@ whether it still is::
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcast.checkpoint import files
+from shardcast.checkpoint import storage
 from shardcast.checkpoint.dcp import METADATA, Reader
+from shardcast.checkpoint.parts import Stored
 
 FORMAT = 1
+FACTS = {"step": int, "world_size": int, "partition": str, "optimizer": str, "files": dict}
 MANIFEST, MARKER = "shardcast.json", "COMMITTED"
 NAME = re.compile(r"step-(\d+)")
-WRITING, LEAVING, DAMAGED = ".writing-", ".leaving-", ".damaged-"
+WRITING, BACKGROUND, LEAVING, DAMAGED = ".writing-", ".background-", ".leaving-", ".damaged-"
 
 
 class DamagedCheckpointError(RuntimeError):
     """A committed checkpoint whose files are not what was written."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a checkpoint says of itself. ``tensors`` are keyed as in the files."""
+
+    path: Path
+    step: int
+    world_size: int
+    partition: str
+    optimizer: str
+    nbytes: int
+    files: tuple[str, ...]
+    tensors: Mapping[str, Stored]
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -56,9 +75,9 @@ def is_checkpoint(path: Path) -> bool:
     return NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
 
 
-def new_name(step: int) -> str:
-    """Where to write the checkpoint of ``step``; never used before."""
-    return f"{WRITING}step-{step:09d}-{uuid.uuid4().hex[:12]}"
+def new_name(prefix: str, target: Path) -> str:
+    """A name beside ``target`` that was never used before."""
+    return f"{prefix}{target.name}-{uuid.uuid4().hex[:12]}"
 
 
 def commit(
@@ -75,10 +94,10 @@ def commit(
     listed = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
     manifest = {"format": FORMAT, **facts, "files": listed}
     data = json.dumps(manifest, indent=1).encode()
-    _, digest = files.SYSTEM.write(writing / MANIFEST, data)
-    files.SYSTEM.write(writing / MARKER, digest.encode())
-    files.SYSTEM.flush_directory(writing)
-    files.SYSTEM.rename(writing, target)
+    _, digest = storage.SYSTEM.write(writing / MANIFEST, data)
+    storage.SYSTEM.write(writing / MARKER, digest.encode())
+    storage.SYSTEM.flush_directory(writing)
+    storage.SYSTEM.rename(writing, target)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -90,17 +109,33 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     for name in (MARKER, MANIFEST):
         if not (folder / name).is_file():
             raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: file {name!r} is missing")
-    if files.digest_of(folder / MANIFEST) != (folder / MARKER).read_text("utf-8", "replace"):
+    if storage.digest_of(folder / MANIFEST) != (folder / MARKER).read_text("utf-8", "replace"):
         raise DamagedCheckpointError(
             f"checkpoint {str(folder)!r}: file {MANIFEST!r} does not have the "
             f"checksum in {MARKER!r}"
         )
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-    if manifest["format"] != FORMAT:
+    where = f"checkpoint {str(folder)!r}: file {MANIFEST!r}"
+    try:
+        manifest: dict[str, Any] = dict(json.loads((folder / MANIFEST).read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DamagedCheckpointError(f"{where} cannot be read: {error}") from error
+    if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"checkpoint {str(folder)!r}: expected format {FORMAT}, got {manifest['format']}; "
+            f"checkpoint {str(folder)!r}: expected format {FORMAT}, got {manifest.get('format')}; "
             "load it with the release of shardcast that wrote it"
         )
+    for key, kind in FACTS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise DamagedCheckpointError(
+                f"{where} has {manifest.get(key)!r} as {key!r}, expected {kind.__name__}"
+            )
+    for name, listed in manifest["files"].items():
+        if not storage.is_plain_name(name):
+            raise DamagedCheckpointError(f"{where} lists {name!r}, which is no plain file name")
+        if not isinstance(listed, dict) or not isinstance(listed.get("bytes"), int):
+            raise DamagedCheckpointError(f"{where} has {listed!r} for {name!r}, no size")
+    if METADATA not in manifest["files"]:
+        raise DamagedCheckpointError(f"{where} does not list {METADATA!r}")
     match = NAME.fullmatch(folder.name)
     if match and int(match[1]) != manifest["step"]:
         raise DamagedCheckpointError(
@@ -126,13 +161,38 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
             wrong, beyond = "is missing", 0
         elif size != expected["bytes"]:
             wrong, beyond = f"has {size} bytes, expected {expected['bytes']}", size
-        elif files.digest_of(path) != expected["sha256"]:
+        elif storage.digest_of(path) != expected.get("sha256"):
             wrong, beyond = "has a wrong checksum: its contents changed after they were written", 0
         else:
+            if name == METADATA:
+                _check_references(folder, listed)
             continue
         raise DamagedCheckpointError(
             f"checkpoint {str(folder)!r}: file {name!r} {wrong}{_holding(folder, name, beyond)}"
         )
+
+
+def _check_references(folder: Path, listed: Mapping[str, Any]) -> None:
+    """All that ``.metadata`` refers to must be in files that have checksums."""
+    try:
+        needed = Reader(folder).sizes
+    except RuntimeError as error:
+        raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
+    for name, size in needed.items():
+        if name not in listed or listed[name]["bytes"] < size:
+            raise DamagedCheckpointError(
+                f"checkpoint {str(folder)!r}: file {METADATA!r} refers to byte {size} of {name!r}, "
+                f"which {MANIFEST!r} does not list"
+            )
+
+
+def damage(folder: Path, share: int = 0, shares: int = 1) -> DamagedCheckpointError | None:
+    """What :func:`verify` finds wrong with a checkpoint, if anything."""
+    try:
+        verify(folder, share, shares)
+    except DamagedCheckpointError as error:
+        return error
+    return None
 
 
 def _holding(folder: Path, name: str, beyond: int) -> str:
@@ -169,20 +229,74 @@ def newest(
     return None
 
 
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint whose files have their checksums; ``None`` if there is none at all.
+
+    Local: any process may call it; it reads all files of the checkpoint. Where the newest one is
+    damaged it warns, says why, and looks at the one before.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and none is sound.
+    """
+    return newest(Path(os.path.abspath(directory)), damage)
+
+
+def chosen(directory: str | os.PathLike[str]) -> Path:
+    """The named checkpoint, or the newest of a directory, verified.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedCheckpointError: none is sound.
+    """
+    path = Path(os.path.abspath(directory))
+    if is_checkpoint(path):
+        verify(path)
+        return path
+    found = latest(path)
+    if found is None:
+        raise FileNotFoundError(
+            f"directory: no committed checkpoint in {str(directory)!r}; check the path"
+        )
+    return found
+
+
+def inspect(directory: str | os.PathLike[str]) -> Info:
+    """Facts about the newest checkpoint of a directory, or the one that is named, verified.
+
+    Local: any process may call it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedCheckpointError: none is sound.
+    """
+    path = chosen(directory)
+    manifest, reader = manifest_of(path), Reader(path)
+    files = manifest["files"]
+    return Info(
+        path,
+        manifest["step"],
+        manifest["world_size"],
+        manifest["partition"],
+        manifest["optimizer"],
+        nbytes=sum(entry["bytes"] for entry in files.values()),
+        files=tuple(sorted(files)),
+        tensors={reader.paths[path]: stored for path, stored in reader.stored.items()},
+    )
+
+
 def clear_the_way(target: Path) -> None:
     """Make sure that the name is free; a damaged checkpoint of the same step is set aside.
 
     Raises:
         ValueError: a sound checkpoint of this step exists.
     """
-    if not target.exists():
+    if not os.path.lexists(target):
         return
-    try:
-        verify(target)
-    except DamagedCheckpointError as error:
-        aside = target.with_name(f"{DAMAGED}{target.name}-{uuid.uuid4().hex[:12]}")
+    error = damage(target)
+    if error is not None:
+        aside = target.with_name(new_name(DAMAGED, target))
         warnings.warn(f"{error}; set aside as {aside.name!r}", stacklevel=2)
-        files.SYSTEM.rename(target, aside)
+        storage.SYSTEM.rename(target, aside)
         return
     raise ValueError(
         f"step: checkpoint {str(target)!r} exists already and is never overwritten; save under "
@@ -190,10 +304,10 @@ def clear_the_way(target: Path) -> None:
     )
 
 
-def sweep(directory: Path) -> None:
+def sweep(directory: Path, *prefixes: str) -> None:
     """Delete what saves and deletions that were cut off left behind; failures only warn."""
     for path in directory.iterdir():
-        if path.name.startswith((WRITING, LEAVING)):
+        if path.name.startswith(prefixes):
             _delete(path)
 
 
@@ -201,9 +315,9 @@ def retain(directory: Path, step: int, keep: int) -> None:
     """Delete all but the newest ``keep`` up to ``step``; newer ones are left alone."""
     older = [path for other, path in steps(directory).items() if other < step]
     for path in older[keep - 1 :]:
-        leaving = path.with_name(f"{LEAVING}{path.name}-{uuid.uuid4().hex[:12]}")
+        leaving = path.with_name(new_name(LEAVING, path))
         try:
-            files.SYSTEM.rename(path, leaving)  # first of all no checkpoint any more
+            storage.SYSTEM.rename(path, leaving)  # first of all no checkpoint any more
         except OSError as error:
             warnings.warn(f"keep: {str(path)!r} could not be deleted: {error}", stacklevel=2)
             continue
@@ -212,6 +326,6 @@ def retain(directory: Path, step: int, keep: int) -> None:
 
 def _delete(path: Path) -> None:
     try:
-        files.SYSTEM.remove(path)
+        storage.SYSTEM.remove(path)
     except OSError as error:
         warnings.warn(f"{str(path)!r} could not be deleted: {error}", stacklevel=2)

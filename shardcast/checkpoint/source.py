@@ -1,0 +1,96 @@
+"""What a model and its optimizer can be loaded from, whoever wrote it.
+
+Our checkpoints, plain torch files, DCP of others and DeepSpeed all become a :class:`Source`, which
+says what there is before any of it is read, and reads what a rank owns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.checkpoint.dcp import Reader
+from shardcast.checkpoint.parts import Part, Stored, model_path, state_path
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is put together each time it is needed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A whole model and optimizer state, by parameter name; ``None`` keeps what is here.
+
+    Attributes:
+        where: names the source in errors.
+        state: by parameter and state name, :class:`Stored` or a plain value.
+        read: fills parts, whose paths are those of our checkpoints.
+        groups: options of the optimizer's groups with parameter names.
+        exact: state has the dtypes to keep; otherwise floats become fp32, as masters are.
+        optimizer: name of the class.
+    """
+
+    where: str
+    weights: Mapping[str, Stored]
+    state: Mapping[str, Mapping[str, Any]]
+    read: Callable[[Sequence[Part]], None]
+    groups: Sequence[Mapping[str, Any]] | None = None
+    exact: bool = False
+    optimizer: str | None = None
+    scaler: Mapping[str, Any] | None = None
+    extra_state: Mapping[str, Any] | None = None
+
+
+def from_reader(
+    where: str, reader: Reader, model_key: str = "model", optimizer_key: str | None = "optimizer"
+) -> Source:
+    """What DCP files hold under two keys, in the dtypes in which it is stored."""
+    weights: dict[str, Stored] = {}
+    state: dict[str, dict[str, Any]] = {}
+    theirs: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for path in reader.paths:
+        stored = reader.stored.get(path)
+        if path[0] == model_key and len(path) == 2 and stored is not None:
+            weights[path[1]] = stored
+            theirs[model_path(path[1])] = path
+        elif path[:2] == (optimizer_key, "state") and len(path) == 4:
+            state.setdefault(path[2], {})[path[3]] = stored or reader.object(path)
+            theirs[state_path(path[2], path[3])] = path
+
+    def read(parts: Sequence[Part]) -> None:
+        reader.read([dataclasses.replace(part, path=theirs[part.path]) for part in parts])
+
+    return Source(where, weights, state, read)
+
+
+def from_tensors(
+    where: str, weights: Mapping[str, Tensor | Lazy], state: Mapping[str, Mapping[str, Any]]
+) -> Source:
+    """What is in memory, or mapped into it."""
+    values: dict[tuple[str, ...], Tensor | Lazy] = {model_path(n): v for n, v in weights.items()}
+    stored: dict[str, dict[str, Any]] = {}
+    for name, known in state.items():
+        stored[name] = dict(known)
+        for key, value in known.items():
+            if isinstance(value, (Tensor, Lazy)):
+                values[state_path(name, key)] = value
+                stored[name][key] = Stored(tuple(value.shape), value.dtype)
+
+    def read(parts: Sequence[Part]) -> None:
+        for part in parts:
+            value = values[part.path]
+            whole = (value.make() if isinstance(value, Lazy) else value).reshape(-1)
+            part.flat.copy_(whole[part.start : part.start + part.flat.numel()])
+
+    shapes = {name: Stored(tuple(value.shape), value.dtype) for name, value in weights.items()}
+    return Source(where, shapes, stored, read)

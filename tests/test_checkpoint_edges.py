@@ -1,0 +1,214 @@
+"""Checkpoints edited by hand, messages of the file system, and what a thousand ranks exchange."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits, install, parts, run_world, sharded
+from torch import nn
+
+from shardcast import checkpoint
+from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.directory import MANIFEST, MARKER
+from shardcast.checkpoint.storage import digest_of
+from shardcast.testing import fake_world
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def job(group: Any = None, layers: int = 2, width: int = 5) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    optimizer = sharded(model, group, param_dtype=torch.bfloat16)
+    install(model, 0)
+    optimizer.step()
+    return model, optimizer
+
+
+def seal(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Edit the manifest and recompute the sums, as somebody would who means it."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    for name, listed in manifest["files"].items():
+        listed["sha256"] = digest_of(folder / name)
+        listed["bytes"] = (folder / name).stat().st_size
+    data = json.dumps(edit(manifest) or manifest).encode()
+    (folder / MANIFEST).write_bytes(data)
+    (folder / MARKER).write_text(hashlib.sha256(data).hexdigest())
+
+
+def point(folder: Path, where: str, offset: int = 0) -> None:
+    """Have ``.metadata`` refer to another place for the chunks of one file."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        if place.relative_path == "__0_0.distcp":
+            place.relative_path, place.offset = where, place.offset + offset
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: manifest.pop(key) and None
+
+
+def unlisted(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: manifest["files"].pop(name) and None
+
+
+def listing(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: manifest["files"].update({name: manifest["files"]["__0_0.distcp"]})
+
+
+same: Callable[[dict[str, Any]], Any] = lambda _manifest: None  # noqa: E731
+EDITS: dict[str, tuple[str | None, int, Callable[[dict[str, Any]], Any], str]] = {
+    "no step": (None, 0, without("step"), "None as 'step', expected int"),
+    "no files": (None, 0, without("files"), "None as 'files', expected dict"),
+    "no world size": (None, 0, without("world_size"), "None as 'world_size'"),
+    "a list": (None, 0, lambda _: [1], "cannot be read"),
+    "no size": (None, 0, lambda m: m["files"].update({"x": {}}), "'x', no size"),
+    "a path above": (None, 0, listing("../x"), r"'\.\./x', which is no plain file name"),
+    "an absolute path": (None, 0, listing("/etc/hostname"), "'/etc/hostname', which is no plain"),
+    "the directory": (None, 0, listing(".."), "no plain file name"),
+    "no metadata": (None, 0, unlisted(".metadata"), r"does not list '\.metadata'"),
+    "data not listed": (None, 0, unlisted("__0_0.distcp"), "'__0_0.distcp', which .* not list"),
+    "chunks above": ("../step-000000001/__0_0.distcp", 0, same, "outside of its directory"),
+    "chunks elsewhere": ("/etc/hostname", 0, same, "outside of its directory"),
+    "chunks beyond": ("__0_0.distcp", 1 << 40, same, "refers to byte"),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_what_was_edited_by_hand_is_refused_although_its_sums_hold(tmp_path: Path, what: str):
+    where, offset, edit, told = EDITS[what]
+    model, optimizer = job()
+    for step in (1, 2):
+        checkpoint.save(tmp_path, model, optimizer, step=step)
+    folder = tmp_path / "step-000000002"
+    if where is not None:
+        point(folder, where, offset)
+    seal(folder, edit)
+    before = parts(optimizer)
+    for read in (
+        lambda: checkpoint.load(folder, model, optimizer),
+        lambda: checkpoint.inspect(folder),
+        lambda: checkpoint.export(folder, tmp_path / "out"),
+    ):
+        with pytest.raises(checkpoint.DamagedCheckpointError, match=told):
+            read()
+    assert_same_bits(parts(optimizer), before)
+    with pytest.warns(UserWarning, match="falling back"):
+        assert checkpoint.load(tmp_path, model, optimizer).step == 1
+
+
+def test_what_is_sealed_again_unchanged_is_taken(tmp_path: Path):
+    """Negative control: it is the edit that is refused above, not the seal."""
+    model, optimizer = job()
+    folder = checkpoint.save(tmp_path, model, optimizer, step=1)
+    point(folder, "__0_0.distcp")
+    seal(folder, same)
+    assert checkpoint.load(folder, model, optimizer).step == 1
+
+
+def test_chunks_of_others_may_not_lie_outside_of_their_directory_either(tmp_path: Path):
+    model, optimizer = job()
+    folder = checkpoint.save(tmp_path, model, optimizer, step=1)
+    point(folder, "../x")
+    with pytest.raises(RuntimeError, match="outside of its directory"):
+        checkpoint.import_dcp(folder, model, optimizer, optimizer_key=None)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_file_that_grows_too_large_is_named_with_its_checkpoint_on_all_ranks(
+    tmp_path: Path, background: bool
+):
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group, width=64)
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            if background:
+                checkpoint.save_async(tmp_path, model, optimizer, step=7).wait()
+            else:
+                checkpoint.save(tmp_path, model, optimizer, step=7)
+        told = str(caught.value)
+        assert "[Errno 27]" in told and f"checkpoint '{tmp_path / 'step-000000007'}'" in told
+        assert "_0.distcp'" in told
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        run_world(2, attempt)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".background")]
+
+
+def test_a_read_only_mount_is_not_said_to_have_the_wrong_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, optimizer = job()
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(OSError, match="directory: the file system is mounted read-only") as caught:
+        checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+    assert caught.value.errno == errno.EROFS and "mode" not in str(caught.value)
+
+
+def test_a_link_to_nowhere_is_named_as_one(tmp_path: Path):
+    model, optimizer = job()
+    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
+    told = r"run' is a link to '.*unmounted', which does not exist"
+    for save in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(ValueError, match="directory: .*" + told):
+            save(tmp_path / "run", model, optimizer, step=1)
+    checkpoint.save(tmp_path / "good", model, optimizer, step=1)
+    with pytest.raises(ValueError, match="out: .*" + told):
+        checkpoint.export(tmp_path / "good", tmp_path / "run")
+    # In the place of a checkpoint it is a damaged one, and set aside.
+    (tmp_path / "good" / "step-000000002").symlink_to(tmp_path / "unmounted")
+    with pytest.warns(UserWarning, match="set aside"):
+        checkpoint.save(tmp_path / "good", model, optimizer, step=2)
+
+
+def exchanged(
+    world: int, layers: int, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[str], int, int]:
+    """The collectives of a save and of a load before values move, the most bytes that one rank
+    adds to one of them, and the length of its message to rank 0."""
+    folder = base / f"{world:04d}-{layers:02d}"
+    folder.mkdir()
+    whole = folder / "whole"
+    checkpoint.save(whole, *job(None, layers), step=1)
+    with fake_world(world, world // 2) as group:
+        model, optimizer = job(group, layers)
+        del group.log[:]
+        checkpoint.save(folder, model, optimizer, step=1, per_rank=torch.zeros(5000))
+        saving = list(group.log)
+        del group.log[:]
+        monkeypatch.setattr(Snapshot, "publish", lambda _snapshot: None)
+        checkpoint.load(whole, model, optimizer)
+        loading = list(group.log)
+    most = max(collective.nbytes // world for collective in saving + loading)
+    message = (folder / f"acknowledged-{world // 2}").stat().st_size
+    return [c.op for c in saving], [c.op for c in loading], most, message
+
+
+def test_what_a_rank_exchanges_to_save_and_load_grows_with_neither_ranks_nor_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The same collectives at 8 and 1,024 ranks; what one rank adds is small, whatever it saves.
+
+    So each rank receives O(W), and rank 0 reads W messages, none larger than with fewer ranks.
+    """
+    few = exchanged(8, 40, tmp_path, monkeypatch)
+    many = exchanged(1024, 40, tmp_path, monkeypatch)
+    assert few[:2] == many[:2] and len(few[0]) < 12 and len(few[1]) < 12
+    assert many[2] < 300, "arguments, a digest: neither records nor per_rank"
+    assert many[2] == exchanged(1024, 4, tmp_path, monkeypatch)[2]
+    assert 20_000 < many[3] <= few[3], "they go to rank 0 alone"
