@@ -8,6 +8,7 @@ would be on every rank, and grow with their number.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -95,7 +96,7 @@ def _naming(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         told = f"checkpoint {str(target)!r} is not saved: {error.strerror or error}"
-        raise OSError(error.errno, told, error.filename) from error
+        raise OSError(error.errno or errno.EIO, told, error.filename) from error
 
 
 @dataclass(frozen=True)
