@@ -62,12 +62,9 @@ def steps(directory: Path) -> dict[int, Path]:
     """The committed checkpoints of a directory, newest first."""
     if not directory.is_dir():
         return {}
-    found = {}
-    for path in directory.iterdir():
-        match = NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found[int(match[1])] = path
-    return dict(sorted(found.items(), reverse=True))
+    matches = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    found = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    return dict(sorted(found, reverse=True))
 
 
 def is_checkpoint(path: Path) -> bool:

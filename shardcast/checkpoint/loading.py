@@ -70,8 +70,7 @@ def resume(
 
     def compared() -> tuple[Source, Resumed]:
         reader = Reader(folder)
-        source = _ours(folder, reader)
-        compare(snapshot, source)
+        source = compare(snapshot, _ours(folder, reader))
         extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
         return source, Resumed(folders.manifest_of(folder)["step"], extra, per_rank, folder)
 
@@ -122,8 +121,8 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
     return path
 
 
-def compare(snapshot: Snapshot, source: Source) -> None:
-    """Raise for whatever does not belong to this model and optimizer. Local.
+def compare(snapshot: Snapshot, source: Source) -> Source:
+    """``source``, if all of it belongs to this model and optimizer. Local.
 
     Raises:
         ValueError: names the parameter.
@@ -159,6 +158,7 @@ def compare(snapshot: Snapshot, source: Source) -> None:
         if missing:
             raise ValueError(f"{where}: extra state {min(missing)!r} is on one side only")
     _compare_state(snapshot, source)
+    return source
 
 
 def _compare_groups(where: str, mine: Any, theirs: Any) -> None:
@@ -194,13 +194,8 @@ def _compare_state(snapshot: Snapshot, source: Source) -> None:
 
 def import_from(snapshot: Snapshot, opened: Callable[[], Source], call: str) -> None:
     """Open what others wrote, compare it, and take it. Collective."""
-
-    def compared() -> Source:
-        source = opened()
-        compare(snapshot, source)
-        return source
-
-    take(snapshot, snapshot.together(compared, call), call)
+    source = snapshot.together(lambda: compare(snapshot, opened()), call)
+    take(snapshot, source, call)
 
 
 def take(snapshot: Snapshot, source: Source, call: str) -> None:
