@@ -47,7 +47,7 @@ class Engine:
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
         self.reduce = make_reducer(comm, plan.precision, plan.config, plan.averaged)
-        self.combine = Combine(self.reduce.grads, comm, plan.config, self.device)
+        self.combine = Combine(self.reduce.grads, comm, plan.config, self.device, original.defaults)
         self.update = make_update(original, plan.config, comm)
         self.sync = Sync(comm, plan.config)
         self._add(shards)

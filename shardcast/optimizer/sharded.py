@@ -103,14 +103,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         self._prepare()
         engine.reduce.finish()
-        own = "max_grad_norm" in self.defaults  # then it is an option of the optimizer's class
-        limits = [None if own else group.get("max_grad_norm") for group in self.param_groups]
-        return engine.combine.decide(max_norm, limits, clip.decision if clip else None)
+        return engine.combine.decide(max_norm, self.param_groups, clip.decision if clip else None)
 
     def _prepare(self) -> None:
         self._check_call()
         self.engine.hooks.resync()  # weights that were loaded
         self.engine.wake()  # packs that were unfrozen
+        self.engine.combine.before_reduce(self.engine.reduce.touched)
 
     def _conclude(self, decision: Decision) -> None:
         engine = self.engine
@@ -121,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.reduce.used()
         self._clip = None
         _compat.note_step_called(engine.original)
-        engine.combine.skips.poll()  # last: it may raise
+        engine.combine.skips.poll(self.param_groups)  # last: it may raise
 
     def _pending_clip(self) -> Clip | None:
         """A clip of the gradients that are there now.
@@ -151,12 +150,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "step() was called by torch.amp.GradScaler, whose infinity check is local to a "
                 "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "
                 "optimizer.step(); shardcast scales the loss and skips steps on all ranks itself"
-            )
-        scale = self.engine.combine.loss_scale
-        if scale.value is not None and not scale.applied:
-            raise RuntimeError(
-                "step(): a loss scale is in use but the loss was not scaled; call "
-                "optimizer.scale_loss(loss).backward()"
             )
         for shard in self.engine.shards:
             shard.pack.check()

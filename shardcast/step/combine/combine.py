@@ -16,9 +16,10 @@ from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
 from shardcast.step.combine.clip import clamp_, clip_factors
-from shardcast.step.combine.decision import Control, Decision
-from shardcast.step.combine.loss_scale import LossScale
+from shardcast.step.combine.decision import UNSCALED, Control, Decision
+from shardcast.step.combine.loss_scale import LossScale, unscaled_error
 from shardcast.step.combine.norm import PNorm
+from shardcast.step.combine.options import Groups, Options
 from shardcast.step.combine.skip_report import SkipReport
 
 
@@ -28,6 +29,7 @@ class Combine:
     Args:
         grads: the gradient packs that are reduced; the list may grow.
         device: where the scalars live.
+        defaults: the optimizer's, whose names are those of the options of its class.
     """
 
     def __init__(
@@ -36,37 +38,63 @@ class Combine:
         comm: Comm,
         config: ShardcastConfig,
         device: torch.device,
+        defaults: Mapping[str, Any],
     ) -> None:
-        self._grads, self._device = grads, device
+        self._grads, self._comm, self._device, self._defaults = grads, comm, device, defaults
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
         self._control = Control(grads, comm, self._norm, device)
+        self._options = Options(defaults, comm, device)
         self.skips = SkipReport(
-            grads, comm, device, config.max_skipped_steps, self.loss_scale.dynamic
+            grads, comm, device, self._options, config.max_skipped_steps, self.loss_scale.dynamic
         )
+
+    def before_reduce(self, backward: bool) -> None:
+        """Look at the gradients that are here, before they are taken for means. Local.
+
+        Args:
+            backward: one was run since the last reduction.
+        """
+        scale = self.loss_scale
+        if scale.value is not None and not scale.applied:
+            backward = backward or scale.wanted
+            scale.wanted = any(
+                param.grad is not None and (backward or not grads.holds(position))
+                for grads in self._grads
+                for position, param in enumerate(grads.pack.params)
+            )
 
     @torch.no_grad()
     def decide(
-        self,
-        max_norm: float | None,
-        limits: Sequence[float | None],
-        pending: Decision | None = None,
+        self, max_norm: float | None, groups: Groups, pending: Decision | None = None
     ) -> Decision:
         """The decision over all ranks' own spans. Every rank must call it, after the reduction.
 
         Args:
             max_norm: bound of the norm of all groups that have none of their own.
-            limits: per optimizer group, a bound of its own, by which it is clipped by itself.
+            groups: the optimizer's; one with ``max_grad_norm`` is clipped by itself.
             pending: an earlier decision on these gradients: they count as clipped by it, and the
                 new factors hold for both.
+
+        Raises:
+            RuntimeError: on every rank, if on one of them the loss was not scaled, or if they
+                differ in options of groups. On an accelerator the step is skipped for it, and
+                :meth:`SkipReport.poll` raises.
         """
+        own = "max_grad_norm" in self._defaults  # then it is an option of the optimizer's class
+        limits = [None if own else group.get("max_grad_norm") for group in groups]
         scale = self.loss_scale.value
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
         by_pack = [self._norm.power(grads.own) for grads in self._grads]
         by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
-        sums = self._control.all_reduce(by_group, self.skips.first_bad(by_pack), pattern)
+        bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
+        options = self._options.pairs(groups, max_norm)
+        sums = self._control.all_reduce(by_group, bad, pattern, options)
+        differing = self._options.differing(sums.options)
+        self._refuse(sums.bad, differing, groups)
         powers = sums.powers
         skip = ~self._norm.root(powers, scale).isfinite()
+        skip = skip | (sums.bad == UNSCALED).any() | differing.any()
         factors: Sequence[Tensor | None] = [self.loss_scale.inverse()] * len(limits)
         if pending is not None:
             factors = pending.factors
@@ -78,7 +106,25 @@ class Combine:
             factors=tuple(_product(old, new) for old, new in zip(factors, clips, strict=True)),
             present=self._control.present(pattern, sums.counts),
             bad=sums.bad,
+            differing=differing,
         )
+
+    def _refuse(self, bad: Tensor, differing: Tensor, groups: Groups) -> None:
+        """Raise on every rank for what all of them were told, where the host can read it."""
+        if self._comm.size == 1 and self.loss_scale.missing:
+            raise unscaled_error([0])
+        if self._comm.size == 1 or self._device.type != "cpu":
+            return
+        if ranks := [rank for rank, first in enumerate(bad.tolist()) if first == UNSCALED]:
+            raise unscaled_error(ranks)
+        wrong = differing.tolist()
+        if any(wrong):
+            names = {
+                param: slot.name
+                for grads in self._grads
+                for param, slot in zip(grads.pack.params, grads.pack.layout.slots, strict=True)
+            }
+            raise self._options.error(wrong, groups, names)
 
     def _group_power(self, number: int, by_pack: Sequence[Tensor]) -> Tensor:
         """The power of this rank's spans of one group."""
@@ -107,7 +153,6 @@ class Combine:
         """Count the step, made or skipped, and adapt the loss scale. Local."""
         self.skips.count(decision)
         self.loss_scale.update(decision.skip)
-        self.loss_scale.applied = False
 
     def state_dict(self) -> dict[str, float | None]:
         """Plain numbers; waits for the device."""

@@ -12,8 +12,10 @@ from shardcast.comm import Comm
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
 from shardcast.step.combine.norm import PNorm
+from shardcast.step.combine.options import to_device
 
 EXACT = 53  # bits of the integers that doubles hold, and add up, exactly
+UNSCALED = -1  # instead of a position: this rank has gradients of a loss that was not scaled
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Decision:
 
     Attributes:
         norm: 0-dim fp64, the global gradient norm before clipping, loss scale removed.
-        skip: 0-dim bool, some gradient somewhere is not finite.
+        skip: 0-dim bool: some gradient somewhere is not finite, or what follows is wrong.
         factors: per optimizer group, 0-dim fp32: what its gradients are to be multiplied with
             (unscale and clip), or ``None`` where that is 1 by construction.
         present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
             the slots that this rank owns a part of.
-        bad: fp64, per rank 1 + the position of the first non-finite element, 0 for none.
+        bad: fp64, per rank 1 + the position of the first non-finite element, 0 for none, or
+            ``UNSCALED``.
+        differing: bool, options of groups in which the ranks differ; see :class:`Options`.
     """
 
     norm: Tensor
@@ -35,6 +39,7 @@ class Decision:
     factors: tuple[Tensor | None, ...]
     present: Mapping[Pack, tuple[bool, ...]]
     bad: Tensor
+    differing: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,13 @@ class Sums:
         powers: per group, over all ranks; see :class:`PNorm`.
         bad: per rank, see :class:`Decision`.
         counts: how many ranks have a gradient for each slot, several to a double.
+        options: digests of the groups' options, see :class:`Options`.
     """
 
     powers: Tensor
     bad: Tensor
     counts: Tensor
+    options: Tensor
 
 
 class Control:
@@ -60,9 +67,10 @@ class Control:
         powers    one per group (and rank, with norm_type inf: no sum gives a maximum)
         bad       one per rank, which writes its own
         counts    of the ranks with a gradient, per slot; as many to a double as it holds exactly
+        options   two per option and group: do all ranks have the same learning rate, ...?
 
-    That is ``8 * (groups + ranks + slots / (53 // bits of ranks))`` bytes: 9 KB for 2 groups and
-    300 parameters on 1,024 ranks, 112 bytes on 2.
+    That is ``8 * (3 * groups + ranks + slots / (53 // bits of ranks) + 2 * options)`` bytes: 9 KB
+    for AdamW with 2 groups and 300 parameters on 1,024 ranks, 400 bytes on 2.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
@@ -73,10 +81,14 @@ class Control:
     ) -> None:
         self._grads, self._comm, self._norm, self._device = grads, comm, norm, device
         self._bits = comm.size.bit_length()  # of a count
-        self._known: dict[tuple[float, ...], Tensor] = {}
+        self._known: dict[tuple[bool, ...], Tensor] = {}
 
     def all_reduce(
-        self, powers: Sequence[Tensor], bad: Tensor | float, pattern: Sequence[bool]
+        self,
+        powers: Sequence[Tensor],
+        bad: Tensor | float,
+        pattern: tuple[bool, ...],
+        options: Tensor,
     ) -> Sums:
         """Sum over ranks. Every rank must call it; waits for no device.
 
@@ -84,19 +96,21 @@ class Control:
             powers: per group, of this rank's spans, 0-dim.
             bad: of this rank.
             pattern: whether there is a gradient here, per slot of all packs in order.
+            options: digests of this rank, 1-d.
         """
         size, rank, groups = self._comm.size, self._comm.rank, len(powers)
         rows = size if self._norm.is_maximum else 1
-        counts = self.on_device(self._packed(pattern))
-        sizes = [rows * groups, size, counts.numel()]
+        counts = self._on_device(pattern)
+        sizes = [rows * groups, size, counts.numel(), options.numel()]
         control = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        all_powers, all_bad, all_counts = control.split(sizes)
+        all_powers, all_bad, all_counts, all_options = control.split(sizes)
         by_row = all_powers.view(rows, groups)
         by_row[rank % rows] = torch.stack(list(powers))
         all_bad[rank] = bad
         all_counts.copy_(counts)
+        all_options.copy_(options)
         self._comm.all_reduce(control)
-        return Sums(self._norm.merge(by_row), all_bad, all_counts)
+        return Sums(self._norm.merge(by_row), all_bad, all_counts, all_options)
 
     def present(self, pattern: Sequence[bool], counts: Tensor) -> dict[Pack, tuple[bool, ...]]:
         """Slots with a gradient on some rank.
@@ -116,14 +130,14 @@ class Control:
             start = stop
         return found
 
-    def on_device(self, numbers: tuple[float, ...]) -> Tensor:
-        """Numbers that seldom change as doubles; copied once for each."""
-        known = self._known.get(numbers)
+    def _on_device(self, pattern: tuple[bool, ...]) -> Tensor:
+        """The doubles that stand for a pattern, of which there are few; made once for each."""
+        known = self._known.get(pattern)
         if known is None:
             if len(self._known) > 8:
                 self._known.clear()
-            known = torch.tensor(numbers, dtype=torch.float64).to(self._device)
-            self._known[numbers] = known
+            known = to_device(self._packed(pattern), torch.float64, self._device)
+            self._known[pattern] = known
         return known
 
     def _packed(self, pattern: Sequence[bool]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class LossScale:
         value: 0-dim fp32 on the device, ``None`` where no scale is in use.
         dynamic: it grows and backs off.
         applied: a loss was scaled since the last step.
+        wanted: it had to be, for a backward brought gradients.
     """
 
     def __init__(self, config: ShardcastConfig, device: torch.device) -> None:
@@ -27,7 +28,7 @@ class LossScale:
         if config.loss_scale is None and config.param_dtype == torch.float16:
             wanted = "dynamic"
         self.dynamic = wanted == "dynamic"
-        self.applied = False
+        self.applied = self.wanted = False
         first = config.loss_scale_init if self.dynamic else wanted
         self.value: Tensor | None = None
         if first is not None:
@@ -44,8 +45,14 @@ class LossScale:
         """By what gradients are unscaled, 0-dim; ``None`` for 1."""
         return None if self.value is None else 1.0 / self.value
 
+    @property
+    def missing(self) -> bool:
+        """Whether this rank has gradients of a loss that was not scaled."""
+        return self.value is not None and self.wanted and not self.applied
+
     def update(self, skip: Tensor) -> None:
-        """Grow after enough good steps, back off after a skipped one."""
+        """A step was made: grow after enough good ones, back off after a skipped one."""
+        self.applied = self.wanted = False
         if self.dynamic:
             assert self.value is not None
             torch._amp_update_scale_(
@@ -62,3 +69,12 @@ class LossScale:
         if self.value is not None and state["loss_scale"] is not None:
             self.value.fill_(state["loss_scale"])
             self._growth.fill_(int(state["growth"]))
+
+
+def unscaled_error(ranks: Sequence[int]) -> RuntimeError:
+    """What every rank raises where the loss was not scaled on ``ranks``."""
+    return RuntimeError(
+        "step(): a loss scale is in use but the loss was not scaled on rank"
+        f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; call "
+        "optimizer.scale_loss(loss).backward() wherever a backward runs"
+    )

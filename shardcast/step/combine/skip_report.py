@@ -1,7 +1,7 @@
-"""Counts skipped steps, and tells whose gradient was not finite, without waiting for the device.
+"""Counts skipped steps, and tells why they were, without waiting for the device.
 
-What the host wants to know is copied to it without waiting and read when it has arrived: at once
-on CPU, a step or more later on an accelerator.
+The host hears of it when the numbers have arrived: at once on CPU, a step or two later on an
+accelerator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch import Tensor
 from shardcast.comm import Comm
 from shardcast.memory.gradients import GradPack
 from shardcast.plan.layout import Slot
-from shardcast.step.combine.decision import Decision
+from shardcast.step.combine.decision import UNSCALED, Decision
+from shardcast.step.combine.loss_scale import unscaled_error
+from shardcast.step.combine.mailbox import Mailbox
+from shardcast.step.combine.options import Groups, Options
 
 
 class SkipReport:
@@ -35,15 +38,15 @@ class SkipReport:
         grads: Sequence[GradPack],
         comm: Comm,
         device: torch.device,
+        options: Options,
         bound: int,
         usual: bool,
     ) -> None:
         self._grads, self._comm, self._device = grads, comm, device
-        self._bound, self._usual = bound, usual
-        # skipped so far, skipped in a row, then the first bad element of each rank (-1: none)
+        self._options, self._bound, self._usual = options, bound, usual
+        # skipped so far, skipped in a row, then Decision.bad of the last skipped step
         self._tally = torch.zeros(2 + comm.size, dtype=torch.float64, device=device)
-        self._host = torch.zeros_like(self._tally, device="cpu", pin_memory=device.type == "cuda")
-        self._copied: torch.cuda.Event | None = None
+        self._mailbox = Mailbox(device)
         self._reported = 0.0
         self._starts = torch.empty(0, dtype=torch.float64, device=device)
 
@@ -84,38 +87,38 @@ class SkipReport:
         """Note whether the step is skipped; the host hears of it in some later :meth:`poll`."""
         self._tally[0] += decision.skip
         self._tally[1] = (self._tally[1] + 1) * decision.skip
-        self._tally[2:] = decision.bad - 1
-        self._host.copy_(self._tally, non_blocking=True)
-        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._tally[2:] = torch.where(decision.skip, decision.bad, self._tally[2:])
+        self._mailbox.post(torch.cat([self._tally, decision.differing.double()]))
 
-    def poll(self) -> None:
+    def poll(self, groups: Groups) -> None:
         """Report skipped steps that the host has heard of; never waits for the device.
 
         Raises:
             RuntimeError: as many steps in a row as the bound were skipped; names the first
-                non-finite element.
+                non-finite element. On an accelerator also: a loss was not scaled, or the ranks
+                differ in options of ``groups``, for which nothing was changed since.
         """
-        if self._copied is not None and (
-            torch.cuda.is_current_stream_capturing() or not self._copied.query()
-        ):
+        letter = self._mailbox.read()
+        if letter is None or letter[0] == self._reported:
             return
-        skipped, in_row, *bad = self._host.tolist()
-        if skipped == self._reported:
-            return
+        skipped, in_row, *rest = letter
+        bad, differing = rest[: self._comm.size], rest[self._comm.size :]
         self._reported = skipped
+        if ranks := [rank for rank, position in enumerate(bad) if position == UNSCALED]:
+            raise unscaled_error(ranks)
+        if any(differing):
+            raise self._options.error_here([bool(wrong) for wrong in differing], groups)
         raising = in_row >= self._bound
         if self._usual and not raising:
             return
-        where = self._locate([int(position) for position in bad])
+        where = self._locate([int(position) - 1 for position in bad])
         if raising:
             raise RuntimeError(
                 f"{int(in_row)} steps in a row were skipped for non-finite gradients "
                 f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
                 "or look at the data of these steps."
             )
-        warnings.warn(f"step skipped, non-finite gradient: {where}", stacklevel=4)
+        warnings.warn(f"step skipped, non-finite gradient: {where}", stacklevel=3)
 
     @property
     def skipped_steps(self) -> int:
@@ -131,7 +134,6 @@ class SkipReport:
         """The inverse of :meth:`state_dict`."""
         self._tally[0], self._tally[1] = state["skipped"], state["in_row"]
         self._reported = state["skipped"]
-        self._host.copy_(self._tally)
 
     def _locate(self, bad: list[int]) -> str:
         """Name the first bad element of each rank's span, and the ranks that it came from.

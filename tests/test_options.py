@@ -1,0 +1,350 @@
+"""Options that must be alike on all ranks in every step, and losses that must be scaled."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, run_world, sharded, values
+from torch import Tensor, nn
+
+from shardcast.comm import Comm
+from shardcast.step.combine import mailbox as mailboxes
+from shardcast.step.combine import options as compared
+from shardcast.step.combine.mailbox import Mailbox
+from shardcast.step.combine.options import Options
+from shardcast.testing import fake_world
+
+pytestmark = pytest.mark.timeout(60)
+
+FP16, FP32 = torch.float16, torch.float32
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [{"params": model.a.parameters()},
+         {"params": [*model.b.parameters(), *model.c.parameters()]}], lr=1e-2,
+    )  # fmt: skip
+
+
+def outcomes(size: int, drift: Callable[[Any, nn.Module, int], Any], **fields: Any) -> list[str]:
+    """The errors of all ranks in a step after ``drift(optimizer, model, rank)``."""
+
+    def run(group: Any) -> str:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, two_groups, **fields)
+        rank = group.rank()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            CASES["mlp"].loss(model, CASES["mlp"].batch(rank)).backward()
+            optimizer.step()
+
+        step()
+        before = values(model)
+        drift(optimizer, model, rank)
+        try:
+            step()
+        except RuntimeError as error:
+            assert_same_bits(values(model), before)
+            return str(error)
+        return "ok"
+
+    ranks, _ = run_world(size, run)
+    return ranks
+
+
+def scheduled(optimizer: Any, _model: nn.Module, rank: int) -> None:
+    """ReduceLROnPlateau on a loss that is another one on each rank."""
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    scheduler.step(1.0)
+    scheduler.step(2.0 if rank else 0.5)
+
+
+def change(**options: Any) -> Callable[[Any, nn.Module, int], None]:
+    def drift(optimizer: Any, _model: nn.Module, rank: int) -> None:
+        if rank == 1:
+            optimizer.param_groups[1].update(options)
+
+    return drift
+
+
+DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
+    "plateau": (scheduled, ["lr of group 0 is 0.01 on rank 0", "lr of group 1 is 0.01 on rank 0",
+                            "0.005 on ranks 1, 2"]),
+    "lr": (change(lr=0.02), ["lr of group 1 is 0.01 on ranks 0, 2; 0.02 on rank 1"]),
+    "weight decay": (change(weight_decay=0.5), ["weight_decay of group 1 is", "0.5 on rank 1"]),
+    "betas": (change(betas=(0.9, 0.95)), ["betas of group 1 is (0.9, 0.999)", "(0.9, 0.95)"]),
+    "a flag": (change(amsgrad=True), ["amsgrad of group 1 is False", "True on rank 1"]),
+    "a bound": (change(max_grad_norm=0.5), ["max_grad_norm of group 1 is None", "0.5 on rank 1"]),
+    "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1 is 0.01", "0.5 on rank 1"]),
+    "frozen": (lambda _o, model, rank: model.b.bias.requires_grad_(rank != 2),
+               ["requires_grad of group 1, parameter 'b.bias', is True on ranks 0, 1; "
+                "False on rank 2"]),
+    "a clip": (lambda o, _m, rank: setattr(o, "step", functools.partial(clipped_step, o, rank)),
+               ["the bound of the clip (max_norm) is 1.0 on ranks 0, 2; 2.0 on rank 1"]),
+}  # fmt: skip
+
+
+def clipped_step(optimizer: Any, rank: int) -> None:
+    optimizer.clip_grad_norm_(2.0 if rank == 1 else 1.0)
+    type(optimizer).step(optimizer)
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_every_rank_names_option_group_and_values(name: str):
+    drift, facts = DRIFTS[name]
+    errors = outcomes(3, drift)
+    assert len(set(errors)) == 1, "the same on all ranks"
+    for fact in facts:
+        assert fact in errors[0]
+
+
+def test_what_differs_in_nothing_that_counts_is_let_alone():
+    def drift(optimizer: Any, _model: nn.Module, rank: int) -> None:
+        for group in optimizer.param_groups:
+            group["note of a script"] = rank
+            group["lr"] = 0.02 if rank else 2 * 0.01  # another object, the same value
+
+    assert outcomes(3, drift) == ["ok"] * 3
+
+
+def test_a_step_with_equal_options_again_goes_on():
+    """The refused step changed nothing, and what was corrected is compared anew."""
+
+    def run(group: Any) -> dict[str, Tensor]:
+        model, other = CASES["mlp"].build(), CASES["mlp"].build()
+        optimizer, expected = sharded(model, group), sharded(other, group)
+        for m, opt in ((model, optimizer), (other, expected)):
+            CASES["mlp"].loss(m, CASES["mlp"].batch(group.rank())).backward()
+            if opt is optimizer:
+                opt.param_groups[0]["lr"] = 0.5 + group.rank()
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match="lr of group 0"):
+                        opt.step()
+                opt.param_groups[0]["lr"] = 1e-2
+            opt.step()
+        assert_same_bits(values(model), values(other))
+        return values(model)
+
+    run_world(2, run)
+
+
+def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce():
+    """One all-reduce of doubles per step; the follow-up that names values is for errors only."""
+
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, two_groups)
+        for step in range(2):
+            for options in optimizer.param_groups:
+                options["lr"] = 0.1 / (1 + step)
+            CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, world = run_world(2, run)
+    doubles = [call for call in world.logs[0] if call.dtype == torch.float64]
+    assert [call.op for call in doubles] == ["all_reduce"] * 2
+    # 2 norms, 2 ranks, 6 slots in one double, and pairs for 2 groups and the options.
+    names = len({*torch.optim.AdamW([torch.zeros(1)]).defaults, "max_grad_norm"}) + 2
+    assert doubles[0].nbytes == 8 * (2 + 2 + 1 + 2 * (2 + names))
+
+
+@pytest.mark.parametrize("size", [2, 64, 1024])
+def test_the_control_all_reduce_grows_by_a_double_per_rank(size: int):
+    with fake_world(size) as group:
+        model = CASES["gpt"].build()
+        optimizer = sharded(model, group)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        (control,) = [call for call in group.log if call.dtype == torch.float64]
+        assert control.nbytes <= 8 * (size + 50)
+
+
+# -- the digests ----------------------------------------------------------------------------------
+
+
+def differing(groups_of_ranks: list[list[dict[str, Any]]]) -> list[tuple[str, int | None]]:
+    """What the ranks would find, from the sum of their digests."""
+    size = len(groups_of_ranks)
+    defaults = [name for name in groups_of_ranks[0][0] if name != "params"]
+    with fake_world(size) as group:
+        ranks = [Options(defaults, Comm(group), torch.device("cpu")) for _ in range(size)]
+        sums = sum(
+            options.pairs(groups, None)
+            for options, groups in zip(ranks, groups_of_ranks, strict=True)
+        )
+        return ranks[0]._found(ranks[0].differing(sums).tolist(), len(groups_of_ranks[0]))
+
+
+def groups_with(number: int, lr: Any, groups: int = 3) -> list[dict[str, Any]]:
+    made = [{"params": [], "lr": 1e-3, "betas": (0.9, 0.99)} for _ in range(groups)]
+    made[number]["lr"] = lr
+    return made
+
+
+def test_one_rank_of_a_thousand_is_found_and_no_group_but_its_own():
+    same = groups_with(1, 1e-3)
+    assert differing([same] * 1024) == []
+    for rank in (0, 511, 1023):
+        ranks = [same] * rank + [groups_with(1, 5e-4)] + [same] * (1023 - rank)
+        assert differing(ranks) == [("lr", 1)]
+
+
+def test_half_of_the_ranks_against_the_other_half_is_found():
+    """Sums alone would not do: the square of the sum against the sum of squares does."""
+    ranks = [groups_with(2, 1e-3 * 2.0 ** -(rank % 2)) for rank in range(64)]
+    assert differing(ranks) == [("lr", 2)]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1 + 2**-20, -1.0, 0.0])
+def test_values_on_an_accelerator_are_compared_there(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Here tensors of one element pass for such: nothing may ask the host for their value."""
+    plain = compared._plain
+    monkeypatch.setattr(
+        compared,
+        "_plain",
+        lambda value: compared.ON_DEVICE if isinstance(value, Tensor) else plain(value),
+    )
+    same = [groups_with(0, torch.tensor(1e-3)) for _ in range(4)]
+    assert differing(same) == []
+    other = groups_with(0, torch.tensor([1e-3 * factor]))
+    assert differing([*same[:3], other]) == [("lr", 0)]
+    assert differing([*same[:3], groups_with(0, 1e-3)]) == [("lr", 0)]
+
+
+def test_without_squares_a_difference_would_be_missed(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(
+        Options, "differing", lambda self, sums: torch.zeros(len(sums) // 2, dtype=torch.bool)
+    )
+    with pytest.raises(AssertionError):
+        test_half_of_the_ranks_against_the_other_half_is_found()
+
+
+# -- on an accelerator the host hears of it later --------------------------------------------------
+
+
+class Event:
+    """Not yet come to pass when it is asked for the first time."""
+
+    asked = False
+
+    def record(self) -> None:
+        assert not self.asked
+
+    def query(self) -> bool:
+        self.asked, before = True, self.asked
+        return before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailboxes.torch.cuda, "Event", Event)
+    monkeypatch.setattr(mailboxes.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        mailboxes.torch,
+        "zeros_like",
+        lambda numbers, **_: torch.zeros(numbers.shape, dtype=numbers.dtype),
+    )
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_letter_is_read_when_it_has_arrived_and_not_overwritten_before():
+    """A step posts before it reads: to post anew each time would put the arrival off for ever."""
+    box = Mailbox(torch.device("cuda"))
+    read = []
+    for step in range(6):
+        box.post(torch.tensor([float(step)]))
+        read.append(box.read())  # the copy that was just started is not done
+    assert read == [None, [0.0], None, [2.0], None, [4.0]]
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("wrong", ["lr", "scale"])
+def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: str):
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        scale = {"param_dtype": FP16, "loss_scale": 8.0} if wrong == "scale" else {}
+        optimizer = sharded(model, group, **scale)
+        optimizer.engine.combine._device = torch.device(
+            "cuda"
+        )  # of which only the kind is asked here
+        optimizer.engine.combine.skips._mailbox._device = torch.device("cuda")
+        before, told = values(model), None
+        for _ in range(3):
+            loss = CASES["mlp"].loss(model, CASES["mlp"].batch(0))
+            if wrong == "lr":
+                optimizer.param_groups[0]["lr"] = 0.5 + group.rank()
+            if wrong == "lr" or group.rank() != 1:
+                loss = optimizer.scale_loss(loss)
+            loss.backward()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                told = str(error)
+                break
+            assert_same_bits(values(model), before)
+            optimizer.zero_grad()
+        assert told is not None
+        if wrong == "lr":
+            assert f"lr of group 0, which is {0.5 + group.rank()} here (rank" in told
+        else:
+            assert "the loss was not scaled on rank 1" in told
+
+    run_world(2, run)
+
+
+# -- the loss scale -------------------------------------------------------------------------------
+
+
+def unscaled_on(group: Any, bad: int, how: str) -> str:
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group, param_dtype=FP16, loss_scale=8.0)
+    for step in range(2):
+        loss = CASES["mlp"].loss(model, CASES["mlp"].batch(step))
+        if not (step and how == "no batch" and group.rank() == bad):
+            scaled = step == 0 or group.rank() != bad or how == "no batch"
+            (optimizer.scale_loss(loss) if scaled else loss).backward()
+        try:
+            if step and how == "clip":
+                optimizer.clip_grad_norm_(1.0)
+            if step and how == "clip value":
+                optimizer.clip_grad_value_(1.0)
+            optimizer.step()
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match="not scaled"):
+                optimizer.step()  # the same gradients again
+            return str(error)
+        optimizer.zero_grad(set_to_none=how != "no batch")
+    return f"ok {float(optimizer.grad_norm):.3g}"
+
+
+@pytest.mark.parametrize("how", ["step", "clip", "clip value"])
+def test_all_ranks_refuse_a_loss_that_one_of_them_did_not_scale(how: str):
+    ranks, _ = run_world(3, unscaled_on, 1, how)
+    assert len(set(ranks)) == 1
+    assert "the loss was not scaled on rank 1; call optimizer.scale_loss(loss)" in ranks[0]
+
+
+def test_a_rank_without_a_batch_has_nothing_to_scale():
+    """It used to raise alone, while the others waited for it."""
+    ranks, _ = run_world(3, unscaled_on, 1, "no batch")
+    assert len(set(ranks)) == 1 and ranks[0].startswith("ok")
+    assert math.isfinite(float(ranks[0][3:]))
+
+
+def test_gradients_set_by_hand_are_to_be_scaled_too():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype=FP16, loss_scale=8.0)
+    model.a.weight.grad = torch.ones_like(model.a.weight)
+    with pytest.raises(RuntimeError, match="not scaled on rank 0"):
+        optimizer.step()
