@@ -82,9 +82,6 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
     "a flag": (change(amsgrad=True), ["amsgrad of group 1 is False", "True on rank 1"]),
     "a bound": (change(max_grad_norm=0.5), ["max_grad_norm of group 1 is None", "0.5 on rank 1"]),
     "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1 is 0.01", "0.5 on rank 1"]),
-    "frozen": (lambda _o, model, rank: model.b.bias.requires_grad_(rank != 2),
-               ["requires_grad of group 1, parameter 'b.bias', is True on ranks 0, 1; "
-                "False on rank 2"]),
     "a clip": (lambda o, _m, rank: setattr(o, "step", functools.partial(clipped_step, o, rank)),
                ["the bound of the clip (max_norm) is 1.0 on ranks 0, 2; 2.0 on rank 1"]),
 }  # fmt: skip
@@ -111,6 +108,27 @@ def test_what_differs_in_nothing_that_counts_is_let_alone():
             group["lr"] = 0.02 if rank else 2 * 0.01  # another object, the same value
 
     assert outcomes(3, drift) == ["ok"] * 3
+
+
+def test_a_parameter_that_some_ranks_do_not_train_is_warned_of_once():
+    """It counts as one without a gradient there, so the step is made."""
+
+    def drift(_optimizer: Any, model: nn.Module, rank: int) -> None:
+        model.b.bias.requires_grad_(rank != 2)
+
+    with pytest.warns(UserWarning) as caught:
+        assert outcomes(3, drift) == ["ok"] * 3
+    fact = "requires_grad of group 1, parameter 'b.bias', is True on ranks 0, 1; False on rank 2"
+    assert [fact in str(warning.message) for warning in caught] == [True] * 3
+
+
+def test_a_rate_that_differs_beside_an_untrained_parameter_is_an_error():
+    def drift(optimizer: Any, model: nn.Module, rank: int) -> None:
+        model.b.bias.requires_grad_(rank != 2)
+        change(lr=0.02)(optimizer, model, rank)
+
+    for error in outcomes(3, drift):
+        assert "lr of group 1 is" in error and "requires_grad of group 1" in error
 
 
 def test_a_step_with_equal_options_again_goes_on():
@@ -275,10 +293,10 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: 
         model = CASES["mlp"].build()
         scale = {"param_dtype": FP16, "loss_scale": 8.0} if wrong == "scale" else {}
         optimizer = sharded(model, group, **scale)
-        optimizer.engine.combine._device = torch.device(
-            "cuda"
-        )  # of which only the kind is asked here
-        optimizer.engine.combine.skips._mailbox._device = torch.device("cuda")
+        combine = optimizer.engine.combine
+        for part in (combine, combine.skips, combine.skips._mailbox):
+            part._device = torch.device("cuda")  # of which only the kind is asked here
+        combine.skips.first_bad = lambda _powers: 0.0
         before, told = values(model), None
         for _ in range(3):
             loss = CASES["mlp"].loss(model, CASES["mlp"].batch(0))

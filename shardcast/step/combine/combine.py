@@ -94,7 +94,7 @@ class Combine:
         self._refuse(sums.bad, differing, groups)
         powers = sums.powers
         skip = ~self._norm.root(powers, scale).isfinite()
-        skip = skip | (sums.bad == UNSCALED).any() | differing.any()
+        skip = skip | (sums.bad == UNSCALED).any() | self._options.refused(differing)
         factors: Sequence[Tensor | None] = [self.loss_scale.inverse()] * len(limits)
         if pending is not None:
             factors = pending.factors
@@ -124,7 +124,7 @@ class Combine:
                 for grads in self._grads
                 for param, slot in zip(grads.pack.params, grads.pack.layout.slots, strict=True)
             }
-            raise self._options.error(wrong, groups, names)
+            self._options.report(wrong, groups, names)
 
     def _group_power(self, number: int, by_pack: Sequence[Tensor]) -> Tensor:
         """The power of this rank's spans of one group."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ REMEDY = (
 )
 
 Groups = Sequence[Mapping[str, Any]]
+Place = tuple[str, int | None]  # an option and its group
 
 
 class OnDevice:
@@ -79,6 +81,7 @@ class Options:
         self._known: list[_Group] = []
         self._digests: list[int] = []  # per name, then per group
         self._bound: float | None = None
+        self._warned = False
         # On the device: the digests that were sent last, and where those of tensors are added.
         self._sent: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
         self._places: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
@@ -153,17 +156,50 @@ class Options:
             digests = digests.index_add(0, self._places[1], hashes) & MASK
         return torch.cat([digests, digests * digests]).double()
 
-    # -- what to say of it ------------------------------------------------------------------
+    def refused(self, differing: Tensor) -> Tensor:
+        """Whether the step cannot be made, 0-dim bool; see :meth:`report`."""
+        options, groups = differing[: len(self._names)], differing[len(self._names) :]
+        trained = self._names.index(TRAINED)
+        others = options[:trained].any() | options[trained + 1 :].any()
+        return others | (groups.any() & ~options[trained : trained + 1].any())
 
-    def error(
-        self, differing: Sequence[bool], groups: Groups, names: Mapping[nn.Parameter, str]
-    ) -> RuntimeError:
-        """What differs, with the values of all ranks. Every rank must call it; for CPU.
+    def report(
+        self,
+        differing: Sequence[bool],
+        groups: Groups,
+        names: Mapping[nn.Parameter, str] | None = None,
+    ) -> None:
+        """Say what differs: raise, or warn once where it is ``requires_grad`` alone.
+
+        A parameter that some ranks do not train is one without a gradient there, which counts as
+        zero; everything else would be updated in different ways.
 
         Args:
-            names: of the parameters, as far as they are known.
+            names: of the parameters; then every rank must call this, and the values of all ranks
+                are told. ``None`` where the ranks are not in the same step: those of this one.
+
+        Raises:
+            RuntimeError: names options, groups and values.
         """
         found = self._found(differing, len(groups))
+        harmless = bool(found) and all(name == TRAINED for name, _ in found)
+        if not any(differing) or (harmless and self._warned):
+            return
+        here = names is None
+        told = self._told_here(found, groups) if here else self._told(found, groups, names or {})
+        if harmless:
+            self._warned = True
+            warnings.warn(
+                f"step: {told}. A rank that does not train a parameter counts as one with a zero "
+                "gradient; freeze and unfreeze on all ranks alike",
+                stacklevel=6,
+            )
+        else:
+            raise RuntimeError(f"step: {told}. {REMEDY}")
+
+    def _told(
+        self, found: Sequence[Place], groups: Groups, names: Mapping[nn.Parameter, str]
+    ) -> str:
         mine = [self._value(name, number, groups) for name, number in found]
         everyone = self._comm.exchange(mine, self._device)
         told = []
@@ -174,27 +210,25 @@ class Options:
                 what, values = _first_param(what, values, groups[number or 0], names)
             if len({repr(value) for value in values}) > 1:  # else only another option differs
                 told.append(f"{what} is {_by_rank(values)}")
-        return RuntimeError(f"step: {'; '.join(told) or 'options of groups differ'}. {REMEDY}")
+        return "; ".join(told) or "options of groups differ between ranks"
 
-    def error_here(self, differing: Sequence[bool], groups: Groups) -> RuntimeError:
-        """What differs, with the values of this rank. Local; for accelerators."""
+    def _told_here(self, found: Sequence[Place], groups: Groups) -> str:
         told = []
-        for name, number in self._found(differing, len(groups)):
+        for name, number in found:
             value = self._value(name, number, groups)
             if name == TRAINED:
                 value = f"True for {sum(value)} of {len(value)} parameters"
             told.append(f"{_what(name, number)}, which is {value} here")
-        return RuntimeError(
-            f"step: the ranks differ in {'; '.join(told) or 'options of groups'} (rank "
-            f"{self._comm.rank}; the other ranks report theirs); the steps since are skipped on "
-            f"all ranks. {REMEDY}"
+        return (
+            f"the ranks differ in {'; '.join(told) or 'options of groups'} (rank "
+            f"{self._comm.rank}; the other ranks report theirs)"
         )
 
-    def _found(self, differing: Sequence[bool], groups: int) -> list[tuple[str, int | None]]:
+    def _found(self, differing: Sequence[bool], groups: int) -> list[Place]:
         """Names and group numbers of what differs; a bound has no group."""
         names = [name for name, wrong in zip(self._names, differing, strict=False) if wrong]
         numbers = [n for n in range(groups) if differing[len(self._names) + n]]
-        found: list[tuple[str, int | None]] = [
+        found: list[Place] = [
             (name, number) for name in names if name != BOUND for number in numbers
         ]
         return [*found, *((name, None) for name in names if name == BOUND)]

@@ -46,6 +46,7 @@ class SkipReport:
         self._options, self._bound, self._usual = options, bound, usual
         # skipped so far, skipped in a row, then Decision.bad of the last skipped step
         self._tally = torch.zeros(2 + comm.size, dtype=torch.float64, device=device)
+        self._differing = torch.empty(0, dtype=torch.bool, device=device)  # in some step
         self._mailbox = Mailbox(device)
         self._reported = 0.0
         self._starts = torch.empty(0, dtype=torch.float64, device=device)
@@ -88,7 +89,8 @@ class SkipReport:
         self._tally[0] += decision.skip
         self._tally[1] = (self._tally[1] + 1) * decision.skip
         self._tally[2:] = torch.where(decision.skip, decision.bad, self._tally[2:])
-        self._mailbox.post(torch.cat([self._tally, decision.differing.double()]))
+        self._differing = _either(self._differing, decision.differing)
+        self._mailbox.post(torch.cat([self._tally, self._differing.double()]))
 
     def poll(self, groups: Groups) -> None:
         """Report skipped steps that the host has heard of; never waits for the device.
@@ -99,15 +101,18 @@ class SkipReport:
                 differ in options of ``groups``, for which nothing was changed since.
         """
         letter = self._mailbox.read()
-        if letter is None or letter[0] == self._reported:
+        if letter is None:
             return
         skipped, in_row, *rest = letter
         bad, differing = rest[: self._comm.size], rest[self._comm.size :]
-        self._reported = skipped
+        news, self._reported = skipped != self._reported, skipped
+        if self._device.type != "cpu" and any(differing):
+            self._differing.zero_()
+            self._options.report([bool(wrong) for wrong in differing], groups)
+        if not news:
+            return
         if ranks := [rank for rank, position in enumerate(bad) if position == UNSCALED]:
             raise unscaled_error(ranks)
-        if any(differing):
-            raise self._options.error_here([bool(wrong) for wrong in differing], groups)
         raising = in_row >= self._bound
         if self._usual and not raising:
             return
@@ -173,3 +178,8 @@ class SkipReport:
                 return grads, next(after, layout.slots[-1]), position
             position -= layout.numel
         raise AssertionError("a position beyond the last pack")
+
+
+def _either(before: Tensor, now: Tensor) -> Tensor:
+    """Flags that were or are set; those of other groups are forgotten."""
+    return before | now if before.shape == now.shape else now
