@@ -154,6 +154,16 @@ def reduce_scatter_flat(
     return scatter(output, input, group=group, async_op=async_op)
 
 
+def coalesced(group: dist.ProcessGroup, device: torch.device, async_op: bool = False) -> Any:
+    """A context within which collectives on ``device`` make one launch (NCCL's group calls).
+
+    Not ``async_op``: on the current stream, as each of them alone. Else what the context gives has
+    a ``wait()``, and each collective within must be ``async_op``, too; their works are not to be
+    waited for. Uses ``_coalescing_manager``, as ``dist.batch_isend_irecv`` does.
+    """
+    return dist.distributed_c10d._coalescing_manager(group, device, async_op)
+
+
 def fused_adam_(
     param: Tensor,
     grad: Tensor,

@@ -88,8 +88,11 @@ class ShardcastConfig:
         None,
         "declare whether the optimizer's update is elementwise; null: known classes only",
     )
-    pack_mb: float = _option(16.0, "upper bound of a pack's storage, in MiB (a single bigger "
-                                   "parameter has a pack of its own)")  # fmt: skip
+    pack_mb: float | None = _option(
+        None,
+        "upper bound of a pack's storage, in MiB (a single bigger parameter has a pack of its "
+        "own); null: packs of at least 16 MiB, and 256 KiB for each rank",
+    )
     pack_params: int | None = _option(None, "upper bound of the number of parameters per pack")
     unpacked_first: int = _option(0, "number of first parameters that stay out of shared packs")
     alignment: int = _option(128, "alignment of slots and spans, in bytes; a power of two >= 8")
@@ -135,13 +138,15 @@ class ShardcastConfig:
     )
     reduce: str = _option(
         "auto",
-        "how gradients reach their owner; auto picks per backend",
-        choices=("auto", "all_to_all", "reduce_scatter"),
+        "how gradients reach their owner; two_level: summed within each node first; auto: what "
+        "takes least time and is rounded once",
+        choices=("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = _option(
-        "broadcast",
-        "how updated parameters reach everybody; all_gather needs the even partition",
-        choices=("broadcast", "all_gather"),
+        "auto",
+        "how updated parameters reach everybody; all_gather needs the even partition; auto: what "
+        "takes least time, as print(optimizer.layout) shows",
+        choices=("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = _option(
         False,
@@ -191,7 +196,7 @@ class ShardcastConfig:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
         require(self.param_dtype is not None, "param_dtype", "bf16, fp16 or fp32")
-        bytes_fit = 0 < self.pack_mb * 2**20 < float("inf")
+        bytes_fit = self.pack_mb is None or 0 < self.pack_mb * 2**20 < float("inf")
         require(bytes_fit, "pack_mb", "a number of MiB above 0, and not inf")
         require(self.pack_params is None or self.pack_params > 0, "pack_params", "null or >= 1")
         require(self.unpacked_first >= 0, "unpacked_first", "a count >= 0")

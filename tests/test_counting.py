@@ -143,7 +143,7 @@ def test_autocast_casts_every_matrix_in_every_forward(case: str):
 def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a step that casts twice is noticed."""
     from shardcast.optimizer.engine import Engine
-    from shardcast.step.sync.in_step import Sync
+    from shardcast.step.sync.sync import Sync
 
     original = Sync.__call__
 

@@ -122,7 +122,7 @@ def test_a_master_changed_on_one_rank_is_noticed():
 
 def test_without_the_sync_replicas_differ(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the equality of replicas is the broadcast's doing."""
-    from shardcast.step.sync.in_step import Sync
+    from shardcast.step.sync.sync import Sync
 
     alone = train(None, "mlp", "adamw", {"param_dtype": BF16})
     monkeypatch.setattr(Sync, "__call__", lambda self: None)

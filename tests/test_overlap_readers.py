@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import checkpoint
 from shardcast.memory.pack import Pack
-from shardcast.step.sync.in_step import Sync
+from shardcast.step.sync.sync import Sync
 from shardcast.testing import (
     BufferHazardError,
     Death,

@@ -51,10 +51,13 @@ def log_of_a_step(group: Any, case: str, fields: dict[str, Any]) -> dict[str, li
 @pytest.mark.parametrize("partition", ["even", "whole"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_broadcast_per_owner(
+def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of_broadcasts(
     case: str, size: int, partition: str
 ):
-    fields = {"param_dtype": BF16, "partition": partition, "pack_params": 5, "alignment": 16}
+    fields = {
+        "param_dtype": BF16, "partition": partition, "pack_params": 5, "alignment": 16,
+        "sync": "broadcast",
+    }  # fmt: skip
     ranks, _ = run_world(size, log_of_a_step, case, fields)  # asserts that the sequences agree
     for phases in ranks:
         layout: Any = phases["layout"]
@@ -69,13 +72,29 @@ def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_broadcast
         assert small.op == "all_reduce" and small.nbytes < 8 * (3 * size + 64)
         assert not small.async_op
         expected = [
-            (span.numel, span.owner)
+            [(span.numel, span.owner) for span in pack.spans if pack.fragments(span.owner)]
             for pack in layout.packs
-            for span in pack.spans
-            if pack.fragments(span.owner)
         ]
-        assert [(c.shape[0], c.source) for c in sync] == expected
+        launches: dict[int, list[tuple[int, int | None]]] = {}
+        for call in sync:
+            launches.setdefault(call.launch, []).append((call.shape[0], call.source))
+        assert list(launches.values()) == [pieces for pieces in expected if pieces]
         assert all(c.op == "broadcast" and not c.async_op and c.dtype == BF16 for c in sync)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partition: str):
+    fields = {"param_dtype": BF16, "partition": partition, "pack_params": 4, "alignment": 16}
+    ranks, _ = run_world(3, log_of_a_step, "gpt", fields)
+    layout: Any = ranks[0]["layout"]
+    ways = [pack.route.sync for pack in layout.packs]
+    assert set(ways) == {"all_gather" if partition == "even" else "broadcast"}
+    shown = [line for line in layout.lines() if line.startswith("  pack ")]
+    for pack, line in zip(layout.packs, shown, strict=True):
+        assert f"reduce all_to_all, sync {pack.route.sync} (" in line and pack.route.why in line
+    _, *sync = ranks[0]["step"]
+    assert len({call.launch for call in sync}) == len(layout.packs)
+    assert {call.op.removesuffix("_single") for call in sync} == set(ways)
 
 
 def test_all_gather_sync_takes_one_collective_per_pack():
@@ -122,9 +141,8 @@ def test_one_rank_of_a_thousand_and_twenty_four(rank: int):
     (pack,) = optimizer.layout.packs
     span = pack.spans[rank]
     assert span.numel == -(-numel // 1024 // 64) * 64 == 640, "640 x 1024 covers 612,100 and gaps"
-    owners = sum(1 for r in range(1024) if pack.fragments(r))
-    assert owners == -(-pack.slots[-1].end // 640)
-    assert ops == ["all_to_all_single", "all_reduce"] + ["broadcast"] * owners
+    assert pack.route.sync == "all_gather"
+    assert ops == ["all_to_all_single", "all_reduce", "all_gather_single"]
     report = optimizer.memory_report()
     assert report["parameters"] == report["gradients"] == 2 * 640 * 1024
     used = 12 * 640 if pack.fragments(rank) else 4 * 640  # no moments for padding alone

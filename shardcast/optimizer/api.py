@@ -74,7 +74,7 @@ def shard(
     validate.check_memory(plan.params)
     make_update(optimizer, config, comm)  # what it refuses, before the model is converted
     device = next(iter(plan.params.values())).device
-    setup.check(plan, comm, device)
+    plan = setup.check(plan, comm, device)
     compiles(config, device)
     with torch.no_grad(), setup.without_collector():
         setup.convert_rest(plan, comm)

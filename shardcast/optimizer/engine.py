@@ -17,7 +17,7 @@ from shardcast.plan.precision import Precision
 from shardcast.step.combine.combine import Combine
 from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.reducer import make_reducer
-from shardcast.step.sync.in_step import Sync
+from shardcast.step.sync.sync import Sync
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.update.fused import make_update
 
@@ -49,7 +49,7 @@ class Engine:
         self.reduce = make_reducer(comm, plan.precision, plan.config, plan.averaged)
         self.combine = Combine(self.reduce.grads, comm, plan.config, self.device, original.defaults)
         self.update = make_update(original, plan.config, comm)
-        self.sync = Sync(comm, plan.config)
+        self.sync = Sync(comm)
         self._add(shards)
         mark(self.model)
         self._hook()
@@ -135,7 +135,7 @@ class Engine:
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""
         self.sync.wait()
-        everything = Sync(self.comm, self.config)  # packs that are still frozen too
+        everything = Sync(self.comm)  # packs that are still frozen too
         for shard in self.shards:
             shard.publish()
             everything.add(shard.pack)

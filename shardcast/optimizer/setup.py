@@ -3,7 +3,7 @@
 One pipeline for :func:`shardcast.shard`, ``add_param_group`` and ``shardcast estimate``::
 
     plan_for    model, optimizer, config, world size -> Plan: local, pure, also on ``meta``
-    check       the ranks planned the same: one small collective
+    check       the ranks planned the same; how packs travel between them: two small collectives
     allocate    Plan -> shards: pack by pack broadcast, masters, cast
 """
 
@@ -25,7 +25,7 @@ from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout, PackLayout
-from shardcast.plan.packing import describe, plan_packs
+from shardcast.plan.packing import describe, plan_packs, routed
 from shardcast.plan.partition import partition_of
 from shardcast.plan.precision import Precision
 
@@ -120,13 +120,17 @@ def _precision(
     return precision
 
 
-def check(plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Raise on every rank if the ranks planned differently, before anything is changed.
+def check(plan: Plan, comm: Comm, device: torch.device) -> Plan:
+    """``plan`` with the routes of its packs, if all ranks planned alike; nothing is changed.
 
     Raises:
-        RuntimeError: names the first difference.
+        RuntimeError: on every rank, where they planned differently; names the first difference.
+        ValueError: on every rank, for an option that these ranks do not allow.
     """
     same_everywhere(comm, plan.facts, device)
+    layout = routed(plan.layout, plan.config, comm.fabric(device))
+    new = layout.packs[len(layout.packs) - len(plan.new) :]
+    return dataclasses.replace(plan, layout=layout, new=new)
 
 
 def allocate(plan: Plan, comm: Comm) -> list[Shard]:

@@ -118,6 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._last_norm = decision.norm
         engine.reduce.show(decision.present)
         engine.reduce.used()
+        engine.comm.steps += 1
         self._clip = None
         _compat.note_step_called(engine.original)
         engine.combine.skips.poll(self.param_groups)  # last: it may raise
@@ -289,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.model, engine.original, engine.layout, number, engine.config, group
         )
         validate.check_memory(plan.params)
-        setup.check(plan, engine.comm, engine.device)
+        plan = setup.check(plan, engine.comm, engine.device)
         shards = setup.allocate(plan, engine.comm)
         engine.original.param_groups.append(group)
         engine.extend(plan, shards)

@@ -25,6 +25,10 @@ from typing import NamedTuple
 
 import torch
 
+from shardcast.plan.routes import Route
+
+SHOWN = 8  # lengths of spans that are shown one by one
+
 
 class ParamInfo(NamedTuple):
     """What planning needs to know of one parameter, in model order.
@@ -102,6 +106,7 @@ class PackLayout:
     numel: int
     slots: tuple[Slot, ...]
     spans: tuple[Span, ...]
+    route: Route = Route()
 
     def __post_init__(self) -> None:
         position = 0
@@ -114,9 +119,25 @@ class PackLayout:
         if position > self.numel or ends != starts:
             raise ValueError(f"layout: the spans of pack {self.index} do not tile it")
 
+    def __str__(self) -> str:
+        more = f" and {len(self.slots) - 1} more" if len(self.slots) > 1 else ""
+        return f"pack {self.index} ({self.slots[0].name!r}{more})"
+
     @property
     def padding(self) -> int:
         return self.numel - sum(slot.numel for slot in self.slots)
+
+    def owned_spans(self) -> list[Span]:
+        """The spans that hold a part of a parameter, not padding alone."""
+        found = []
+        slots = iter([slot for slot in self.slots if slot.numel])
+        slot = next(slots, None)
+        for span in self.spans:  # both are in the order of their elements: one walk along them
+            while slot is not None and slot.end <= span.start:
+                slot = next(slots, None)
+            if slot is not None and slot.offset < span.stop:
+                found.append(span)
+        return found
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The slots' parts in ``rank``'s span, in pack order; empty slots are left out."""
@@ -156,6 +177,9 @@ class Layout:
 
     def lines(self) -> list[str]:
         """One line per pack and slot: what is compared across ranks and printed."""
+        return self._lines(routes=True)
+
+    def _lines(self, routes: bool) -> list[str]:
         lines = [
             f"Layout: {sum(len(p.slots) for p in self.packs)} parameters in {len(self.packs)} "
             f"packs, {self.numel} elements ({self.padding} padding), partition "
@@ -167,17 +191,20 @@ class Layout:
             key = f" key {pack.key}" if pack.key else ""
             sizes = [span.numel for span in pack.spans]
             spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)
+            if routes and len(set(sizes)) > 1 and len(sizes) > SHOWN:
+                spans = f"{len(sizes)} of {min(sizes)} to {max(sizes)}"
+            route = f", {pack.route}" if routes and pack.route.sync else ""
             lines.append(
                 f"  pack {pack.index}: {dtype} on {pack.device}, group {pack.group}{key}{frozen}, "
-                f"{pack.numel} elements ({pack.padding} padding), spans {spans}"
+                f"{pack.numel} elements ({pack.padding} padding), spans {spans}{route}"
             )
             for slot in pack.slots:
                 lines.append(f"    {slot.name} {tuple(slot.shape)} @ {slot.offset}")
         return lines
 
     def digest(self) -> bytes:
-        """32 bytes that differ wherever anything in the layout differs."""
-        return hashlib.sha256("\n".join(self.lines()).encode()).digest()
+        """32 bytes that differ wherever anything differs but the routes, which move no element."""
+        return hashlib.sha256("\n".join(self._lines(routes=False)).encode()).digest()
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,8 +11,14 @@ from torch import nn
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import Layout, PackLayout, ParamInfo
 from shardcast.plan.partition import plan_even, plan_whole, round_up
+from shardcast.plan.routes import Fabric, Route, choose
 
 MIB = 1024 * 1024
+# Without pack_mb a pack has at least PACK bytes, and PIECE for each rank, so that what a rank sends
+# to another one does not shrink as the world grows (Megatron-LM's buckets grow in the same way, by
+# a million parameters for each rank). No more than MOST: two packs are on their way at a time, and
+# the buffers that receive them are as long. At 4,096 ranks a piece is PIECE still.
+PACK, PIECE, MOST = 16 * MIB, MIB // 4, 1024 * MIB
 
 
 def describe(
@@ -50,7 +57,7 @@ def describe(
 def plan_packs(
     infos: list[ParamInfo], world_size: int, partition: str, config: ShardcastConfig
 ) -> Layout:
-    """:func:`plan` with the pack options of ``config``."""
+    """:func:`plan` with the pack options of ``config``; packs have no routes yet."""
     return plan(
         infos,
         world_size,
@@ -62,12 +69,30 @@ def plan_packs(
     )
 
 
+def routed(layout: Layout, config: ShardcastConfig, fabric: Fabric) -> Layout:
+    """``layout`` with a route on ``fabric`` for each pack that has none.
+
+    Raises:
+        ValueError: an option that these ranks do not allow.
+    """
+    packs = []
+    for pack in layout.packs:
+        if pack.route == Route():
+            lengths = [span.numel for span in pack.spans]
+            owned = [span.numel for span in pack.owned_spans()]
+            route = choose(config, fabric, lengths, owned, pack.dtype)
+            packs.append(dataclasses.replace(pack, route=route))
+        else:
+            packs.append(pack)
+    return dataclasses.replace(layout, packs=tuple(packs))
+
+
 def plan(
     params: Sequence[ParamInfo],
     world_size: int,
     partition: str,
     *,
-    pack_mb: float,
+    pack_mb: float | None,
     pack_params: int | None,
     unpacked_first: int,
     alignment: int,
@@ -76,37 +101,55 @@ def plan(
 
     Args:
         partition: ``even`` or ``whole``.
-        pack_mb, pack_params: caps of a pack; a bigger single parameter has its own.
+        pack_mb, pack_params: caps of a pack; a bigger single parameter has its own. Without
+            ``pack_mb`` packs grow with the world.
         unpacked_first: this many first parameters have a pack of their own each.
         alignment: of slots and spans, in bytes.
     """
-    bins: list[list[ParamInfo]] = []
-    current: dict[tuple[object, ...], list[ParamInfo]] = {}  # the open pack of each kind
-    filled: dict[tuple[object, ...], int] = {}  # and its elements so far
-    for position, param in enumerate(params):
-        if position < unpacked_first:
-            bins.append([param])
-            continue
+    bins: list[list[ParamInfo]] = [[param] for param in params[:unpacked_first]]
+    kinds: dict[tuple[object, ...], list[_Bin]] = {}  # the packs of each kind, the last one open
+    least = min(max(PACK, PIECE * world_size), MOST)
+    for param in params[unpacked_first:]:
+        itemsize = param.dtype.itemsize
         kind = (param.device, param.dtype, param.requires_grad, param.group, param.key)
-        cap = int(pack_mb * MIB) // param.dtype.itemsize
-        align = max(1, alignment // param.dtype.itemsize)
-        pack = current.get(kind)
-        if (
-            pack is None
-            or filled[kind] + param.numel > cap
-            or (pack_params is not None and len(pack) >= pack_params)
-        ):
-            pack = current[kind] = []
-            filled[kind] = 0
-            bins.append(pack)
-        pack.append(param)
-        filled[kind] += round_up(param.numel, align)
+        filled = kinds.setdefault(kind, [])
+        full = not filled or len(filled[-1].params) == pack_params
+        if not full and pack_mb is None:
+            full = filled[-1].numel * itemsize >= least
+        elif not full and pack_mb is not None:
+            full = filled[-1].numel + param.numel > int(pack_mb * MIB) // itemsize
+        if full:
+            filled.append(_Bin([], 0))
+            bins.append(filled[-1].params)
+        filled[-1].params.append(param)
+        filled[-1].numel += round_up(param.numel, max(1, alignment // itemsize))
+    if pack_mb is None and pack_params is None:
+        bins = _without_short_ends(bins, kinds.values(), least)
     load = [0] * world_size
     packs = tuple(
         _plan_pack(index, members, world_size, partition, alignment, load)
         for index, members in enumerate(bins)
     )
     return Layout(world_size, partition, packs)
+
+
+@dataclasses.dataclass
+class _Bin:
+    params: list[ParamInfo]
+    numel: int
+
+
+def _without_short_ends(
+    bins: list[list[ParamInfo]], kinds: Iterable[list[_Bin]], least: int
+) -> list[list[ParamInfo]]:
+    """The last pack of each kind joins the one before where it has less than ``least`` bytes."""
+    joined = set()
+    for filled in kinds:
+        last = filled[-1]
+        if len(filled) > 1 and last.numel * last.params[0].dtype.itemsize < least:
+            joined.add(id(last.params))
+            filled[-2].params.extend(last.params)
+    return [members for members in bins if id(members) not in joined]
 
 
 def _plan_pack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -82,9 +83,12 @@ def plan_whole(
 ) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
     """Greedy: the biggest parameter goes to the rank with the least so far (``load``, updated)."""
     owned: list[list[int]] = [[] for _ in range(world_size)]
+    least = [(total, rank) for rank, total in enumerate(load)]
+    heapq.heapify(least)
     for position in sorted(range(len(members)), key=lambda i: (-members[i].numel, i)):
-        owner = min(range(world_size), key=lambda rank: (load[rank], rank))
+        _, owner = heapq.heappop(least)
         load[owner] += round_up(members[position].numel, align)
+        heapq.heappush(least, (load[owner], owner))
         owned[owner].append(position)
     slots: list[Slot] = []
     spans: list[Span] = []

@@ -40,6 +40,16 @@ def sum_dtype(wire: torch.dtype) -> torch.dtype:
     return torch.float64 if wire == MASTER_DTYPE else MASTER_DTYPE
 
 
+def grad_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
+    """The dtype in which gradients of a parameter stored as ``storage`` accumulate."""
+    return config.grad_dtype or storage
+
+
+def wire_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
+    """The dtype in which these gradients travel to their owner."""
+    return config.reduce_dtype or grad_dtype(storage, config)
+
+
 def is_packable(param: Tensor) -> bool:
     """Real floating-point parameters are packed, cast and sharded; all others are left alone."""
     return param.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -80,12 +90,12 @@ class Precision:
         return self._config.param_dtype if cast else buffer.dtype
 
     def grad_dtype(self, storage: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a parameter stored as ``storage`` accumulate."""
-        return self._config.grad_dtype or storage
+        """:func:`grad_dtype` under this configuration."""
+        return grad_dtype(storage, self._config)
 
     def wire_dtype(self, storage: torch.dtype) -> torch.dtype:
-        """The dtype in which these gradients travel to their owner."""
-        return self._config.reduce_dtype or self.grad_dtype(storage)
+        """:func:`wire_dtype` under this configuration."""
+        return wire_dtype(storage, self._config)
 
     def install_casts(self, model: nn.Module) -> list[Any]:
         """Register the forward hooks that cast activations; returns their handles.

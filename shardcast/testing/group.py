@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .record import Collective
 
-__all__ = ["Call", "DoneWork", "RecordedGroup", "deliver"]
+__all__ = ["AllWork", "Call", "DoneWork", "RecordedGroup", "deliver"]
 
 Combine = Callable[[str, Sequence[Tensor], Tensor], None]
 """``combine(reduce_op, parts, out)`` writes to ``out`` the reduction of every rank's part."""
@@ -86,12 +86,25 @@ class DoneWork(dist.Work):
         return True
 
 
+class AllWork(DoneWork):
+    """The work handle of several collectives that were launched as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+
 class RecordedGroup(dist.ProcessGroup):
     """A process group that needs no ``init_process_group`` and logs every collective.
 
     Pass it as ``group=`` to ``torch.distributed`` functions, with group ranks (``group_src``,
-    ``group_dst``). Tensors must be contiguous. Point-to-point and coalesced operations are not
-    supported.
+    ``group_dst``). Tensors must be contiguous. Point-to-point operations are not supported, of
+    coalesced ones those that torch hands to the backend one by one (broadcasts).
     """
 
     log: list[Collective]
@@ -102,6 +115,8 @@ class RecordedGroup(dist.ProcessGroup):
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         super().__init__(rank, world_size)  # type: ignore[call-arg, unused-ignore]
         self._backend_name = backend
+        self._coalescing: int | None = None  # seq of the first collective of the present launch
+        self._works: list[dist.Work] = []  # of that launch
         self.log = []
 
     def getBackendName(self) -> str:  # noqa: N802, the name under which torch asks
@@ -201,6 +216,15 @@ class RecordedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", [], [], opts)
 
+    # What torch calls around the collectives of one launch.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing, self._works = len(self.log), []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalescing, self._works = self._works, None, []
+        return AllWork(works)
+
     # Understanding and checking, before any other rank is concerned.
 
     def _call(
@@ -216,11 +240,15 @@ class RecordedGroup(dist.ProcessGroup):
         record = Collective(
             len(self.log),
             op,
+            launched_with=self._coalescing,
             async_op=bool(getattr(opts, "asyncOp", False)),
             nbytes=max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)),
             **details,
         )
-        return self._issue(Call(record, [t.data for t in inputs], [t.data for t in outputs]))
+        work = self._issue(Call(record, [t.data for t in inputs], [t.data for t in outputs]))
+        if self._coalescing is not None:
+            self._works.append(work)
+        return work
 
     def _check(
         self, op: str, inputs: list[Tensor], outputs: list[Tensor], details: dict[str, Any]

@@ -40,6 +40,13 @@ class Collective:
     async_op: bool = False
     nbytes: int = 0
     """Bytes of the larger side: what this rank sends or what it receives."""
+    launched_with: int | None = None
+    """``seq`` of the first collective of the group that was launched as one; ``None``: alone."""
+
+    @property
+    def launch(self) -> int:
+        """A number of its launch, for counting: equal for all collectives of one group."""
+        return self.seq if self.launched_with is None else self.launched_with
 
     @property
     def signature(self) -> tuple[object, ...]:

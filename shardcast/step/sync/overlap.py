@@ -27,7 +27,7 @@ from torch import nn
 from shardcast import _compat
 from shardcast.hook import Hook
 from shardcast.memory.pack import Pack
-from shardcast.step.sync.in_step import Sync
+from shardcast.step.sync.sync import Sync
 
 
 class Overlap:

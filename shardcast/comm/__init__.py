@@ -1,0 +1,7 @@
+"""The collectives of shardcast, and nothing else that talks to other ranks."""
+
+from .compare import same_everywhere
+from .group import REMEDY_INIT, Comm
+from .waiting import Works
+
+__all__ = ["REMEDY_INIT", "Comm", "Works", "same_everywhere"]

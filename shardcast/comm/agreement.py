@@ -1,0 +1,59 @@
+"""Whether something succeeded on all ranks: what :meth:`Comm.together` tells, and raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+SHOWN = 8  # ranks that an error names one by one
+
+Told = tuple[str, str] | None  # kind and message of an error
+
+
+def attempt(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return fn(), None
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return None, error
+
+
+def told(error: Exception | None) -> Told:
+    if error is None:
+        return None
+    kinds = (kind.__name__ for kind in (ValueError, TypeError) if isinstance(error, kind))
+    own_words = isinstance(error, (ValueError, TypeError, RuntimeError, OSError))
+    return next(kinds, ""), str(error) if own_words else f"{type(error).__name__}: {error}"
+
+
+def raise_together(everyone: Sequence[tuple[str, Told]], error: Exception | None) -> None:
+    """Raise if a rank failed or was in another call; ``error`` is this rank's own."""
+    if error is not None:
+        raise error
+    failed = {rank: told for rank, (_, told) in enumerate(everyone) if told is not None}
+    if failed:
+        kinds = {kind for kind, _ in failed.values()}
+        raised = {"ValueError": ValueError, "TypeError": TypeError}.get(
+            kinds.pop() if len(kinds) == 1 else "", RuntimeError
+        )
+        raise raised(by_rank((rank, message) for rank, (_, message) in failed.items()))
+    if len({call for call, _ in everyone}) > 1:
+        raise RuntimeError(
+            "the ranks are in different calls: "
+            + by_rank((rank, call or "(unnamed)") for rank, (call, _) in enumerate(everyone))
+            + "; make the same calls in the same order on every rank"
+        )
+
+
+def by_rank(facts: Iterable[tuple[int, str]]) -> str:
+    """``ranks 0, 2: one fact; rank 1: another``; of many ranks, or facts, the first ones."""
+    ranks: dict[str, list[int]] = {}
+    for rank, fact in facts:
+        ranks.setdefault(fact, []).append(rank)
+    shown = []
+    for fact, those in list(ranks.items())[:SHOWN]:
+        more = f" and {len(those) - SHOWN} more" if len(those) > SHOWN else ""
+        names = ", ".join(map(str, those[:SHOWN])) + more
+        shown.append(f"rank{'s' if len(those) > 1 else ''} {names}: {fact}")
+    rest = len(ranks) - SHOWN
+    return "; ".join([*shown, f"and {rest} others"] if rest > 0 else shown)

@@ -1,0 +1,64 @@
+"""Sync: the owners' updated spans to everybody, each pack by the way of its route.
+
+A call runs in the compute stream's order (PaddlePaddle PR 35878: then no further synchronisation is
+needed), so evaluation and saving always see coherent weights. ``start`` returns before the values
+are here; ``overlap`` says who waits for them.
+"""
+
+from __future__ import annotations
+
+from shardcast.comm import Comm
+from shardcast.memory.pack import Pack
+from shardcast.step.sync.all_gather import AllGather
+from shardcast.step.sync.broadcast import Broadcast
+from shardcast.step.sync.messages import Messages
+from shardcast.step.sync.strategy import Strategy
+
+WAYS: dict[str, type[Strategy]] = {
+    "all_gather": AllGather,
+    "broadcast": Broadcast,
+    "messages": Messages,
+}
+
+
+class Sync:
+    """Makes packs equal on all ranks. Calling it is collective, all ranks in the same order."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._ways: list[Strategy] = []  # in the order in which their packs are synced
+        self.packs: list[Pack] = []  # of the ways
+        self.started: list[Pack] = []  # those that wait() has to look at
+
+    def add(self, pack: Pack) -> None:
+        """Sync ``pack`` too; every rank must add the same packs."""
+        if self._comm.size > 1:
+            self.packs.append(pack)
+            self._ways.append(WAYS[pack.layout.route.sync](pack, self._comm))
+
+    def __call__(self) -> None:
+        works = [way.run() for way in self._ways]
+        for work in works:  # of all packs at once: a broadcast on gloo waits for the one before
+            if work is not None:
+                work.wait()
+
+    def start(self) -> None:
+        """As a call, but ``pack.wait()`` must come before any use of a pack.
+
+        All collectives are launched here, in the order of a call, which is that of the packs'
+        first parameters in the model: were they launched where they are needed, ranks whose
+        forwards differ would launch them in different orders, and hang.
+        """
+        self.wait()
+        self.started += self.packs
+        # The packs keep the works: a work that is dropped cannot be waited for, and the backend
+        # keeps the memory that it uses alive only as long as it is under way.
+        for way in self._ways:
+            way.start()
+
+    def wait(self) -> None:
+        """Return when nothing that was started is under way. Local."""
+        if self.started:
+            for pack in self.started:
+                pack.wait()
+            self.started.clear()
