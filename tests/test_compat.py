@@ -60,6 +60,10 @@ def gathers(group: Any) -> tuple[Tensor, Tensor]:
     _compat.reduce_scatter_flat(reduced, out * (group.rank() + 1), group)
     work = _compat.all_gather_flat(torch.empty(4), mine, group, async_op=True)
     work.wait()
+    for async_op in (False, True):  # gloo knows no launch of several: they are made one by one
+        with _compat.coalesced(group, mine.device, async_op) as launch:
+            pass
+        launch.wait()
     return out, reduced
 
 

@@ -195,7 +195,7 @@ def test_an_update_waits_for_the_broadcasts_that_read_what_it_writes(
 ):
     def run(group: Any, careless: bool) -> None:
         model = Layers()
-        optimizer = started(group, model, X)
+        optimizer = started(group, model, X, sync="broadcast")
         assert pending(optimizer)
         with monkeypatch.context() as patch:
             if careless:

@@ -17,8 +17,9 @@ from shardcast.plan.precision import Precision
 from shardcast.step.combine.combine import Combine
 from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.reducer import make_reducer
-from shardcast.step.sync.sync import Sync
 from shardcast.step.sync.overlap import Overlap
+from shardcast.step.sync.sync import Sync
+from shardcast.step.sync.sync import Sync
 from shardcast.step.update.fused import make_update
 
 

@@ -33,6 +33,7 @@ class StrictGroup(RecordedGroup):
     def begin(self, meeting: Rendezvous) -> None:
         """Take part in a new run, with an empty log."""
         self.meeting, self._pending, self.log = meeting, {}, []
+        self._coalescing = None  # a run that failed may have left it
 
     def check_all_waited_for(self) -> None:
         """Raise ``BufferHazardError`` if a collective was launched and never waited for."""

@@ -1,0 +1,158 @@
+"""Worlds of 8 to 1,024 ranks, seen by one of them: what a step sends does not grow with the world.
+
+On ``fake_world``; of a 7 B model only the layout is made, for its packs have no room here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import adamw, sharded
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.comm import Comm
+from shardcast.plan.layout import Layout, ParamInfo
+from shardcast.plan.packing import MIB, PIECE, plan_packs, routed
+from shardcast.plan.routes import Fabric
+from shardcast.testing import Collective, fake_world
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16 = torch.bfloat16
+WORLDS = (8, 64, 1024)
+
+
+def seven_billion() -> list[ParamInfo]:
+    """Names and shapes of a model like Llama 2 7B: 6.7 G parameters in 291 tensors."""
+    dim, hidden, vocab = 4096, 11008, 32000
+    shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, dim)}
+    for layer in range(32):
+        shapes |= {f"{layer}.{name}": (dim, dim) for name in ("q", "k", "v", "o")}
+        shapes |= {f"{layer}.{name}": (hidden, dim) for name in ("gate", "up")}
+        shapes |= {f"{layer}.down": (dim, hidden)}
+        shapes |= {f"{layer}.{name}": (dim,) for name in ("norm1", "norm2")}
+    shapes |= {"norm": (dim,), "head": (vocab, dim)}
+    return [ParamInfo(name, shape, BF16) for name, shape in shapes.items()]
+
+
+def layout_of(
+    world_size: int, partition: str = "even", fabric: Fabric | None = None, **fields: Any
+) -> Layout:
+    config = shardcast.ShardcastConfig(**fields)
+    layout = plan_packs(seven_billion(), world_size, partition, config)
+    return routed(layout, config, fabric or Fabric("nccl", min(8, world_size)))
+
+
+def log_of_a_step(world_size: int, **fields: Any) -> tuple[Layout, list[Collective]]:
+    """The collectives of the second step of a model of 9 packs, as rank 3 of a world."""
+    with fake_world(world_size, rank=3) as group:
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(9)))
+        optimizer = sharded(model, group, param_dtype=BF16, pack_params=1, alignment=8, **fields)
+        for _ in range(2):
+            started = len(group.log)
+            model(torch.ones(2, 32)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.layout, group.log[started:]
+
+
+@pytest.mark.parametrize("fields", [{}, {"partition": "whole"}, {"sync": "broadcast"}], ids=str)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_step_makes_as_many_launches_in_every_world(world_size: int, fields: dict[str, Any]):
+    layout, log = log_of_a_step(world_size, **fields)
+    launched = [next(c for c in log if c.launch == n) for n in sorted({c.launch for c in log})]
+    ops = [call.op for call in launched]
+    assert ops[:9] == ["all_to_all_single"] * 9, "reduce: one for each pack"
+    assert ops[9] == "all_reduce", "combine"
+    assert len(ops) == 19 and len(layout.packs) == 9, "sync: one for each pack"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_rank_sends_every_pack_once_and_receives_it_once(world_size: int):
+    """Bytes on the wire: a pack's, less the own piece; nothing is multiplied by the world."""
+    layout, log = log_of_a_step(world_size)
+    nbytes = [pack.numel * 2 for pack in layout.packs]
+    assert [call.nbytes for call in log if call.op == "all_to_all_single"] == nbytes[::-1]
+    assert [call.nbytes for call in log if call.op == "all_gather_single"] == nbytes
+    (control,) = [call for call in log if call.op == "all_reduce"]
+    assert control.nbytes <= 8 * (2 * world_size + 64), "two numbers for each rank"
+
+
+@pytest.mark.parametrize("world_size", [*WORLDS, 4096])
+def test_no_message_of_a_7_b_model_is_shorter_than_256_kib(world_size: int):
+    layout = layout_of(world_size)
+    pieces = [pack.spans[0].numel * 2 for pack in layout.packs]
+    assert min(pieces) >= PIECE == MIB // 4
+    assert sum(len(pack.slots) for pack in layout.packs) == 291
+    largest = max(pack.numel * 2 for pack in layout.packs)
+    bound = max(16 * MIB, world_size * PIECE)
+    assert largest < 2 * bound + 32000 * 4096 * 2, "no more memory than two of the least packs"
+    assert all(pack.route.sync == "all_gather" for pack in layout.packs)
+
+
+def test_pack_mb_is_honoured_in_every_world_and_makes_short_messages():
+    """Negative control of the one above: packs of 16 MiB, as they were for all worlds."""
+    layout = layout_of(1024, pack_mb=16.0)
+    single = {slot.name for _, slot in layout.slots() if slot.numel * 2 > 16 * MIB}
+    for pack in layout.packs:
+        assert pack.numel * 2 <= 17 * MIB or pack.slots[0].name in single
+    assert min(pack.spans[0].numel * 2 for pack in layout.packs) < PIECE
+
+
+@pytest.mark.parametrize("world_size", [*WORLDS, 4096])
+def test_launches_of_a_7_b_model_do_not_grow_with_the_world(world_size: int):
+    assert len(layout_of(world_size).packs) <= len(layout_of(8).packs) <= 226
+
+
+def test_whole_parameters_take_one_launch_for_each_pack_too():
+    layout = layout_of(64, "whole")
+    assert {pack.route.sync for pack in layout.packs} == {"broadcast"}
+    assert {pack.route.reduce for pack in layout.packs} == {"all_to_all"}
+    for pack in layout.packs:
+        owners = [span.owner for span in pack.owned_spans()]
+        assert owners == [rank for rank in range(64) if pack.fragments(rank)]
+
+
+def test_routes_are_shown_but_are_no_part_of_the_digest():
+    plain, apart = layout_of(64), layout_of(64, fabric=Fabric("gloo", 1))
+    assert plain.lines() != apart.lines() and plain.digest() == apart.digest()
+    assert "reduce all_to_all (rounded once), sync all_gather (all_gather " in plain.lines()[1]
+    assert " ms < broadcast " in plain.lines()[1]
+    assert "sync broadcast (as asked)" in layout_of(8, sync="broadcast").lines()[1]
+
+
+class Counting(Comm):
+    """Counts round trips, and the bytes that this rank gets."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.trips = self.received = 0
+
+    def all_gather(self, output: Tensor, input: Tensor, about: object = "") -> None:
+        self.trips += 1
+        self.received += output.nbytes
+        super().all_gather(output, input, about)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_setting_up_takes_as_many_collectives_in_every_world(world_size: int):
+    with fake_world(world_size) as group:
+        model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
+        shardcast.shard(model, adamw(model), process_group=group, pack_params=2, alignment=8)
+        assert [call.op for call in group.log] == ["all_gather_single"] * 2 + ["broadcast"] * 6
+        assert sum(call.nbytes for call in group.log[:2]) == world_size * (32 + 8)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_what_succeeds_together_and_what_is_gathered_takes_few_round_trips(world_size: int):
+    with fake_world(world_size, rank=1) as group:
+        comm, cpu = Counting(group), torch.device("cpu")
+        comm.together(lambda: None, cpu, "save")
+        assert (comm.trips, comm.received) == (1, 16 * world_size)
+        assert comm.gather(bytes(1000), cpu) == [], "rank 0 alone has them"
+        assert comm.trips == 2 and comm.received == 24 * world_size
+        assert [call.op for call in group.log[-1:]] == ["gather"]
+        assert group.log[-1].nbytes < 2000
