@@ -15,10 +15,14 @@ from shardcast.memory.shard import FILL
 from shardcast.memory.stores import block_of
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.layout import Layout, PackLayout, Span
+from shardcast.plan.packing import routed
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE, Precision
+from shardcast.plan.routes import Fabric
 from shardcast.step.update.fused import make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
+
+NODE = 8  # ranks of a node, for which packs' routes are chosen
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Traffic:
         received: of gradients, on the rank that owns most of it, once they are reduced.
         owners: ranks that have something of it to sync.
         scatter: reduced by reduce-scatter, else by an exchange (all-to-all).
+        gathered: synced by an all-gather, else by its owners' broadcasts.
     """
 
     wire: int
@@ -38,6 +43,7 @@ class Traffic:
     received: int
     owners: int
     scatter: bool
+    gathered: bool
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Estimate:
             and the masters that are there already. Host memory of ``offload`` is counted too.
         host: how much of ``total`` is in host memory by ``offload``.
         sent: bytes that leave a rank in a step, of the one that sends most, ``sender``.
-        collectives: per step, the small all-reduce included.
+        collectives: launches per step, the small all-reduce included.
         imbalance: what the fullest rank holds of masters, state and sharded gradients, over the
             mean of all ranks; 1 at best.
         traffic: of the packs that train, in the order of the layout.
@@ -111,13 +117,14 @@ def estimate(
         config = ShardcastConfig.load(config)
     make_update(optimizer, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, optimizer, config, world_size)
+    layout = routed(plan.layout, config, Fabric("nccl", min(world_size, NODE)))
     states = [state_of(optimizer, group) for group in optimizer.param_groups]
     cast_peak, live = _convert_outside(plan)
     return Estimate(
-        plan.layout,
+        layout,
         outside=live - sum(param.nbytes for param in plan.params.values()),
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
-        **_summed(plan.layout, plan.precision, config, states),
+        **_summed(layout, plan.precision, config, states),
     )
 
 
@@ -181,14 +188,16 @@ def _summed(
         wire, stored = precision.wire_dtype(pack.dtype).itemsize, pack.dtype.itemsize
         gradients += pack.numel * grad
         elements = _elements(pack)
+        gathered = pack.route.sync == "all_gather"
         for span, count in zip(pack.spans, elements, strict=True):
             rank = span.owner
             kept[rank] += span.numel * grad
             sent[rank] += (pack.numel - span.numel) * wire
+            if count or gathered:
+                sent[rank] += (size - 1) * span.numel * stored
             if count:
                 own = states[pack.group].nbytes(pack, span.numel, count, config)
                 state[rank] += own
-                sent[rank] += (size - 1) * span.numel * stored
                 # A pack that is its own master is read and written; else it is only written.
                 exact = 2 * master + stored if master else 2 * stored
                 updated[rank] += span.numel * (grad + exact) + 2 * own
@@ -200,16 +209,14 @@ def _summed(
                 pack.numel * stored,
                 widest * grad,
                 sum(1 for count in elements if count),
-                config.reduce == "reduce_scatter"
-                or (config.reduce == "auto" and wire == MASTER_DTYPE.itemsize
-                    and len({span.numel for span in pack.spans}) == 1),
+                pack.route.reduce == "reduce_scatter",
+                gathered,
             )
-        )  # fmt: skip
+        )
     sharded = config.grads == "sharded" and size > 1
     held = [sum(rank) for rank in zip(masters, state, kept if sharded else [0] * size, strict=True)]
     most = max(range(size), key=held.__getitem__)
     sender = max(range(size), key=sent.__getitem__)
-    synced = [1 if config.sync == "all_gather" else pack.owners for pack in traffic]
     return {
         "parameters": parameters,
         "gradients": kept[most] if sharded else gradients,
@@ -218,7 +225,7 @@ def _summed(
         "host": masters[most] + state[most] if config.offload else 0,
         "sent": sent[sender] if size > 1 else 0,
         "sender": sender,
-        "collectives": 1 + len(traffic) + sum(synced) if size > 1 else 0,
+        "collectives": 1 + 2 * len(traffic) if size > 1 else 0,
         "imbalance": held[most] * size / sum(held) if any(held) else 1.0,
         "traffic": tuple(traffic),
         "updated": max(updated),

@@ -75,7 +75,7 @@ def step_time(
     # arrived read and summed.
     moved = sum(2 * pack.wire + _summed(pack, group.size) for pack in found.traffic)
     local = moved / machine.memory
-    synced = sync_times(found.traffic, group, config)
+    synced = sync_times(found.traffic, group)
     sync = sum(synced)
     late = exposed(synced[::-1], arrivals(sizes, forward), forward) if config.overlap_sync else sync
     bandwidth = machine.host if config.offload else machine.memory
@@ -95,11 +95,12 @@ def reduce_time(pack: Traffic, group: Group) -> float:
     return group.gather(pack.wire) if pack.scatter else group.exchange(pack.wire)
 
 
-def sync_times(packs: Sequence[Traffic], group: Group, config: ShardcastConfig) -> list[float]:
+def sync_times(packs: Sequence[Traffic], group: Group) -> list[float]:
     """Seconds for each pack in which its owners' spans travel to everybody."""
-    if config.sync == "all_gather":
-        return [group.gather(pack.stored) for pack in packs]
-    return [group.broadcasts(pack.stored, pack.owners) for pack in packs]
+    return [
+        group.gather(pack.stored) if pack.gathered else group.broadcasts(pack.stored, pack.owners)
+        for pack in packs
+    ]
 
 
 def _summed(pack: Traffic, size: int) -> int:
