@@ -19,7 +19,6 @@ from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.reducer import make_reducer
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
-from shardcast.step.sync.sync import Sync
 from shardcast.step.update.fused import make_update
 
 
