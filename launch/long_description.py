@@ -1,0 +1,37 @@
+"""Give a tree that is to be built a long description whose links lead somewhere from anywhere.
+
+Usage: python launch/long_description.py TREE [URL]
+"""
+
+import re
+import sys
+from pathlib import Path
+
+FILE = "LONG_DESCRIPTION.md"
+RELATIVE = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
+
+
+def without_relative_links(text: str, url: str) -> str:
+    """Markdown whose relative links lead to `url`, or are plain text where it is empty."""
+    if url:
+        return RELATIVE.sub(rf"[\1]({url.rstrip('/')}/blob/main/\2)", text)
+    return RELATIVE.sub(r"\1", text)
+
+
+def prepare(tree: Path, url: str) -> None:
+    text = without_relative_links((tree / "README.md").read_text(encoding="utf-8"), url)
+    (tree / FILE).write_text(text, encoding="utf-8")
+    setup = (tree / "setup.cfg").read_text(encoding="utf-8")
+    wanted = f"long_description = file: {FILE}\n"
+    if url:
+        wanted += f"url = {url}\nproject_urls =\n"
+        wanted += f"    Documentation = {url}/blob/main/docs\n"
+        wanted += f"    Changelog = {url}/blob/main/CHANGELOG.md\n"
+    changed = setup.replace("long_description = file: README.md\n", wanted)
+    if changed == setup:
+        raise SystemExit("error: setup.cfg does not name README.md as its long description")
+    (tree / "setup.cfg").write_text(changed, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

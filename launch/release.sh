@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Build the source distribution and the wheel of HEAD, and run the two commands of the README from
+# the unpacked source distribution.
+#
+# Usage: bash launch/release.sh [--quick]   (--quick: 20 steps, and a few of the tests)
+# Environment:
+#   OUTPUT       where the distributions go (default: dist)
+#   PROJECT_URL  of the repository; relative links of the long description lead there, and are
+#                plain text without it
+#   VENV, PYTHON see environment.sh; a $VENV that has the requirements of the extra `test` is reused
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+output=$(mkdir -p "${OUTPUT:-dist}" && cd "${OUTPUT:-dist}" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+[[ -z ${VENV:-} ]] || export VENV=$(realpath -m "$VENV")
+
+find_python
+"$found" -m venv "$work/venv"
+"$work/venv/bin/python" -m pip install --disable-pip-version-check --quiet build
+mkdir "$work/tree" "$work/unpacked"
+git archive HEAD | tar -x -C "$work/tree"
+"$work/venv/bin/python" launch/long_description.py "$work/tree" "${PROJECT_URL:-}"
+"$work/venv/bin/python" -m build --outdir "$output" "$work/tree"
+
+tar -x -z -C "$work/unpacked" --strip-components=1 -f "$(ls -t "$output"/*.tar.gz | head -n 1)"
+cd "$work/unpacked"
+if [[ ${1:-} == --quick ]]; then
+    bash launch/quickstart.sh --steps 20 --warmup-steps 2
+    bash launch/test.sh tests/test_layout.py tests/test_config.py tests/test_precision.py
+else
+    bash launch/quickstart.sh
+    bash launch/test.sh
+fi
+echo "built, and tried from the source distribution:"
+ls -l "$output"
