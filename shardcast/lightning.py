@@ -6,16 +6,17 @@
     trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
 
 ``precision`` decides ``param_dtype`` (``32-true``, ``bf16-true``, ``16-true``) where the shardcast
-configuration does not name it; accumulation,
-clipping by norm and by value, schedulers and validation are Trainer's. A Lightning checkpoint holds
-fp32 weights and the plain torch optimizer state, gathered on rank 0: it resumes at any world size,
-and under any other strategy. The norm is ``optimizer.grad_norm``; ``.grad`` is a mean on the own
-part only.
+configuration does not name it; accumulation, clipping by norm and by value, schedulers and
+validation are Trainer's. A Lightning checkpoint holds fp32 weights and the plain torch optimizer
+state, gathered on rank 0: it resumes at any world size, and under any other strategy. The norm of
+the last step is ``self.optimizers().grad_norm``; ``.grad`` is a mean on the own part only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,9 +31,11 @@ from shardcast.plan.precision import Precision as Rules
 
 try:
     from lightning.fabric.utilities.apply_func import apply_to_collection
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import HalfPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import grad_norm
 except ImportError as error:
     raise ImportError(
         "shardcast.lightning needs lightning, which is not installed here: "
@@ -87,11 +90,13 @@ class ShardcastPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """By the global norm over all ranks, in the coming step."""
-        _unwrapped(optimizer).clip_grad_norm_(float(clip_val))
+        if self.sharded is not None:
+            self.sharded.clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Each element of the averaged gradients."""
-        _unwrapped(optimizer).clip_grad_value_(float(clip_val))
+        if self.sharded is not None:
+            self.sharded.clip_grad_value_(float(clip_val))
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale."""
@@ -166,9 +171,18 @@ class ShardcastStrategy(DDPStrategy):
                 f"configure_optimizers: strategy 'shardcast' expects one optimizer, got "
                 f"{len(self.optimizers)}; use one with several parameter groups"
             )
-        sharded = shard(self.lightning_module, self.optimizers[0], self.precision_plugin.config)
-        self.optimizers = [sharded]
-        self.precision_plugin.sharded = sharded
+        module, optimizer = self.lightning_module, self.optimizers[0]
+        if not optimizer.param_groups:  # configure_optimizers returned None: nothing is trained
+            self.precision_plugin.convert_module(module)
+        else:
+            sharded = shard(module, optimizer, self.precision_plugin.config)
+            vars(sharded)["optimizer"] = (
+                optimizer  # by it LearningRateMonitor knows the scheduler's
+            )
+            self.optimizers = [sharded]
+            self.precision_plugin.sharded = sharded
+            if self.world_size > 1:
+                _warn_of_local_norms([module, *trainer.callbacks])
         self.setup_precision_plugin()
 
     def _config(self) -> ShardcastConfig:
@@ -230,8 +244,29 @@ class ShardcastStrategy(DDPStrategy):
         )
 
 
+def _warn_of_local_norms(hooked: Sequence[Any]) -> None:
+    """Warn of hooks that log Lightning's ``grad_norm``, which would be this rank's part."""
+    for owner in hooked:
+        for hook in ("on_before_optimizer_step", "on_after_backward"):
+            function = getattr(type(owner), hook)
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if code is None or "grad_norm" not in code.co_names:
+                continue
+            imported = any(name.startswith("lightning.") for name in code.co_names)
+            if imported or function.__globals__.get("grad_norm") is grad_norm:
+                warnings.warn(
+                    f"{type(owner).__name__}.{hook} calls Lightning's grad_norm, which sees only "
+                    "the part of the averaged gradients that this rank owns, and differs between "
+                    "ranks; log self.optimizers().grad_norm, the global norm of the last step",
+                    stacklevel=2,
+                )
+
+
 def _unwrapped(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)  # inside a LightningOptimizer
+    """What may be inside a LightningOptimizer."""
+    if isinstance(optimizer, LightningOptimizer):
+        return optimizer.optimizer
+    return optimizer
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import grad_norm
 from test_accelerate import Casts
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -251,6 +254,68 @@ def test_a_fit_after_a_validation_begins_from_exact_weights(tmp_path: Path):
 def test_other_precisions_are_refused(tmp_path: Path, precision: str):
     with pytest.raises(ValueError, match="expects 32-true, bf16-true, 16-true, got"):
         trainer_of(str(tmp_path), 1, precision=precision)
+
+
+class Monitored(Net):
+    """Logs as many modules do; ``trained=False`` has no optimizer."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.trained = trained
+        self.global_norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trained:
+            self.global_norms.append(float(self.optimizers().grad_norm))  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers() if self.trained else None
+
+
+def rates(group: Any, folder: str) -> list[list[str]]:
+    """The names under which rates are logged, here and under DDP."""
+    found = []
+    for strategy in ("shardcast", "ddp"):
+        monitor = LearningRateMonitor("step")
+        trainer = trainer_of(
+            folder, group.size(), strategy=strategy, callbacks=[monitor], max_epochs=1,
+            logger=CSVLogger(folder), log_every_n_steps=1, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(Net(), loader())
+        found.append(sorted(monitor.lrs))
+    return found
+
+
+def norms(group: Any, folder: str) -> tuple[list[float], list[float], list[str]]:
+    """The local norms, the global ones, and what was warned of."""
+    module = Monitored()
+    options = {"accumulate_grad_batches": 1, "max_epochs": 1, "enable_checkpointing": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(folder, group.size(), callbacks=[], **options).fit(module, loader())
+    told = [str(w.message).split(",")[0] for w in caught if "grad_norm" in str(w.message)]
+    return module.norms, module.global_norms, told
+
+
+def test_rates_are_logged_once_and_local_norms_are_warned_of(tmp_path: Path, gloo: SpawnedWorld):
+    for ours, ddp in gloo.run(rates, str(tmp_path), timeout=100):
+        assert ours == ddp == ["lr-AdamW"]
+    both = gloo.run(norms, str(tmp_path), timeout=100)
+    for _, whole, told in both:
+        assert told == ["Monitored.on_before_optimizer_step calls Lightning's grad_norm"]
+        assert whole == both[0][1]
+    assert both[0][0] != both[1][0], "the control: what each rank would log"
+
+
+def test_a_module_without_an_optimizer_runs(tmp_path: Path):
+    module = Monitored(trained=False)
+    before = [p.detach().clone() for p in module.parameters()]
+    trainer_of(str(tmp_path), 1, precision="bf16-true", max_epochs=1).fit(module, loader())
+    assert len(module.losses) == 12
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
 def test_several_optimizers_are_refused(tmp_path: Path):
