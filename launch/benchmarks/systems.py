@@ -45,7 +45,7 @@ class System:
     def micro(self, batch: Batch, last: bool, of: int) -> Tensor:
         """Forward and backward of one micro-batch of a step with ``of`` of them; the loss."""
         with nullcontext() if last else self.quiet():
-            with torch.autocast("cpu", BF16, enabled=self.autocast):
+            with torch.autocast(batch[0].device.type, BF16, enabled=self.autocast):
                 loss = self.model(*batch)
             self.backward(loss / of if of > 1 else loss)
         return loss.detach()

@@ -1,0 +1,1 @@
+"""What `launch/gpu.sh` measures: one module per part."""

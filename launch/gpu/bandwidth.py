@@ -1,0 +1,107 @@
+"""Part 4: the update against a copy of as many bytes, and against what others do for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardcast
+from gpu.bench import Bench, flat_model, give_gradients, kernels
+
+BYTES = 28  # per element: gradient 2, masters and moments 24, parameter 2
+SIZES = {False: (10**6, 10**7, 10**8, 10**9, 2 * 10**9), True: (10**5,)}
+HELD = 24  # bytes per element that the hungriest form holds
+
+
+def run(bench: Bench) -> None:
+    for numel in SIZES[bench.dry]:
+        copied: list[float] = []
+        for name, make in forms().items():
+            if bench.free() < HELD * numel:
+                bench.note(form=name, elements=numel, skipped="not enough memory on the card")
+                continue
+            with bench.row(form=name, elements=numel) as found:
+                step = make(numel, bench)
+                milliseconds = bench.time(step)
+                copied = copied or [milliseconds]
+                found["ms"] = milliseconds
+                found["GB/s"] = BYTES * numel / milliseconds / 1e6
+                found["of copy"] = copied[0] / milliseconds
+                if name == "shardcast" and not bench.dry:
+                    found.update(kernel_share(step, numel))
+
+
+def forms() -> dict[str, Callable[[int, Bench], Callable[[], object]]]:
+    """What is compared; the copy first."""
+    found: dict[str, Callable[[int, Bench], Callable[[], object]]] = {
+        "copy": copy,
+        "shardcast": sharded,
+        "torch fused + cast": lambda n, b: wrapped(n, b, fused=True),
+        "torch foreach + cast": lambda n, b: wrapped(n, b, foreach=True),
+    }
+    if importlib.util.find_spec("apex") is not None:
+        found["Apex FusedAdam"] = apex
+    return found
+
+
+def copy(numel: int, bench: Bench) -> Callable[[], object]:
+    """Half of the bytes read, half written."""
+    source = torch.ones(BYTES * numel // 2, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def sharded(numel: int, bench: Bench) -> Callable[[], object]:
+    """A whole step on one rank: the norm, the decision, and the update with its cast."""
+    model = flat_model(numel, bench.device)
+    optimizer = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-4), param_dtype=torch.bfloat16
+    )
+    give_gradients(model)
+    return optimizer.step  # the gradients stay where they are, in their pack
+
+
+def wrapped(numel: int, bench: Bench, **options: Any) -> Callable[[], object]:
+    """What mixed precision does without a kernel of its own: cast, torch's step, cast back."""
+    masters = flat_model(numel, bench.device)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-4, **options)
+    params = [param.detach().bfloat16() for param in masters.parameters()]
+    low = [torch.full_like(param, 1e-3) for param in params]
+    exact: list[Tensor] = [torch.zeros_like(param) for param in masters.parameters()]
+    for param, grad in zip(masters.parameters(), exact, strict=True):
+        param.grad = grad
+
+    def step() -> None:
+        torch._foreach_copy_(exact, low)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, list(masters.parameters()))
+
+    return step
+
+
+def apex(numel: int, bench: Bench) -> Callable[[], object]:
+    """NVIDIA Apex, with fp32 masters of its own."""
+    from apex.optimizers import FusedAdam
+
+    model: nn.Module = flat_model(numel, bench.device).bfloat16()
+    optimizer = FusedAdam(model.parameters(), lr=1e-4, capturable=True, master_weights=True)
+    give_gradients(model)
+    step: Callable[[], object] = optimizer.step
+    return step
+
+
+def kernel_share(step: Callable[[], object], numel: int) -> dict[str, Any]:
+    """The longest kernel of a step, which is the update, and what the others take together."""
+    times = {name: spent for name, (_, spent) in kernels(step).items()}
+    longest = max(times, key=lambda name: times[name])
+    return {
+        "kernel": longest[:60],
+        "kernel ms": times[longest] / 1e3,
+        "kernel GB/s": BYTES * numel / times[longest] / 1e3,
+        "all kernels ms": sum(times.values()) / 1e3,
+    }

@@ -1,0 +1,180 @@
+"""What a step computes on a GPU. The dry run of `launch/gpu.sh` does the same on the CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardcast
+
+DEVICE = os.environ.get("GPU_KIT_DEVICE", "cuda")
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
+)
+
+ADAMW = torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}
+ADAM = torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}
+SGD = torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}
+WINDOWS = 9 << 20  # elements: two windows of the forms that make copies, and a part of one
+
+
+def model_of(*sizes: int) -> nn.ParameterList:
+    """Parameters of these lengths, equal in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return nn.ParameterList(torch.randn(n, generator=generator).to(DEVICE) for n in sizes)
+
+
+def give(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+    """Random gradients, equal in every call with this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator).to(DEVICE) * scale
+        param.grad = grad.to(param.grad_dtype or param.dtype)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def masters(optimizer: shardcast.ShardedOptimizer) -> list[Tensor]:
+    return [entry["master"].clone() for entry in optimizer.state_dict()["state"].values()]
+
+
+def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+@pytest.fixture(params=["auto", "eager"])
+def fuse(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+@pytest.mark.parametrize(("kind", "options"), [ADAMW, ADAM, SGD])
+def test_fp32_steps_are_those_of_torch(
+    kind: type[torch.optim.Optimizer], options: dict[str, float], fuse: str
+) -> None:
+    """Within an ulp per step: a compiler may fuse a product and a sum, and divide otherwise."""
+    ours, theirs = model_of(1000, 33), model_of(1000, 33)
+    optimizer = shardcast.shard(ours, kind(ours.parameters(), **options), param_dtype="fp32",
+                                fuse=fuse)  # fmt: skip
+    reference = kind(theirs.parameters(), **options)
+    for step in range(5):
+        give(ours, step)
+        give(theirs, step)
+        optimizer.step()
+        reference.step()
+    for mine, other in zip(values(ours), values(theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=6e-7, atol=6e-7)
+
+
+def test_published_parameters_are_the_casts_of_their_masters(fuse: str) -> None:
+    model = model_of(1000, 33)
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), fuse=fuse)
+    for step in range(3):
+        give(model, step)
+        optimizer.step()
+    cast = [master.bfloat16() for master in masters(optimizer)]
+    assert same_bits([v.flatten() for v in values(model)], cast)
+
+
+def test_a_nan_skips_the_step_and_changes_nothing(fuse: str) -> None:
+    model = model_of(1000, 33)
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), fuse=fuse)
+    give(model, 0)
+    optimizer.step()
+    before = values(model), masters(optimizer)
+    give(model, 1)
+    next(model.parameters()).grad[7] = math.nan
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert same_bits(values(model), before[0]) and same_bits(masters(optimizer), before[1])
+    give(model, 2)
+    with pytest.warns(UserWarning, match="non-finite gradient"):  # heard of a step later at most
+        optimizer.step()
+        synchronize()
+        optimizer.step()
+    assert not same_bits(values(model), before[0])
+
+
+def test_clipping_bounds_the_update_by_the_global_norm(fuse: str) -> None:
+    model, free = model_of(70_000, 33), model_of(70_000, 33)
+    options = {"lr": 1.0}
+    optimizer = shardcast.shard(
+        model, torch.optim.SGD(model.parameters(), **options), param_dtype="fp32",
+        max_grad_norm=0.5, fuse=fuse,
+    )  # fmt: skip
+    before = values(model)
+    give(model, 0)
+    give(free, 0)
+    optimizer.step()
+    norm = torch.cat([param.grad.double() for param in free.parameters()]).norm()
+    torch.testing.assert_close(optimizer.grad_norm.double(), norm, rtol=1e-6, atol=0.0)
+    moved = [(a - b).double() for a, b in zip(before, values(model), strict=True)]
+    assert torch.cat(moved).norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_an_overflow_of_fp16_halves_the_scale_and_training_goes_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)).to(DEVICE)
+    x = torch.randn(64, 16, device=DEVICE)
+    y = x[:, :1].half()
+    optimizer = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), param_dtype="fp16",
+        loss_scale_init=2.0**24,
+    )  # fmt: skip
+    losses = []
+    for _ in range(40):
+        loss = (model(x) - y).float().square().mean()
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert optimizer.skipped_steps > 0
+    assert optimizer.loss_scale.item() == 2.0 ** (24 - optimizer.skipped_steps)
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("fields", [{"master": "split16"}, {"offload": True}])
+def test_forms_that_hold_less_give_the_same_bits(fields: dict[str, object]) -> None:
+    """Several windows, so that transfers beside the update have something to get wrong."""
+    numel = WINDOWS if DEVICE == "cuda" else 300_000
+    exact, lean = model_of(numel, 33), model_of(numel, 33)
+    plain = shardcast.shard(exact, torch.optim.AdamW(exact.parameters(), lr=1e-2))
+    optimizer = shardcast.shard(lean, torch.optim.AdamW(lean.parameters(), lr=1e-2), **fields)
+    for step in range(4):
+        give(exact, step)
+        give(lean, step)
+        plain.step()
+        optimizer.step()
+        torch.full((numel,), math.nan, device=DEVICE)  # takes memory that was given back too early
+    assert same_bits(values(exact), values(lean))
+    assert same_bits([m.cpu() for m in masters(plain)], [m.cpu() for m in masters(optimizer)])
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_rounded_moments_stay_close_to_exact_ones(moments: str) -> None:
+    exact, lean = model_of(100_000), model_of(100_000)
+    plain = shardcast.shard(exact, torch.optim.AdamW(exact.parameters(), lr=1e-3))
+    optimizer = shardcast.shard(
+        lean, torch.optim.AdamW(lean.parameters(), lr=1e-3), moments=moments
+    )
+    start = masters(plain)[0].double()
+    for step in range(10):
+        give(exact, step)
+        give(lean, step)
+        plain.step()
+        optimizer.step()
+    moved = masters(plain)[0].double() - start
+    other = masters(optimizer)[0].double() - start
+    assert torch.nn.functional.cosine_similarity(moved, other, dim=0) > 0.98
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
