@@ -196,7 +196,9 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     a full graph is an error, is raised where the release of torch can (>= 2.13). Under a dispatch
     mode, such as ``FlopCounterMode``, Dynamo compiles nothing: there the function itself runs.
     """
-    options: dict[str, Any] = {}
+    # Triton would else try two block sizes in the first step, on copies of all that the kernel
+    # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
+    options: dict[str, Any] = {"options": {"triton.autotune_pointwise": False}}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = 64
     graph = torch.compile(function, dynamic=True, fullgraph=True, **options)

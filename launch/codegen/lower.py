@@ -85,11 +85,16 @@ def lower(calls: list[Call]) -> list[Graph]:
     compiled: dict[Any, Callable[..., None]] = {}
     torch.compiler.reset()
     for call in calls:
+        options = dict(call.options)
+        patches = options.pop("options", {})  # of Inductor; our backend knows none
 
         def backend(
-            graph_module: GraphModule, _inputs: list[Any], of: Callable[..., None] = call.function
+            graph_module: GraphModule,
+            _inputs: list[Any],
+            of: Callable[..., None] = call.function,
+            patches: dict[str, Any] = patches,
         ) -> Callable[..., Any]:
-            graph = generated(of, graph_module)
+            graph = generated(of, graph_module, patches)
             graphs.append(graph)
             outputs = next(node for node in graph_module.graph.nodes if node.op == "output")
 
@@ -99,10 +104,9 @@ def lower(calls: list[Call]) -> list[Graph]:
 
             return run
 
-        key = call.function, *sorted(call.options.items())
-        if key not in compiled:
-            compiled[key] = torch.compile(call.function, **call.options, backend=backend)
-        compiled[key](*call.args)
+        if call.function not in compiled:
+            compiled[call.function] = torch.compile(call.function, **options, backend=backend)
+        compiled[call.function](*call.args)
     return graphs
 
 
@@ -115,6 +119,9 @@ def on_host(args: Any) -> Any:
             return value
         if id(value) not in known:
             known[id(value)] = torch.zeros(value.shape, dtype=value.dtype)
+            for name, mark in vars(value).items():
+                if name.startswith("_dynamo"):  # of torch._dynamo.mark_static and its like
+                    setattr(known[id(value)], name, mark)
         return known[id(value)]
 
     return tree_map(real, args)
@@ -125,7 +132,9 @@ def stage_of(function: Callable[..., None]) -> str:
     return function.__module__.removeprefix("shardcast.step.").partition(".")[0]
 
 
-def generated(function: Callable[..., None], graph_module: GraphModule) -> Graph:
+def generated(
+    function: Callable[..., None], graph_module: GraphModule, patches: dict[str, Any]
+) -> Graph:
     """What Inductor writes for a graph that Dynamo traced on the host, on a GPU."""
     moved = copy.deepcopy(graph_module)
     for node in moved.graph.nodes:
@@ -154,7 +163,7 @@ def generated(function: Callable[..., None], graph_module: GraphModule) -> Graph
 
     with gpu(), mock.patch.object(GraphLowering, "codegen", stop):
         try:
-            compile_fx.compile_fx(moved, inputs)
+            compile_fx.compile_fx(moved, inputs, config_patches=patches)
         except Exception:  # _WrittenError, within others
             if not written:
                 raise

@@ -93,6 +93,9 @@ class Log(TorchDispatchMode):
                     if not (mutated and name in WRITES_ONLY):
                         read[id(tensor)] = tensor
         everything = [*read.values(), *written.values()]
+        crosses = name in ("_to_copy", "copy_") and len({t.device for t in everything}) > 1
+        if crosses and not (kwargs.get("non_blocking") or args[-1] is True):
+            self.step.waits.append("a copy between host and device")
         if max((stored(tensor) for tensor in everything), default=0) < self.step.elements // SMALL:
             self.step.scalars += any(tensor.is_cuda for tensor in everything)
             return
@@ -229,5 +232,5 @@ def trace(
                 optimizer.step()
             optimizer.zero_grad()
     step.graphs = lower(compiler.calls)
-    step.waits = waits
+    step.waits += waits
     return step

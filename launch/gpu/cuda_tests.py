@@ -12,7 +12,7 @@ from pathlib import Path
 from gpu.bench import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 110.0  # seconds; a little less than the part's
+LIMIT = 115.0  # seconds; a little less than the part's
 
 
 def run(bench: Bench) -> None:
@@ -22,7 +22,12 @@ def run(bench: Bench) -> None:
         command += ["-o", "timeout=0", "-o", "addopts=", f"--junitxml={path}"]
         environment = {**os.environ, "GPU_KIT_DEVICE": "cpu" if bench.dry else "cuda"}
         told = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=LIMIT, capture_output=True, text=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=3 * LIMIT if bench.dry else LIMIT,
+            capture_output=True,
+            text=True,
         )
         if not path.exists():
             raise RuntimeError(

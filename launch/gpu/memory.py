@@ -50,7 +50,7 @@ def measured(fields: dict[str, Any], bench: Bench) -> dict[str, Any]:
             optimizer.step()
         optimizer.zero_grad()
     if bench.dry:
-        held = sum(optimizer.memory_report().values()) + promised.rest - promised.host
+        held = sum(optimizer.memory_report().values()) + promised.outside - promised.host
     else:
         held = torch.cuda.memory_allocated() - before
     figures["held"] = held

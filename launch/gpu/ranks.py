@@ -31,7 +31,7 @@ def on_ranks(
     """
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     method = "fork" if bench.dry else "spawn"
-    with spawn_world(
-        ranks, timeout=timeout, backend=backend_for(bench), start_method=method
-    ) as world:
+    limit = 3 * timeout if bench.dry else timeout
+    backend = backend_for(bench)
+    with spawn_world(ranks, timeout=limit, backend=backend, start_method=method) as world:
         return world.run(work, *args)

@@ -1,0 +1,123 @@
+"""``launch/gpu.sh``: its dry run on the CPU, and parts that fail, hang or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from gpu import __main__ as kit
+from gpu.bench import Bench
+from gpu.report import write
+from gpu.step_profile import STEP, summary
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_dry_run_gives_figures_of_every_part_without_an_error(tmp_path: Path) -> None:
+    subprocess.run(
+        ["bash", "launch/gpu.sh", "--dry-run", "--output", str(tmp_path)],
+        cwd=ROOT, check=True, env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text())
+    parts = {part["name"]: part for part in report["parts"]}
+    assert list(parts) == list(kit.PARTS)
+    for name, part in parts.items():
+        assert part["error"] is None, name
+        assert part["figures"], name
+        assert not [figure for figure in part["figures"] if "error" in figure], name
+    results = [case["result"] for case in parts["cuda_tests"]["figures"]]
+    assert results.count("passed") > 10 and set(results) == {"passed", "skipped"}
+    ranks = parts["end_to_end"]["figures"][0]
+    assert ranks["replicas equal"] is True
+    for figure in parts["memory"]["figures"]:
+        assert figure["held / estimate"] == pytest.approx(1.0, abs=0.01)
+    assert "figures mean nothing" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def part(monkeypatch: pytest.MonkeyPatch, body: Callable[[Bench], object]) -> None:
+    """A part named ``broken``; it is forked, so it need not be a file."""
+    module: Any = ModuleType("gpu.broken")
+    module.run = body
+    monkeypatch.setitem(sys.modules, "gpu.broken", module)
+
+
+def fail(bench: Bench) -> None:
+    bench.note(before=1)
+    raise ValueError("no such kernel")
+
+
+def hang(bench: Bench) -> None:
+    bench.note(before=1)
+    subprocess.Popen(["sleep", "600"])  # it may leave children behind
+    time.sleep(600)
+
+
+def die(bench: Bench) -> None:
+    bench.note(before=1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"), [(fail, "no such kernel"), (hang, "stopped after 2"), (die, "ended with -9")]
+)
+def test_a_broken_part_is_reported_with_what_it_had_found(
+    body: Callable[[Bench], object], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part(monkeypatch, body)
+    limit = 2.0 if body is hang else 60.0
+    result = kit.run("broken", True, tmp_path, limit)
+    assert result.figures == [{"before": 1}]
+    assert result.error is not None and why in result.error
+    good = kit.run("environment", True, tmp_path, 60.0)  # the next one is none the worse
+    assert good.error is None and good.figures
+    write(tmp_path, [result, good], dry=True)
+    text = (tmp_path / "report.md").read_text()
+    assert why in text and "| torch |" in text
+
+
+def test_a_row_that_fails_becomes_part_of_the_report_and_the_next_one_runs(tmp_path: Path) -> None:
+    bench = Bench(True, tmp_path / "rows.json")
+    for number in range(2):
+        with bench.row(number=number) as found:
+            found["ratio"] = 1 / number
+    rows = json.loads(bench.path.read_text())
+    assert "division by zero" in rows[0]["error"]
+    assert rows[1] == {"number": 1, "ratio": 1.0}
+
+
+def kernel(name: str, start: float, stream: int, correlation: int) -> dict[str, Any]:
+    args = {"stream": stream, "correlation": correlation}
+    return {"cat": "kernel", "name": name, "ts": start, "dur": 10.0, "args": args}
+
+
+def launch(start: float, correlation: int) -> dict[str, Any]:
+    args = {"correlation": correlation}
+    return {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start, "dur": 1, "args": args}
+
+
+@pytest.mark.parametrize(("stream", "same"), [(7, True), (20, False)])
+def test_a_profile_counts_the_kernels_that_the_step_launched(stream: int, same: bool) -> None:
+    """They run later than they are launched; those of the backward before do not count."""
+    events = [
+        {"cat": "user_annotation", "name": STEP, "ts": 100.0, "dur": 50.0},
+        launch(90.0, 1), kernel("gemm", 140.0, 7, 1),
+        launch(110.0, 2), kernel("triton_update", 200.0, 7, 2),
+        launch(120.0, 3), kernel("ncclDevKernel_Broadcast", 215.0, stream, 3),
+    ]  # fmt: skip
+    figures = summary(events)
+    assert figures["kernels"] == 2
+    assert figures["gaps_us"] == 5 and figures["busy_us"] == 20
+    assert figures["sync_kernels"] == 1
+    assert figures["sync_on_compute_stream"] is same
