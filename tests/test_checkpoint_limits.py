@@ -136,6 +136,7 @@ print(saved, loaded, exported)
 """
 
 
+@pytest.mark.timeout(120)  # what were two processes with 50 seconds each
 def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model(tmp_path: Path):
     """576 MB of state are saved and loaded; extra is a chunk, and to load the state of a pack.
 
@@ -145,7 +146,7 @@ def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model
         [sys.executable, "-c", SAVE, tmp_path],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=100,
         env=AT_ONCE,
     )
     assert finished.returncode == 0, finished.stderr
