@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from benchmarks.report import table
 from codegen.kernels import Kernel, examine
-from codegen.trace import Pass, Step, trace
+from codegen.trace import SMALL, Pass, Step, trace
 from torch.optim import SGD, Adam, AdamW
 
 COLUMNS = (
@@ -77,13 +77,20 @@ class Row:
     """What one step does in a stage.
 
     Attributes:
+        launches: of compiled kernels on many elements, with the share of the span that it covers.
         passes: eager operations on many elements; each is a kernel, or several.
+        small: launches on few elements.
     """
 
     variant: Variant
     step: Step
-    kernels: list[Kernel]
+    launches: list[tuple[Kernel, float]]
     passes: list[Pass]
+    small: int
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [kernel for kernel, _ in self.launches]
 
     @property
     def launched(self) -> int:
@@ -93,7 +100,7 @@ class Row:
     def bytes(self) -> float:
         """Per element of the span."""
         eager = sum(one.bytes for one in self.passes) / self.step.elements
-        return eager + sum(kernel.bytes for kernel in self.kernels)
+        return eager + sum(kernel.bytes * share for kernel, share in self.launches)
 
     @property
     def width(self) -> int:
@@ -123,7 +130,7 @@ class Row:
             self.variant.title, self.variant.stage, f"{self.launched}{eager}", f"{self.bytes:.1f}",
             f"{self.variant.goal:g}", f"{self.width or '?'}", f"{registers or '?'}",
             f"{sum(kernel.spills for kernel in self.kernels)}", f"{doubles}",
-            f"{self.step.scalars}", "; ".join(self.missed()) or "good",
+            f"{self.small}", "; ".join(self.missed()) or "good",
         )  # fmt: skip
 
 
@@ -132,13 +139,16 @@ def measure(variant: Variant, source: bool = False) -> Row:
     step = trace(variant.kind, dict(variant.options), variant.ranks, **dict(variant.fields))
     # Gradients go into their packs in one pass of their own, before the mean.
     passes = [p for p in step.passes if p.stage == variant.stage and p.name != "_foreach_copy_"]
-    kernels = []
+    launches, small = [], step.scalars
     for graph in step.graphs:
-        if graph.stage == variant.stage:
-            for name, text in graph.kernels.items():
-                print(text if source else "", end="")
-                kernels += [examine(name, text)] * graph.calls
-    return Row(variant, step, kernels, passes)
+        for name, text in graph.kernels.items():
+            for elements in graph.calls:
+                if elements < step.elements // SMALL:
+                    small += 1
+                elif graph.stage == variant.stage:
+                    print(text if source else "", end="")
+                    launches.append((examine(name, text), elements / step.elements))
+    return Row(variant, step, launches, passes, small)
 
 
 def main() -> None:

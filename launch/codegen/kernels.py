@@ -42,7 +42,7 @@ class Kernel:
     Attributes:
         widths: bytes of each access to global memory in PTX, and how many there are.
         doubles: arithmetic instructions on fp64, conversions included.
-        registers, spills: of the worst of the configurations that would be tried; spilled bytes.
+        registers, spills: per thread; spills in bytes.
     """
 
     name: str
@@ -70,21 +70,22 @@ class Kernel:
 
 
 def examine(name: str, source: str) -> Kernel:
-    """Compile a kernel for sm_90, in every configuration that Inductor would try, and look."""
+    """Compile a kernel for sm_90, in every configuration that Inductor would try; the best one."""
     with gpu(), tempfile.TemporaryDirectory() as folder:
         autotuner = _loaded(source, Path(folder) / f"{name}.py")
         compiled = [autotuner._precompile_config(config).kernel for config in autotuner.configs]
         texts = [kernel.asm["ptx"] for kernel in compiled]
-        used = [_resources(text, Path(folder)) for text in texts]
-    signature = autotuner.triton_meta["signature"]
-    return Kernel(
-        name,
-        tuple(accesses(source, signature)),
-        Counter(width for text in texts[:1] for width in widths(text)),
-        len(re.findall(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\.[\w.]*f64", texts[0])),
-        max(registers for registers, _ in used),
-        max(spilled for _, spilled in used),
-    )
+        found = [
+            Kernel(
+                name,
+                tuple(accesses(source, autotuner.triton_meta["signature"])),
+                Counter(widths(text)),
+                len(re.findall(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\.[\w.]*f64", text)),
+                *_resources(text, Path(folder)),
+            )
+            for text in texts
+        ]
+    return min(found, key=lambda kernel: (kernel.spills, -kernel.width, kernel.registers))
 
 
 def _loaded(source: str, path: Path) -> CachingAutotuner:

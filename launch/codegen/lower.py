@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -45,14 +45,14 @@ class Graph:
         name, stage: of the function.
         kernels: source of every Triton kernel, by name.
         others: kernels of libraries and copies that a call launches beside them.
-        calls: of the graph.
+        calls: of the graph, each with the elements of its largest operand.
     """
 
     name: str
     stage: str
     kernels: dict[str, str]
     others: list[str]
-    calls: int = 0
+    calls: list[int] = field(default_factory=list)
 
 
 class _WrittenError(Exception):
@@ -98,8 +98,8 @@ def lower(calls: list[Call]) -> list[Graph]:
             graphs.append(graph)
             outputs = next(node for node in graph_module.graph.nodes if node.op == "output")
 
-            def run(*_args: Any) -> tuple[None, ...]:
-                graph.calls += 1
+            def run(*args: Any) -> tuple[None, ...]:
+                graph.calls.append(max(a.numel() for a in args if isinstance(a, Tensor)))
                 return (None,) * len(outputs.args[0])
 
             return run

@@ -89,7 +89,10 @@ def gpu() -> Iterator[None]:
         )
         stack.enter_context(
             torch._inductor.config.patch(
-                compile_threads=1, fx_graph_cache=False, use_static_cuda_launcher=False
+                compile_threads=1,
+                fx_graph_cache=False,
+                use_static_cuda_launcher=False,
+                joint_graph_constant_folding=False,  # it computes on the device
             )
         )
         triton.runtime.driver.set_active(Driver())
