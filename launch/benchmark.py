@@ -4,6 +4,7 @@
     python launch/benchmark.py flatten                     # packs against tensor by tensor
     python launch/benchmark.py collectives --ranks 2
     python launch/benchmark.py cost                        # per parameter, of more and more
+    python launch/benchmark.py costmodel --ranks 2         # the estimate of times against gloo
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
 
@@ -19,7 +20,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks import collectives, cost, flatten, report, step, update
+from benchmarks import collectives, cost, costmodel, flatten, report, step, update
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 
@@ -48,6 +49,13 @@ def main() -> None:
         sizes = args.elements // args.packs, args.packs, args.rounds
         lines = collectives.rows(spawn(collectives.measure, args.ranks, *sizes, timeout=TIMEOUT)[0])
         columns = ("collective", "ms", "x")
+    elif args.command == "costmodel":
+        title = f"predicted and measured: {WORKLOADS[args.model].title}, {args.ranks} ranks"
+        title += "" if args.clock == "wall" else f", {args.clock} time"
+        run = args.model, args.rounds, args.clock
+        result = spawn(costmodel.measure, args.ranks, *run, timeout=TIMEOUT)[0]
+        lines, columns = costmodel.rows(result), costmodel.COLUMNS
+        print(f"# for shardcast estimate --machine\n{costmodel.as_yaml(result.machine)}\n")
     else:
         plan = step.Plan(args.model, names(args), args.rounds, args.micros, args.clock)
         title = report.title(plan, args.ranks)
@@ -75,7 +83,10 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    rounds_of = {"update": 9, "flatten": 15, "cost": 5, "collectives": 9, "step": 15, "peers": 15}
+    rounds_of = {
+        "update": 9, "flatten": 15, "cost": 5, "collectives": 9, "costmodel": 15, "step": 15,
+        "peers": 15,
+    }  # fmt: skip
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)
@@ -97,11 +108,13 @@ def parse() -> argparse.Namespace:
             sub.add_argument("--packs", type=int, default=4)
             continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
-        sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
         sub.add_argument(
             "--clock", choices=step.CLOCKS, default="wall",
             help="what times are of; on a busy machine: processor",
         )  # fmt: skip
+        if name == "costmodel":
+            continue
+        sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
         sub.add_argument("--plot", type=Path, help="also draw the steps, as a PNG")
         sub.add_argument(
             "--systems", nargs="+", metavar="PART", help="only systems with a PART in their name"

@@ -18,12 +18,9 @@ from shardcast.plan.layout import Layout, PackLayout, Span
 from shardcast.plan.packing import routed
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE, Precision
-from shardcast.plan.routes import Fabric
+from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.fused import make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
-
-NODE = 8  # ranks of a node, for which packs' routes are chosen
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -34,16 +31,14 @@ class Traffic:
         stored: of all its parameters.
         received: of gradients, on the rank that owns most of it, once they are reduced.
         owners: ranks that have something of it to sync.
-        scatter: reduced by reduce-scatter, else by an exchange (all-to-all).
-        gathered: synced by an all-gather, else by its owners' broadcasts.
+        route: how it is reduced and synced; empty for a world of one.
     """
 
     wire: int
     stored: int
     received: int
     owners: int
-    scatter: bool
-    gathered: bool
+    route: Route
 
 
 @dataclass(frozen=True)
@@ -93,6 +88,7 @@ def estimate(
     optimizer: torch.optim.Optimizer,
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
+    fabric: Fabric = Fabric("nccl", 8),  # noqa: B008, it is a constant
 ) -> Estimate:
     """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
@@ -100,6 +96,7 @@ def estimate(
         model: usually built on ``meta``.
         optimizer: an elementwise one of torch over its parameters; unchanged.
         config: a config or a mapping; ``None`` reads the environment.
+        fabric: for which routes are chosen: the backend, and how many ranks share a node.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -117,14 +114,15 @@ def estimate(
         config = ShardcastConfig.load(config)
     make_update(optimizer, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, optimizer, config, world_size)
-    layout = routed(plan.layout, config, Fabric("nccl", min(world_size, NODE)))
+    fabric = fabric._replace(node=min(world_size, fabric.node))
+    layout = routed(plan.layout, config, fabric)
     states = [state_of(optimizer, group) for group in optimizer.param_groups]
     cast_peak, live = _convert_outside(plan)
     return Estimate(
         layout,
         outside=live - sum(param.nbytes for param in plan.params.values()),
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
-        **_summed(layout, plan.precision, config, states),
+        **_summed(layout, plan.precision, config, states, fabric.backend),
     )
 
 
@@ -168,7 +166,11 @@ def _master_size(pack: PackLayout, config: ShardcastConfig) -> int:
 
 
 def _summed(
-    layout: Layout, precision: Precision, config: ShardcastConfig, states: list[StateOf]
+    layout: Layout,
+    precision: Precision,
+    config: ShardcastConfig,
+    states: list[StateOf],
+    backend: str,
 ) -> dict[str, Any]:
     """The fields of :class:`Estimate` that are sums over packs."""
     size = layout.world_size
@@ -209,14 +211,18 @@ def _summed(
                 pack.numel * stored,
                 widest * grad,
                 sum(1 for count in elements if count),
-                pack.route.reduce == "reduce_scatter",
-                gathered,
+                pack.route,
             )
         )
     sharded = config.grads == "sharded" and size > 1
     held = [sum(rank) for rank in zip(masters, state, kept if sharded else [0] * size, strict=True)]
     most = max(range(size), key=held.__getitem__)
     sender = max(range(size), key=sent.__getitem__)
+
+    def launches(pack: Traffic) -> int:  # see Comm.broadcast_all
+        alone = pack.route.sync == "broadcast" and backend not in GROUPED
+        return 1 + (pack.owners if alone else 1)
+
     return {
         "parameters": parameters,
         "gradients": kept[most] if sharded else gradients,
@@ -225,7 +231,7 @@ def _summed(
         "host": masters[most] + state[most] if config.offload else 0,
         "sent": sent[sender] if size > 1 else 0,
         "sender": sender,
-        "collectives": 1 + 2 * len(traffic) if size > 1 else 0,
+        "collectives": 1 + sum(map(launches, traffic)) if size > 1 else 0,
         "imbalance": held[most] * size / sum(held) if any(held) else 1.0,
         "traffic": tuple(traffic),
         "updated": max(updated),

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardcast.plan.routes import GROUPED, INSIDE, Fabric
+
 US, GB = 1e-6, 1e9
 
 
@@ -57,6 +59,8 @@ class Machine:
         between: of one rank's share of its node's network cards, in each direction.
         protocols: the ways of moving bytes, of which the fastest is taken.
         exchanged: messages to other ranks that are under way at a time in an exchange.
+        backend: of the process group, which decides how a sync travels.
+        call: seconds of each of several broadcasts that are launched as one.
         launch: seconds of the host per collective; a device waits for it if it is done earlier.
         memory: that an update reads and writes.
         host: between host and device, for ``offload``.
@@ -72,6 +76,8 @@ class Machine:
     flops: float
     protocols: tuple[Protocol, ...] = NCCL
     exchanged: int = 8  # NCCL: 16 elements of a work, a send and a receive for each peer
+    backend: str = "nccl"
+    call: float = INSIDE.call  # as the choice of routes takes it
     launch: float = 15 * US  # assumed: torch's dispatch, c10d and cudaLaunchKernel
 
     @classmethod
@@ -125,6 +131,11 @@ class Machine:
             fields["protocols"] = (protocol,)
         return dataclasses.replace(self, name=name, **fields)
 
+    @property
+    def fabric(self) -> Fabric:
+        """For which :func:`~shardcast.estimate.estimate` chooses routes."""
+        return Fabric(self.backend, self.ranks_per_node)
+
     def group(self, size: int) -> Group:
         """``size`` ranks that fill one node after another."""
         return Group(self, size, min(size, self.ranks_per_node))
@@ -162,7 +173,7 @@ PRESETS = {
         # by launch/benchmark.py costmodel, which prints what to put here for another machine.
         Machine(
             "gloo", 1 << 20, 1.5 * GB, 1.5 * GB, 8 * GB, 8 * GB, 5e10,
-            (Protocol(100 * US, 100 * US, 100 * US),), exchanged=1, launch=50 * US,
+            (Protocol(100 * US, 100 * US, 100 * US),), exchanged=1, backend="gloo", launch=50 * US,
         ),
     )
 }  # fmt: skip
@@ -210,14 +221,17 @@ class Group:
         return self._fastest(through)
 
     def broadcasts(self, nbytes: float, owners: int) -> float:
-        """As many broadcasts, one after another, of equal parts of ``nbytes``.
+        """Each owner's part of ``nbytes`` to all others, in one launch where the backend can.
 
         A rank that has passed on one begins the next: only the first waits for the whole chain.
         """
-        each = self._fastest(
-            lambda p: p.inside + nbytes / owners / (self.ring * p.share) if owners else 0.0
-        )
-        return owners * each + min(self._hops(p) for p in self.machine.protocols) * bool(owners)
+        grouped = self.machine.backend in GROUPED
+
+        def through(protocol: Protocol) -> float:
+            each = self.machine.call if grouped else protocol.begin + protocol.inside
+            return owners * each + self._hops(protocol) + nbytes / (self.ring * protocol.share)
+
+        return self._fastest(through) if owners else 0.0
 
     def exchange(self, nbytes: float) -> float:
         """An all-to-all: each rank sends 1 / ``size`` of its ``nbytes`` to each other one."""

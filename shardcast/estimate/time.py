@@ -92,22 +92,31 @@ def step_time(
 
 def reduce_time(pack: Traffic, group: Group) -> float:
     """Seconds in which the gradients of one pack travel to their owners."""
-    return group.gather(pack.wire) if pack.scatter else group.exchange(pack.wire)
+    if group.size == 1:
+        return 0.0
+    ways = {"reduce_scatter": group.gather, "all_to_all": group.exchange}
+    return ways[pack.route.reduce](pack.wire)
 
 
 def sync_times(packs: Sequence[Traffic], group: Group) -> list[float]:
     """Seconds for each pack in which its owners' spans travel to everybody."""
-    return [
-        group.gather(pack.stored) if pack.gathered else group.broadcasts(pack.stored, pack.owners)
-        for pack in packs
-    ]
+    found: list[float] = []
+    for pack in packs if group.size > 1 else ():
+        if pack.route.sync == "messages":  # of all packs at once
+            begun = group.exchange(0) if found else 0.0
+            found.append(group.exchange(pack.stored) - begun)
+        elif pack.route.sync == "broadcast":
+            found.append(group.broadcasts(pack.stored, pack.owners))
+        else:
+            found.append(group.gather(pack.stored))
+    return found or [0.0] * len(packs)
 
 
 def _summed(pack: Traffic, size: int) -> int:
     """Bytes that the fp32 sum of what arrived reads and writes."""
     if size == 1:
         return 0
-    return pack.received * 2 if pack.scatter else pack.received * (size + 1)
+    return pack.received * 2 if pack.route.reduce == "reduce_scatter" else pack.received * (size + 1)
 
 
 def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:

@@ -1,0 +1,178 @@
+"""The cost model of `shardcast estimate` against this machine: gloo, on one node.
+
+Every round exchanges tensors much smaller than a pack, sums some, and then reduces and syncs all
+packs of a model. From the medians of the small runs come alpha, beta and the bandwidth of memory,
+with which `estimate` predicts the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardcast
+from benchmarks.models import WORKLOADS
+from benchmarks.step import CLOCKS
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.estimate import PRESETS, Machine, Protocol, StepTime, estimate, step_time
+from shardcast.step.reduce.mean import mean_in_chunks_
+
+SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of a tensor that is exchanged; a pack has 2^24
+REPEATS = 7
+SPAN = 1 << 20  # elements of a piece that is summed
+COLD = 1 << 27  # bytes of pieces, of which each repeat takes others: more than caches hold
+STAGES = ("reduce", "sync")
+COLUMNS = ("stage", "predicted ms", "measured ms", "predicted / measured", "quartiles measured")
+Clock = Callable[[], float]
+
+
+@dataclass
+class Result:
+    """What a run found: the machine, its prediction, and seconds of every round per stage."""
+
+    machine: Machine
+    predicted: StepTime
+    measured: dict[str, list[float]] = field(default_factory=dict)
+
+
+def measure(group: dist.ProcessGroup, model: str, rounds: int, clock: str) -> Result:
+    """The body of one rank; all ranks find the same."""
+    torch.manual_seed(0)
+    module, config, now = WORKLOADS[model].build(), ShardcastConfig(), CLOCKS[clock]
+    inner = torch.optim.AdamW(module.parameters())
+    found = estimate(module, inner, group.size(), config)
+    numel = sum(param.numel() for param in module.parameters())
+    optimizer = shardcast.shard(module, inner, config)
+    grads = [torch.randn_like(param) * 1e-3 for param in module.parameters()]
+    comm = Comm(group)
+    exchanges: dict[int, list[float]] = {size: [] for size in SIZES}
+    sums: list[float] = []
+    measured: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    for number in range(rounds + 1):
+        small = {size: exchanged(comm, size, now) for size in SIZES}
+        summed_in = summed(comm, now)
+        for param, grad in zip(module.parameters(), grads, strict=True):
+            param.grad = grad.clone()
+        whole = stages_of_a_step(optimizer, now)
+        if number:  # the first round warms up
+            sums.append(summed_in)
+            for size in SIZES:
+                exchanges[size].append(small[size])
+            for stage in STAGES:
+                measured[stage].append(whole[stage])
+    medians = [statistics.median(exchanges[size]) for size in SIZES]
+    machine = machine_of(comm.size, medians, statistics.median(sums))
+    return Result(machine, step_time(found, config, machine, numel, tokens=1), measured)
+
+
+def stages_of_a_step(optimizer: Any, now: Clock) -> dict[str, float]:
+    """Seconds of the slowest rank, from the moment when all begin a stage."""
+    times: dict[str, float] = {}
+
+    def timed(call: Callable[[], None], name: str) -> Callable[[], None]:
+        def run() -> None:
+            dist.barrier()
+            start = now()
+            call()
+            times[name] = now() - start
+
+        return run
+
+    engine = optimizer.engine
+    engine.reduce.finish = timed(engine.reduce.finish, "reduce")
+    engine.send = timed(engine.send, "sync")
+    optimizer.step()
+    del engine.reduce.finish, engine.send
+    slowest = torch.tensor([times[stage] for stage in STAGES], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return dict(zip(STAGES, slowest.tolist(), strict=True))
+
+
+def exchanged(comm: Comm, nbytes: int, now: Clock) -> float:
+    """Seconds of an exchange of ``nbytes`` on each rank."""
+    numel = nbytes // 2 // comm.size
+    sent = torch.ones(numel * comm.size, dtype=torch.bfloat16)
+    received, sizes = torch.empty_like(sent), [numel] * comm.size
+    return repeated(lambda _: comm.all_to_all(received, sent, sizes, sizes).wait(), now)
+
+
+def summed(comm: Comm, now: Clock) -> float:
+    """Seconds in which gradients are copied into a pack of :data:`SPAN` elements for each rank,
+    and the mean of such a span is taken over ranks.
+    """
+    pieces = torch.ones(COLD // 2 // SPAN, SPAN, dtype=torch.bfloat16)
+
+    def mean(number: int) -> None:
+        first = 2 * number * comm.size
+        chosen = [pieces[(first + n) % len(pieces)] for n in range(2 * comm.size)]
+        pack, grads = chosen[: comm.size], chosen[comm.size :]
+        torch._foreach_copy_(pack, grads)
+        mean_in_chunks_(pack, comm.size, None, pack[0])
+
+    return repeated(mean, now)
+
+
+def repeated(call: Callable[[int], object], now: Clock) -> float:
+    """The median of the slowest rank's times; the first call is not counted."""
+    times = []
+    for number in range(REPEATS + 1):
+        dist.barrier()
+        start = now()
+        call(number)
+        times.append(now() - start)
+    slowest = torch.tensor(times[1:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def machine_of(ranks: int, exchanges: Sequence[float], sum_in: float) -> Machine:
+    """The machine that exchanges :data:`SIZES`, and copies and sums :data:`SPAN` ones, so fast."""
+    begin, each = fitted(SIZES, exchanges)
+    inside = (ranks - 1) / ranks / each
+    memory = (2 * ranks + ranks + 1) * SPAN * torch.bfloat16.itemsize / sum_in
+    return Machine(
+        "here", ranks, inside, inside, memory, memory, PRESETS["gloo"].flops,
+        (Protocol(begin, 0.0, 0.0),), exchanged=1, backend="gloo", launch=0.0,
+    )  # fmt: skip
+
+
+def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
+    """Seconds to begin and per byte: the line with the least squares of relative errors."""
+    weights = [1 / seconds**2 for seconds in times]
+    total = sum(weights)
+    size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
+    mean = sum(w * t for w, t in zip(weights, times, strict=True)) / total
+    points = list(zip(weights, sizes, times, strict=True))
+    above = sum(w * (n - size) * (t - mean) for w, n, t in points)
+    each = above / sum(w * (n - size) ** 2 for w, n, _ in points)
+    if each <= 0:
+        raise RuntimeError(f"bigger exchanges took less time: {times}; the machine is too busy")
+    return max(0.0, mean - each * size), each
+
+
+def rows(result: Result) -> list[tuple[str, ...]]:
+    """The prediction beside the median over rounds, per stage."""
+    found = []
+    for stage, times in result.measured.items():
+        predicted = getattr(result.predicted, stage)
+        low, middle, high = (1e3 * seconds for seconds in statistics.quantiles(times, n=4))
+        ratio = f"{1e3 * predicted / middle:.2f}"
+        cells = (f"{1e3 * predicted:.1f}", f"{middle:.1f}", ratio, f"{low:.1f} to {high:.1f}")
+        found.append((stage, *cells))
+    return found
+
+
+def as_yaml(machine: Machine) -> str:
+    """The machine as a file for ``shardcast estimate --machine``."""
+    (protocol,) = machine.protocols
+    return (
+        f"base: gloo\nranks_per_node: {machine.ranks_per_node}\n"
+        f"inside: {machine.inside / 1e9:.3f}\nbetween: {machine.between / 1e9:.3f}\n"
+        f"memory: {machine.memory / 1e9:.3f}\nbegin_us: {max(protocol.begin * 1e6, 0.1):.1f}"
+    )
