@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import costmodel
 from models import CASES
 from torch import nn
 
+import shardcast
 from shardcast.cli import main
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import (
@@ -24,12 +26,16 @@ from shardcast.estimate import (
     units_of,
 )
 from shardcast.estimate.time import arrivals, exposed
+from shardcast.optimizer.setup import plan_for
+from shardcast.plan.packing import routed
+from shardcast.plan.routes import Fabric
+from shardcast.testing import SpawnedWorld
 
 US, GB = 1e-6, 1e9
 # Numbers that can be calculated with by hand: 2 ranks per node, 100 bytes/s inside, 10 between.
 PLAIN = Machine(
     "plain", 2, inside=100.0, between=10.0, memory=1000.0, host=10.0, flops=1.0,
-    protocols=(Protocol(begin=1.0, inside=0.1, between=0.5),), exchanged=1, launch=0.0,
+    protocols=(Protocol(begin=1.0, inside=0.1, between=0.5),), exchanged=1, launch=0.0, call=0.2,
 )  # fmt: skip
 
 
@@ -60,9 +66,11 @@ def test_an_all_reduce_takes_a_tree_where_hops_are_dear():
     assert PLAIN.group(1024).all_reduce(nbytes) == pytest.approx(1 + tree + crossing)
 
 
-def test_broadcasts_of_owners_each_begin_anew_but_wait_for_the_chain_once():
-    each = 1 + 0.1 + 25 / 20
-    assert PLAIN.group(4).broadcasts(100, 4) == pytest.approx(4 * each + 2 * 0.1 + 0.5)
+def test_broadcasts_of_owners_wait_for_the_chain_once_and_begin_once_where_they_can_be_grouped():
+    chain, sent = 1 + 2 * 0.1 + 0.5, 100 / 20
+    assert PLAIN.group(4).broadcasts(100, 4) == pytest.approx(chain + 4 * 0.2 + sent)
+    alone = replace(PLAIN, backend="mpi")
+    assert alone.group(4).broadcasts(100, 4) == pytest.approx(chain + 3 * (1 + 0.1) + sent)
     assert PLAIN.group(4).broadcasts(100, 0) == 0
 
 
@@ -159,12 +167,13 @@ class Two(nn.Module):
 def stages(size: int, tokens: int = 1, **fields: Any) -> tuple[Any, Any]:
     model = Two()
     config = ShardcastConfig(pack_params=1, alignment=8, **fields)
-    found = estimate(model, torch.optim.AdamW(model.parameters()), size, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = estimate(model, optimizer, size, config, PLAIN.fabric)
     return found, step_time(found, config, PLAIN, 2000, tokens)
 
 
 def test_the_stages_of_a_step_by_hand():
-    found, time = stages(2)
+    found, time = stages(2, sync="broadcast")
     group = PLAIN.group(2)
     assert time.compute == 6 * 2000
     # Copied into packs (read and written), then two pieces of 500 read and the mean written.
@@ -181,14 +190,14 @@ def test_the_stages_of_a_step_by_hand():
 
 
 def test_options_change_the_stages_that_they_are_about():
-    plain = stages(2)[1]
+    plain = stages(2, sync="broadcast")[1]
     gathered = stages(2, sync="all_gather")[1]
     assert gathered.sync == pytest.approx(2 * PLAIN.group(2).gather(2000))
     assert replace(gathered, sync=plain.sync) == plain
-    beside = stages(2, overlap_sync=True)[1]
+    beside = stages(2, overlap_sync=True, sync="broadcast")[1]
     assert beside.in_forward == pytest.approx(plain.sync / 2), "of two packs one"
     assert replace(beside, in_forward=0) == plain, "as long in itself"
-    away = stages(2, offload=True)[1]
+    away = stages(2, offload=True, sync="broadcast")[1]
     assert away.update == pytest.approx(100 * plain.update), "memory over host bandwidth"
     exact, time = stages(2, reduce="reduce_scatter", param_dtype="fp32")
     assert exact.updated == 1000 * (4 + 8 + 16), "a pack in fp32 is its own master"
@@ -206,6 +215,39 @@ def test_with_no_time_to_hide_in_everything_is_exposed():
     bare = step_time(found, config, machine, 2000, 1)
     assert bare.in_backward == pytest.approx(0, abs=1e-9)
     assert bare.step == pytest.approx(time.reduce + time.combine + time.update + time.sync)
+
+
+def test_messages_of_all_packs_begin_together():
+    machine = replace(PLAIN, backend="gloo")
+    model = Two()
+    config = ShardcastConfig(pack_params=1, alignment=8)
+    found = estimate(model, torch.optim.AdamW(model.parameters()), 2, config, machine.fabric)
+    assert {pack.route.sync for pack in found.traffic} == {"messages"}
+    time = step_time(found, config, machine, 2000, 1)
+    assert time.sync == pytest.approx(machine.group(2).exchange(4000))
+
+
+def test_routes_are_those_that_a_run_on_this_backend_takes():
+    model = CASES["gpt"].build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = ShardcastConfig(pack_params=4)
+    for fabric in (Fabric("strict", 1), Fabric("gloo", 2), H100.fabric):
+        found = estimate(model, optimizer, 2, config, fabric)
+        plan = plan_for(model, optimizer, config, 2)
+        assert found.layout == routed(
+            plan.layout, config, fabric._replace(node=min(2, fabric.node))
+        )
+        assert [pack.route for pack in found.traffic] == [p.route for p in found.layout.packs]
+
+
+def test_owners_that_cannot_be_grouped_launch_one_by_one():
+    model = CASES["gpt"].build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = ShardcastConfig(sync="broadcast", pack_params=4)
+    found = [estimate(model, optimizer, 3, config, Fabric(b, 1)) for b in ("nccl", "mpi")]
+    packs = len(found[0].traffic)
+    owners = sum(pack.owners for pack in found[1].traffic)
+    assert [one.collectives for one in found] == [1 + 2 * packs, 1 + packs + owners]
 
 
 def test_one_rank_has_no_traffic_and_updates_everything():
@@ -243,6 +285,46 @@ def test_others_send_and_update_what_is_known_of_them():
     assert fsdp.in_forward == pytest.approx(group.gather(2000)) and ddp.in_forward == 0
     assert fsdp.in_backward == pytest.approx(2 * group.gather(2000))
     assert ddp.update > megatron.update > fsdp.update
+
+
+# -- against gloo ---------------------------------------------------------------------------------
+
+
+def test_the_line_through_exact_times_is_found_and_one_that_falls_is_refused():
+    begin, each = costmodel.fitted((10, 20, 80), (1.5, 2.0, 5.0))
+    assert (begin, each) == (pytest.approx(1.0), pytest.approx(0.05))
+    assert costmodel.fitted((10, 20), (0.5, 1.0)) == (pytest.approx(0), pytest.approx(0.05))
+    with pytest.raises(RuntimeError, match="too busy"):
+        costmodel.fitted((10, 20), (2.0, 1.0))
+
+
+def test_a_measured_machine_predicts_what_it_was_measured_by(tmp_path: Path):
+    times = [1e-3 + size * 1e-9 for size in costmodel.SIZES]
+    machine = costmodel.machine_of(4, times, sum_in=0.01)
+    exchanges = [machine.group(4).exchange(size) for size in costmodel.SIZES]
+    assert exchanges == pytest.approx(times)
+    pack = costmodel.SPAN * 2 * 4
+    moved = 2 * pack + (4 + 1) * pack / 4
+    assert moved / machine.memory == pytest.approx(0.01)
+    path = tmp_path / "here.yaml"
+    path.write_text(costmodel.as_yaml(machine))
+    loaded = Machine.load(path)
+    assert loaded.group(4).exchange(1 << 22) == pytest.approx(times[-1], rel=0.2)
+
+
+def timed_stages(group: Any) -> list[str]:
+    model = CASES["gpt"].build()
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), process_group=group)
+    ticks = iter(range(100))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    times = costmodel.stages_of_a_step(optimizer, lambda: float(next(ticks)))
+    optimizer.step()  # nothing of the clock is left
+    return [f"{stage} {seconds}" for stage, seconds in times.items()] + [str(next(ticks))]
+
+
+def test_reduce_and_sync_of_a_step_are_timed_once_each(gloo: SpawnedWorld):
+    assert gloo.run(timed_stages) == [["reduce 1.0", "sync 1.0", "4"]] * 2
 
 
 # -- machines -------------------------------------------------------------------------------------
@@ -306,6 +388,8 @@ def test_the_command_prints_times_for_the_machine_and_tokens(
     )
     assert main([*arguments, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
+    (way,) = row["routes"]
+    assert way["packs"] == 1 and "reduce all_to_all (rounded once), sync " in way["route"]
     numel = 3000 * 3001
     assert row["time"]["compute"] == pytest.approx(6 * numel * 100 / A100.flops)
     assert row["other_times"].keys() == {"DDP + autocast", "FSDP2", "Megatron"}

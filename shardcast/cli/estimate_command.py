@@ -16,8 +16,10 @@ from torch import nn
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import (
     PRESETS,
+    Estimate,
     Machine,
     StepTime,
+    Traffic,
     estimate,
     peer_times,
     peers,
@@ -52,7 +54,7 @@ LEGEND = {
     "host": "how much of total is in host memory (offload)",
     "setup_peak": "the worst moment of shard(): the model as built, one pack, the masters so far",
     "sent": "what leaves the rank that sends most, number sender, in a step",
-    "collectives": "of a step, the small all-reduce that all ranks decide with included",
+    "collectives": "launches of a step, the small all-reduce by which all ranks decide included",
     "imbalance": "what the fullest rank holds of masters and state, over the mean; 1 at best",
     "compute": "forward and backward: 6 operations per parameter and token",
     "reduce": "gradients to their owners and the fp32 sum there",
@@ -175,10 +177,11 @@ def rows_of(
     units = units_of(model)
     rows = []
     for size in sizes:
-        found = estimate(model, optimizer, size, config)
+        found = estimate(model, optimizer, size, config, machine.fabric)
         row: Row = {"world_size": size, **{name: getattr(found, name) for name in BYTES}}
         row |= {"sender": found.sender, "packs": len(found.layout.packs)}
         row |= {"collectives": found.collectives, "imbalance": found.imbalance}
+        row["routes"] = _routes(found)
         row["others"] = peers(numel, moments, size)
         row |= {"machine": machine.name, "tokens": tokens}
         row["time"] = _stages(step_time(found, config, machine, numel, tokens))
@@ -186,6 +189,17 @@ def rows_of(
         row["other_times"] = {name: _stages(time) for name, time in others.items()}
         rows.append(row)
     return rows
+
+
+def _routes(found: Estimate) -> list[Row]:
+    """Each way in which packs travel, of how many, and why the biggest of them does."""
+    ways: dict[tuple[str, str], list[Traffic]] = {}
+    for pack in found.traffic if found.layout.world_size > 1 else ():
+        ways.setdefault((pack.route.reduce, pack.route.sync), []).append(pack)
+    return [
+        {"packs": len(packs), "route": str(max(packs, key=lambda pack: pack.stored).route)}
+        for packs in ways.values()
+    ]
 
 
 def _stages(time: StepTime) -> dict[str, float]:
@@ -210,6 +224,13 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
          "imbalance": f"{row['imbalance']:.3f}"}
         for row in rows
     ])  # fmt: skip
+    lines += [
+        "",
+        "how packs travel, and why (rough costs of the biggest one)",
+    ]
+    for row in rows:
+        for way in row["routes"]:
+            lines.append(f"{row['world_size']:>14,} {way['packs']:>14,}  {way['route']}")
     where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
     lines += ["", f"predicted milliseconds of a step; {where}"]
     lines += _columns(

@@ -22,6 +22,7 @@ from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.fused import make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 
+
 @dataclass(frozen=True)
 class Traffic:
     """What a step does with one pack; bytes.

@@ -226,10 +226,11 @@ class Group:
         A rank that has passed on one begins the next: only the first waits for the whole chain.
         """
         grouped = self.machine.backend in GROUPED
+        further = owners if grouped else owners - 1
 
         def through(protocol: Protocol) -> float:
             each = self.machine.call if grouped else protocol.begin + protocol.inside
-            return owners * each + self._hops(protocol) + nbytes / (self.ring * protocol.share)
+            return further * each + self._hops(protocol) + nbytes / (self.ring * protocol.share)
 
         return self._fastest(through) if owners else 0.0
 

@@ -116,7 +116,8 @@ def _summed(pack: Traffic, size: int) -> int:
     """Bytes that the fp32 sum of what arrived reads and writes."""
     if size == 1:
         return 0
-    return pack.received * 2 if pack.route.reduce == "reduce_scatter" else pack.received * (size + 1)
+    pieces = 1 if pack.route.reduce == "reduce_scatter" else size
+    return pack.received * (pieces + 1)
 
 
 def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:
