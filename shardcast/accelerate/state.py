@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from shardcast import checkpoint
 
+T = TypeVar("T")
 SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
 FOLDER = re.compile(r"state-(\d+)")
 
@@ -36,7 +36,8 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
                 "automatic_checkpoint_naming on"
             )
         root = Path(output_dir)
-        output_dir = root / f"state-{_same(max(_folders(root), default=-1) + 1)}"
+        newest = _agreed(accelerator, lambda: max(_folders(root), default=-1), "save_state")
+        output_dir = root / f"state-{newest + 1}"
     step = accelerator.save_iteration
     with accelerator.seen_by_stock(None, optimizers=False):  # saved on rank 0 alone; ours by all
         folder = Path(stock(os.fspath(output_dir or "")))
@@ -57,7 +58,7 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
     Collective; rank 0 chooses the folder for all. Where the newest one is damaged it warns and
     takes the one before, unless ``input_dir`` is that one.
     """
-    chosen = _chosen(accelerator, input_dir)
+    chosen = _agreed(accelerator, lambda: _committed(accelerator, input_dir), "load_state")
     if chosen is not None:
         with accelerator.seen_by_stock(None, optimizers=False):
             stock(chosen)
@@ -76,11 +77,20 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
         stock.func(os.fspath(input_dir), **options)
 
 
-def _same(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    broadcast_object_list(values)
-    return values[0]
+def _agreed(accelerator: Any, find: Callable[[], T], call: str) -> T:
+    """What ``find`` returns or raises on rank 0, on every rank. Collective."""
+    engine = accelerator.sharded_optimizer.engine
+
+    def found() -> Any:
+        try:
+            return find() if engine.comm.rank == 0 else None
+        except (checkpoint.DamagedCheckpointError, ValueError) as error:
+            return error
+
+    value: Any = engine.comm.collect(found, engine.device, call)[0]
+    if isinstance(value, Exception):
+        raise value
+    return value  # type: ignore[no-any-return]
 
 
 def _folders(root: Path) -> dict[int, Path]:
@@ -91,26 +101,6 @@ def _folders(root: Path) -> dict[int, Path]:
         if match:
             found[int(match[1])] = path
     return dict(sorted(found.items(), reverse=True))
-
-
-def _chosen(accelerator: Any, input_dir: Any) -> str | None:
-    """The folder that rank 0 finds, or its error, on every rank: none is left waiting for it."""
-    folder: str | None = None
-    error, told = None, None
-    if accelerator.is_main_process:
-        try:
-            folder = _committed(accelerator, input_dir)
-        except Exception as raised:
-            error = raised
-            kinds = (checkpoint.DamagedCheckpointError, ValueError)
-            kind = next((k for k in kinds if isinstance(raised, k)), RuntimeError)
-            told = kind, str(raised)
-    folder, told = _same((folder, told))
-    if error is not None:
-        raise error
-    if told is not None:
-        raise told[0](f"rank 0: {told[1]}")
-    return folder
 
 
 def _committed(accelerator: Any, input_dir: Any) -> str | None:
