@@ -37,6 +37,9 @@ def own_storage(view: Tensor) -> Tensor:
     ``save_pretrained``, Accelerate keep only the first). A DLPack round trip gives a storage that
     begins and ends with the view and keeps its memory alive. By way of a capsule, for which torch
     does not ask again what is known: the same device, the same stream.
+
+    On a GPU ``record_stream`` does nothing for such a storage, since the caching allocator knows
+    its own pointers only. Nobody here needs it: packs live as long as their parameters.
     """
     return view if view.is_meta else from_dlpack(torch._C._to_dlpack(view))
 

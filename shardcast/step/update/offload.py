@@ -11,6 +11,10 @@ memory is given back when a later fetch has been told to wait for its send; it b
 lane, so nothing before that can get it, and no more than three windows are on the device. The
 first fetch waits for what the current stream had to do before, and the current stream in the end
 for the last send. The host waits for nothing.
+
+No ``record_stream``: a block freed that way comes back when the host polls its events, at some
+later time, so that more windows would be held. Host memory comes from torch's allocator of pinned
+memory, which rounds each tensor up to a power of two bytes: up to twice what it holds.
 """
 
 from __future__ import annotations
