@@ -65,6 +65,11 @@ class ShardcastConfig:
     cast_forward_inputs: bool = _option(
         True, "cast floating-point inputs of the root module to param_dtype"
     )
+    fp32_outputs: tuple[str, ...] = _option(
+        (),
+        "modules that return fp32, such as the head ('lm_head', 'classifier') from whose outputs "
+        "the model computes its loss; glob patterns of module names, '' is the model itself",
+    )
     cast_buffers: bool = _option(
         False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
     )
@@ -179,6 +184,10 @@ class ShardcastConfig:
                 f"(name, parameter) -> bool, got {keep!r} ({type(keep).__name__}); () keeps none"
             )
         object.__setattr__(self, "keep_fp32", tuple(keep))
+        names = self.fp32_outputs
+        object.__setattr__(self, "fp32_outputs", (names,) if isinstance(names, str) else names)
+        if isinstance(self.fp32_outputs, list):
+            object.__setattr__(self, "fp32_outputs", tuple(self.fp32_outputs))
         for option in fields(self):
             _check_type(option.name, str(option.type), getattr(self, option.name))
             choices = option.metadata["choices"]
@@ -375,7 +384,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if key not in names:
             known = [ENV_PREFIX + name.upper() for name in names]
             raise ValueError(f"environment: unknown variable {variable}{_nearest(variable, known)}")
-        values[key] = _parse(text, variable)
+        # As YAML a pattern that begins with * would be an alias.
+        values[key] = text if text.startswith("*") else _parse(text, variable)
     return values
 
 
@@ -413,6 +423,12 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
 def _check_callables(name: str, value: Any) -> None:
     if name == "group_fn" and not callable(value):
         raise TypeError(f"group_fn: expected a callable (name, parameter) -> key, got {value!r}")
+    if name == "fp32_outputs" and not (
+        isinstance(value, tuple) and all(isinstance(pattern, str) for pattern in value)
+    ):
+        raise TypeError(
+            f"fp32_outputs: expected glob patterns of module names, got {value!r}; () names none"
+        )
     if name == "keep_fp32":
         for rule in value:
             if not isinstance(rule, str) and not callable(rule):

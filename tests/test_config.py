@@ -130,6 +130,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cast_forward_inputs": "yes"}, TypeError, "cast_forward_inputs: expected bool, got 'yes'"),
     ({"group_fn": "name"}, TypeError, "group_fn: expected a callable"),
     ({"keep_fp32": (3,)}, TypeError, "keep_fp32: expected patterns"),
+    ({"fp32_outputs": 3}, TypeError, "fp32_outputs: expected glob patterns"),
+    ({"fp32_outputs": [3]}, TypeError, "fp32_outputs: expected glob patterns"),
     ({"keep_fp32": 3}, TypeError, r"keep_fp32: expected patterns.*got 3 \(int\); \(\) keeps none"),
     ({"keep_fp32": None}, TypeError, r"keep_fp32: expected patterns.*got None \(NoneType\)"),
     ({"pack_mb": float("inf")}, ValueError, "pack_mb: expected a number of MiB .*not inf, got inf"),
@@ -203,6 +205,14 @@ def test_what_is_not_yaml_is_told_with_the_file_or_the_variable(
     monkeypatch.setenv("SHARDCAST_KEEP_FP32", "[norms")
     with pytest.raises(ValueError, match=r"SHARDCAST_KEEP_FP32: expected YAML, got '\[norms'"):
         ShardcastConfig.load()
+
+
+@pytest.mark.parametrize("pattern", ["*", "*.weight", "*.router.*"])
+def test_a_pattern_that_is_no_yaml_may_stand_in_the_environment(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SHARDCAST_KEEP_FP32", pattern)
+    assert ShardcastConfig.load().keep_fp32 == (pattern,)
 
 
 def test_to_dict_is_plain_and_loads_again():

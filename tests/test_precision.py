@@ -128,6 +128,66 @@ def test_a_root_kept_whole_takes_and_computes_fp32():
     assert seen == [FP32]
 
 
+class Patches(nn.Module):
+    """As ViT's embeddings: a bare parameter beside low-precision children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 4))
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.seen = x.dtype
+        return self.drop(torch.cat([self.token, x]))
+
+
+def test_low_precision_children_of_a_kept_module_work():
+    model = nn.Sequential(Patches(), nn.Linear(4, 2))
+    seen: list[torch.dtype] = []
+    for layer in (*model[0].layers, model[0].drop, model[1]):
+        layer.register_forward_hook(lambda _m, args, _out: seen.append(args[0].dtype))
+    optimizer = sharded(model, param_dtype=BF16, keep_fp32="*.token")
+    assert kept(model) == {"0.token"}
+    out = model(torch.ones(1, 4))
+    assert out.dtype == BF16 and model[0].seen == FP32
+    assert seen == [BF16, BF16, FP32, BF16], "lists and modules without parameters do as they must"
+    out.float().sum().backward()
+    optimizer.step()
+
+
+def test_a_root_of_which_all_is_kept_is_not_rounded_at_all():
+    model = CASES["gpt"].build()
+    tokens, _ = CASES["gpt"].batch(0)
+    expected = model(tokens)
+    sharded(model, param_dtype=BF16, keep_fp32="*")
+    out = model(tokens)
+    assert out.dtype == FP32 and torch.equal(out, expected)
+    root = nn.Linear(4, 4)
+    sharded(root, param_dtype=BF16, keep_fp32=nn.Linear)
+    assert root(torch.ones(1, 4)).dtype == FP32
+
+
+@pytest.mark.parametrize("names", ["2", "", ("2",), ["*"]])
+def test_named_modules_return_fp32(names: Any):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    if names == ["*"]:  # then the next layer has fp32 inputs, which torch refuses
+        sharded(model, param_dtype=BF16, fp32_outputs=names)
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(torch.ones(1, 4))
+        return
+    sharded(model, param_dtype=BF16, fp32_outputs=names)
+    out = model(torch.ones(1, 4))
+    assert out.dtype == FP32 and torch.equal(out, out.bfloat16().float())
+
+
+def test_a_misspelt_module_is_refused_by_name():
+    with pytest.raises(ValueError, match="fp32_outputs: the pattern 'heads' matches no module"):
+        sharded(GPT(), param_dtype=BF16, fp32_outputs="heads")
+
+
 Pair = namedtuple("Pair", ["left", "right"])
 
 

@@ -58,9 +58,11 @@ class ModelHooks:
     ) -> None:
         self._model, self._shards = model, shards
         self._stale = False
+        self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = [
             model.register_forward_hook(Hook(partial(_on_backward, begin))),
             model.register_forward_pre_hook(Hook(self._refuse_converted)),
+            model.register_forward_hook(Hook(self._refuse_conversion_inside)),
         ]
         if not averaged:
             self._handles.append(model.register_forward_pre_hook(Hook(_refuse_ddp)))
@@ -96,6 +98,25 @@ class ModelHooks:
         for shard in self._shards:
             if shard.pack.converted:
                 shard.pack.check()
+
+    def _refuse_conversion_inside(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        """After the first forward: some routers do ``self.classifier.to(torch.float32)`` in it."""
+        trains = module.training and torch.is_grad_enabled()
+        if self._looked or not trains or torch.compiler.is_compiling():
+            return
+        self._looked = True
+        for shard in self._shards:
+            pack = shard.pack
+            for slot, param in zip(pack.layout.slots, pack.params, strict=True):
+                if param.dtype != pack.layout.dtype:
+                    owner = slot.name.rpartition(".")[0]
+                    pattern = f"{owner}.*" if owner else slot.name
+                    raise RuntimeError(
+                        f"model: its forward converted parameter {slot.name!r} from "
+                        f"{pack.layout.dtype} to {param.dtype}, so that it left its pack; have it "
+                        f"so from the start: shardcast.shard(..., keep_fp32=({pattern!r},)) with "
+                        "a new model"
+                    )
 
     @torch.no_grad()
     def _before_load(

@@ -2,14 +2,15 @@
 
 Every dtype decision of shardcast is made here (PaddlePaddle PR 35878 asked for one global rule
 instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless
-its module is kept in fp32; kept modules cast their inputs on entry and their outputs on exit, so
+its module is kept in fp32. Activations are cast where modules of the two kinds call each other, so
 the forward just works. Masters and arithmetic are always fp32.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -60,11 +61,11 @@ class Precision:
 
     Args:
         model: the root module; read only.
-        config: ``param_dtype``, ``keep_fp32``, ``grad_dtype``, ``reduce_dtype`` and
-            ``cast_forward_inputs`` are used.
+        config: ``param_dtype``, ``keep_fp32``, ``fp32_outputs``, ``grad_dtype``,
+            ``reduce_dtype``, ``cast_forward_inputs`` and ``cast_buffers`` are used.
 
     Raises:
-        ValueError: a ``keep_fp32`` pattern that matches nothing.
+        ValueError: a pattern of ``keep_fp32`` or ``fp32_outputs`` that matches nothing.
     """
 
     def __init__(self, model: nn.Module, config: ShardcastConfig) -> None:
@@ -77,6 +78,7 @@ class Precision:
                 if isinstance(module, NORMS) and any(map(is_packable, module.buffers()))
             )
         self._kept_params = {param for module in self._kept for param in own_params(module)}
+        self._fp32_outputs = _named_modules(model, config.fp32_outputs)
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which forward and backward see ``param``."""
@@ -100,23 +102,69 @@ class Precision:
     def install_casts(self, model: nn.Module) -> list[Any]:
         """Register the forward hooks that cast activations; returns their handles.
 
-        The root casts its floating-point inputs to ``param_dtype``; each kept module casts its
-        inputs to fp32 and its outputs back. Parameters are never cast in forward or backward.
+        Every module computes in fp32 or in ``param_dtype``. Where it is called from one that does
+        not compute in the same, its floating-point inputs are cast on entry and its outputs on
+        exit: kept modules among others, and the low-precision children of a kept one. The root
+        casts its inputs, and its outputs only for ``fp32_outputs``. Parameters are never cast in
+        forward or backward.
         """
         low = self._config.param_dtype
-        handles: list[Any] = []
         if low == MASTER_DTYPE:
-            return handles
-        if self._config.cast_forward_inputs and model not in self._kept:
-            handles.append(_cast_inputs(model, low))
-        inner = {
-            child for module in self._kept for child in module.modules() if child is not module
-        }
-        for module in self._kept:
-            if module not in inner:  # inside a kept module everything is fp32 already
-                handles.append(_cast_inputs(module, MASTER_DTYPE))
-                handles.append(module.register_forward_hook(partial(_cast_output, low)))
+            return []
+        computes = self._compute_dtypes(model, low)
+        handles: list[Any] = []
+        for module, caller in _with_callers(model):
+            inside = outside = computes[module]
+            if caller is None:
+                if inside == MASTER_DTYPE or self._config.cast_forward_inputs:
+                    handles.append(_cast_inputs(module, inside))
+            elif (outside := computes[caller]) != inside:
+                handles.append(_cast_inputs(module, inside))
+            if module in self._fp32_outputs:
+                outside = MASTER_DTYPE
+            if inside != outside:
+                handles.append(module.register_forward_hook(partial(_cast_output, outside)))
         return handles
+
+    def _compute_dtypes(self, model: nn.Module, low: torch.dtype) -> dict[nn.Module, torch.dtype]:
+        """What each module computes in; those without parameters do as their caller."""
+        stored: dict[nn.Module, set[torch.dtype]] = {}
+
+        def look(module: nn.Module) -> set[torch.dtype]:
+            if module not in stored:
+                stored[module] = {self.storage_dtype(p) for p in own_params(module)}
+                for child in module.children():
+                    stored[module] |= look(child)
+            return stored[module]
+
+        found: dict[nn.Module, torch.dtype] = {}
+        for module, caller in _with_callers(model):
+            inside = look(module)
+            if module in self._kept:
+                found[module] = MASTER_DTYPE
+            elif low in inside or MASTER_DTYPE in inside:
+                found[module] = low if low in inside else MASTER_DTYPE
+            else:
+                found[module] = low if caller is None else found[caller]
+        return found
+
+
+def _with_callers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Each module once, with the one that holds it and calls it, before those inside it.
+
+    Lists and the like, which are never called, are left out: who holds them calls what is inside.
+    """
+    seen = {model}
+    waiting: deque[tuple[nn.Module, nn.Module | None]] = deque([(model, None)])
+    while waiting:
+        module, caller = waiting.popleft()
+        called = caller is None or type(module).forward is not nn.Module.forward
+        if called:
+            yield module, caller
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                waiting.append((child, module if called else caller))
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> Any:
@@ -175,6 +223,20 @@ def _kept_modules(model: nn.Module, rules: tuple[KeepRule, ...]) -> dict[nn.Modu
         if not tied:
             return kept
         kept.update(dict.fromkeys(tied))
+
+
+def _named_modules(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    for pattern in patterns:
+        named = model.named_modules()
+        matching = {module for name, module in named if fnmatch.fnmatchcase(name, pattern)}
+        if not matching:
+            raise ValueError(
+                f"fp32_outputs: the pattern {pattern!r} matches no module of the model; patterns "
+                "are matched against names as in model.named_modules(), '' is the model itself"
+            )
+        found |= matching
+    return found
 
 
 def _matcher(rule: KeepRule) -> Callable[[str, nn.Module], bool]:
