@@ -143,8 +143,9 @@ class ShardcastConfig:
     )
     reduce: str = _option(
         "auto",
-        "how gradients reach their owner; auto: so that the mean is rounded once",
-        choices=("auto", "all_to_all", "reduce_scatter"),
+        "how gradients reach their owner; two_level: summed within each node first; auto: what "
+        "takes least time and is rounded once",
+        choices=("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = _option(
         "auto",

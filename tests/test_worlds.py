@@ -116,11 +116,33 @@ def test_whole_parameters_take_one_launch_for_each_pack_too():
         assert owners == [rank for rank in range(64) if pack.fragments(rank)]
 
 
+def test_nodes_are_summed_in_first_where_there_are_several():
+    assert {p.route.reduce for p in layout_of(8).packs} == {"all_to_all"}
+    for world_size in (64, 1024):
+        assert {p.route.reduce for p in layout_of(world_size).packs} == {"two_level"}
+    apart = layout_of(1024, fabric=Fabric("nccl", 1))
+    assert {p.route.reduce for p in apart.packs} == {"all_to_all"}
+
+
+@pytest.mark.parametrize(
+    ("partition", "fabric", "message"),
+    [
+        ("whole", Fabric("nccl", 8), "two_level needs equal spans"),
+        ("even", Fabric("nccl", 1), "two_level needs several ranks on every node"),
+    ],
+)
+def test_two_levels_that_are_asked_for_and_impossible_are_refused(
+    partition: str, fabric: Fabric, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        layout_of(64, partition, fabric, reduce="two_level")
+
+
 def test_routes_are_shown_but_are_no_part_of_the_digest():
     plain, apart = layout_of(64), layout_of(64, fabric=Fabric("gloo", 1))
     assert plain.lines() != apart.lines() and plain.digest() == apart.digest()
-    assert "reduce all_to_all (rounded once), sync all_gather (all_gather " in plain.lines()[1]
-    assert " ms < broadcast " in plain.lines()[1]
+    assert "reduce two_level (two_level 1" in plain.lines()[1]
+    assert "ms < all_to_all" in plain.lines()[1] and ", sync all_gather (" in plain.lines()[1]
     assert "sync broadcast (as asked)" in layout_of(8, sync="broadcast").lines()[1]
 
 

@@ -1,7 +1,17 @@
 """The collectives of shardcast, and nothing else that talks to other ranks."""
 
 from .compare import same_everywhere
+from .flight import Exchanged, Flight, Scattered, TwoLevel
 from .group import REMEDY_INIT, Comm
 from .waiting import Works
 
-__all__ = ["REMEDY_INIT", "Comm", "Works", "same_everywhere"]
+__all__ = [
+    "REMEDY_INIT",
+    "Comm",
+    "Exchanged",
+    "Flight",
+    "Scattered",
+    "TwoLevel",
+    "Works",
+    "same_everywhere",
+]

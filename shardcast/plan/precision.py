@@ -38,7 +38,7 @@ NORMS: tuple[type[nn.Module], ...] = (
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:
     """What gradients are summed in: one size up, so that a mean of equal values is that value."""
-    return torch.float64 if wire == MASTER_DTYPE else MASTER_DTYPE
+    return MASTER_DTYPE if wire.itemsize < MASTER_DTYPE.itemsize else torch.float64
 
 
 def grad_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:

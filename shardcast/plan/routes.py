@@ -4,6 +4,9 @@ Chosen when the layout is planned, from facts that are equal on all ranks, so it
 compared and estimated like the rest of it. Ways to reduce a pack:
 
 * ``all_to_all``: every rank sends each owner its piece; the owner sums in higher precision.
+* ``two_level``: the same inside each node first, then between ranks of equal number on all nodes.
+  Between nodes travel sums over a node, in the dtype of sums: of bf16 twice as many bytes in each
+  message, but only one for each node in place of one for each rank. Rounded once, at the end.
 * ``reduce_scatter``: the backend sums, in the wire dtype at every hop of a ring; chosen for fp32 on
   NCCL only. NCCL's kernels for symmetric memory (>= 2.27, NVLink) read all peers, sum in fp32 and
   round once, but whether a call gets one depends on how its buffers were registered, on its size
@@ -24,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from shardcast.config import ShardcastConfig
-from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
+from shardcast.plan.precision import MASTER_DTYPE, sum_dtype, wire_dtype
 
 GROUPED = ("nccl", "fake", "strict")  # backends that launch a group of calls as one; mocks too
 
@@ -56,6 +59,7 @@ class Link(NamedTuple):
 # shows them for large sizes, latencies as in NCCL's own tuning. ``estimate`` knows more machines.
 INSIDE = Link(begin=15e-6, call=8e-6, hop=2e-6, byte=1 / 350e9)
 BETWEEN = Link(begin=15e-6, call=8e-6, hop=4e-6, byte=1 / 48e9)
+COPY = 2 / 2.8e12  # seconds per byte that is read and written on the device
 
 
 class Route(NamedTuple):
@@ -65,6 +69,7 @@ class Route(NamedTuple):
     sync: str = ""
     reduce_why: str = ""
     sync_why: str = ""
+    node: int = 1  # ranks of each node, as in the fabric
 
     def __str__(self) -> str:
         return f"reduce {self.reduce} ({self.reduce_why}), sync {self.sync} ({self.sync_why})"
@@ -79,6 +84,9 @@ def choose(
 ) -> Route:
     """The route of a pack; pure, so equal on all ranks.
 
+    Raises:
+        ValueError: ``reduce: two_level`` where ranks and nodes do not allow it.
+
     Args:
         lengths: elements of each rank's span.
         owned: elements of those spans that hold anything but padding.
@@ -88,12 +96,17 @@ def choose(
         return Route()
     equal = len(set(lengths)) == 1
     wire = wire_dtype(storage, config)
-    if config.reduce != "auto":
+    if config.reduce == "two_level":
+        _check_two_level(size, equal, fabric)
+    if config.reduce == "two_level" and fabric.node >= size:
+        reduce, why = "all_to_all", "there is one node"
+    elif config.reduce != "auto":
         reduce, why = config.reduce, "as asked"
     elif equal and wire == MASTER_DTYPE and fabric.backend == "nccl":
         reduce, why = "reduce_scatter", "NCCL sums fp32 in fp32"
     else:
-        reduce, why = "all_to_all", "rounded once"
+        widened = sum_dtype(wire).itemsize / wire.itemsize
+        reduce, why = _cheapest(reduce_costs(numel * wire.itemsize, widened, size, equal, fabric))
     itemsize = storage.itemsize
     costs = sync_costs(numel * itemsize, sum(owned) * itemsize, len(owned), size, equal, fabric)
     if config.sync == "auto":
@@ -101,7 +114,20 @@ def choose(
     else:
         gloo = config.sync == "broadcast" and fabric.backend == "gloo"
         sync, because = "messages" if gloo else config.sync, "as asked"
-    return Route(reduce, sync, why, because)
+    return Route(reduce, sync, why, because, fabric.node)
+
+
+def _check_two_level(size: int, equal: bool, fabric: Fabric) -> None:
+    if not equal:
+        raise ValueError(
+            "reduce: two_level needs equal spans, which partition 'whole' has not; use 'auto'"
+        )
+    if fabric.node < size and not can_two_level(size, fabric):
+        raise ValueError(
+            f"reduce: two_level needs several ranks on every node, the same number on each, "
+            f"numbered one after another, which these {size} ranks are not; use 'auto', or start "
+            "the ranks node by node"
+        )
 
 
 def _cheapest(costs: Mapping[str, float]) -> tuple[str, str]:
@@ -131,3 +157,35 @@ def sync_costs(
         crossing = nbytes * (world_size - 1) / world_size
         found["all_gather"] = hops + link.call + crossing * link.byte
     return found
+
+
+def reduce_costs(
+    nbytes: int, widened: float, world_size: int, equal: bool, fabric: Fabric
+) -> dict[str, float]:
+    """Seconds of each way in which a pack can be reduced and rounded once on ``fabric``.
+
+    Args:
+        nbytes: of the pack on the wire.
+        widened: by how much a sum is longer than what is summed.
+        equal: whether all spans have one length.
+    """
+    size, node = world_size, fabric.node
+    if node >= size:
+        link = INSIDE
+        crossing = nbytes * (size - 1) / size
+        return {"all_to_all": link.begin + (size - 1) * link.hop + crossing * link.byte}
+    near = (node - 1) * INSIDE.hop
+    far = (size - node) * BETWEEN.hop + nbytes * (size - node) / size * BETWEEN.byte
+    found = {"all_to_all": BETWEEN.begin + near + far}
+    if equal and can_two_level(size, fabric) and fabric.backend != "gloo":  # not measured there
+        nodes = size // node
+        first = INSIDE.begin + near + nbytes * ((node - 1) / node * INSIDE.byte + 2 * COPY)
+        sums = widened * nbytes / node * (nodes - 1) / nodes
+        second = BETWEEN.begin + (nodes - 1) * BETWEEN.hop + sums * BETWEEN.byte
+        found["two_level"] = first + second
+    return found
+
+
+def can_two_level(world_size: int, fabric: Fabric) -> bool:
+    """Whether there are several nodes of several ranks each."""
+    return 1 < fabric.node < world_size and world_size % fabric.node == 0

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm
+from shardcast.comm import Comm, Exchanged, Flight, Scattered, TwoLevel
 from shardcast.memory.gradients import GradPack
 from shardcast.step.reduce.mean import Mean
-
-
-@dataclass
-class InFlight:
-    """A collective under way; its tensors must live, unchanged, until it is waited for."""
-
-    work: Any
-    sent: Tensor
-    received: Tensor
 
 
 @dataclass(eq=False)
@@ -28,9 +19,8 @@ class Bucket:
 
     grads: GradPack
     wire: torch.dtype
-    scatter: bool  # by reduce-scatter, else by all-to-all
     mean: Mean
-    flight: InFlight | None = None
+    flight: Flight | None = None
     reduced: bool = False  # the own span holds the mean
     carry: Tensor | None = None  # fp32 means of earlier rounds of this step
     # Slots without a gradient here when it was last sent: what is in the own span is of others.
@@ -53,23 +43,28 @@ class Bucket:
 
     def send(self, comm: Comm, spare: list[Tensor]) -> None:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
-        grads, own = self.grads, self.grads.pack.own
+        grads, pack = self.grads, self.grads.pack.layout
         sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
-        if self.scatter:
-            received = self._buffer(own.numel, spare)
-            work = comm.reduce_scatter(received, sent)
+        buffer = partial(self._buffer, spare)
+        if pack.route.reduce == "reduce_scatter":
+            self.flight = Scattered(comm, pack, sent, buffer)
+        elif pack.route.reduce == "two_level":
+            self.flight = TwoLevel(comm, pack, sent, buffer, pack.route.node)
         else:
-            received = self._buffer(own.numel * comm.size, spare)
-            sizes = [span.numel for span in grads.pack.layout.spans]
-            work = comm.all_to_all(received, sent, [own.numel] * comm.size, sizes)
-        self.flight = InFlight(work, sent, received)
+            self.flight = Exchanged(comm, pack, sent, buffer, grads.local)
 
-    def _buffer(self, numel: int, spare: list[Tensor]) -> Tensor:
+    def _buffer(self, spare: list[Tensor], numel: int) -> Tensor:
         device = self.grads.data.device
         for position, buffer in enumerate(spare):
             if buffer.numel() >= numel and buffer.dtype == self.wire and buffer.device == device:
                 return spare.pop(position)[:numel]
         return torch.empty(numel, dtype=self.wire, device=device)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Launch what follows on the collective under way: the first one of two, if there are."""
+        if self.flight is not None:
+            self.flight.advance()
 
     @torch.no_grad()
     def land(self, size: int) -> Tensor:
@@ -80,19 +75,9 @@ class Bucket:
         """
         flight, grads = self.flight, self.grads
         assert flight is not None
-        flight.work.wait()
-        pieces = self._pieces(flight)
+        pieces = flight.wait()
         self.mean(pieces, size, self.carry, grads.own)
         self.flight = self.carry = None
         self.reduced = True
-        grads.landed(pieces)
+        grads.landed(pieces if flight.by_rank else pieces[:1])
         return flight.received
-
-    def _pieces(self, flight: InFlight) -> list[Tensor]:
-        """What is to be summed, in rank order: our own piece comes from what was sent."""
-        span = self.grads.pack.own
-        if self.scatter or not span.numel:
-            return [flight.received]
-        pieces = list(flight.received.split(span.numel))
-        pieces[span.owner] = self.grads.local(flight.sent)
-        return pieces

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardcast import _compat
@@ -22,7 +21,7 @@ from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.gradients import GradPack, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
-from shardcast.plan.precision import MASTER_DTYPE, Precision
+from shardcast.plan.precision import Precision
 from shardcast.step.reduce.averaged import INSIDE_NO_SYNC, AveragedReducer, show_others
 from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.mean import choose_mean
@@ -78,7 +77,7 @@ class Reducer:
         wire = self._precision.wire_dtype(pack.layout.dtype)
         set_grad_dtype(pack, grads.dtype)
         mean = choose_mean(self._config, self._comm.size, pack.data.device)
-        bucket = self._buckets[pack] = Bucket(grads, wire, self._scatters(pack, wire), mean)
+        bucket = self._buckets[pack] = Bucket(grads, wire, mean)
         self.grads.append(grads)
         me = weakref.ref(self)
         for position, param in enumerate(pack.params):
@@ -93,20 +92,6 @@ class Reducer:
             if self._comm.size > 1:
                 bucket.send(self._comm, [])
         return grads
-
-    def _scatters(self, pack: Pack, wire: torch.dtype) -> bool:
-        """``auto``: reduce-scatter only where it sums in fp32 anyway, on a backend good at it.
-
-        On gloo an all-to-all and a local sum beat it (``launch/benchmark.py``). NCCL's
-        reduce-scatter rounds to the wire dtype at every hop, so low-precision gradients use the
-        all-to-all there too.
-        """
-        if self._config.reduce != "auto":
-            return self._config.reduce == "reduce_scatter"
-        equal = len({span.numel for span in pack.layout.spans}) == 1
-        return (
-            equal and wire == MASTER_DTYPE and "nccl" in self._comm.backend(pack.params[0].device)
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

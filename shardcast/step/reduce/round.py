@@ -194,6 +194,8 @@ class Round:
         if self._comm.size > 1:
             bucket.send(self._comm, self._spare)
             self._flying.append(bucket)
+            if len(self._flying) > 1:
+                self._flying[-2].advance()
             if len(self._flying) > WINDOW:
                 self._land()
 

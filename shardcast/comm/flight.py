@@ -1,0 +1,146 @@
+"""Gradients of one pack on their way to the owners of its spans, one way of reducing per class.
+
+Everything that is in flight, and the buffers that it needs, lives in one object: nobody may change
+or free what was sent until :meth:`Flight.wait` has returned.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardcast.comm.group import Comm
+from shardcast.plan.layout import PackLayout
+from shardcast.plan.precision import sum_dtype
+
+# From so many ranks on, what arrived is summed by one call over all rows. It takes pieces in an
+# order of torch's own, equal in every run, and cannot tell whose was not finite.
+MANY = 33
+Buffer = Callable[[int], Tensor]  # gives so many elements of the wire dtype, of any values
+
+
+class Flight(ABC):
+    """What one rank has under way for one pack.
+
+    Attributes:
+        received: a buffer that is free again after :meth:`wait`.
+        by_rank: whether what :meth:`wait` returns is a piece for each rank.
+    """
+
+    received: Tensor
+    by_rank = False
+
+    def advance(self) -> None:  # noqa: B027, most have nothing to do
+        """Launch what follows on the first collective, if anything does.
+
+        Every rank must call it at the same place among its collectives, or not at all.
+        """
+
+    @abstractmethod
+    def wait(self) -> list[Tensor]:
+        """What is to be added up for the own span, 1-d, once it is here; one piece if it is."""
+
+
+class Scattered(Flight):
+    """By a reduce-scatter: the backend sums."""
+
+    def __init__(self, comm: Comm, pack: PackLayout, sent: Tensor, buffer: Buffer) -> None:
+        self._sent = sent
+        self.received = buffer(pack.spans[comm.rank].numel)
+        self._work = comm.reduce_scatter(self.received, sent, pack)
+
+    def wait(self) -> list[Tensor]:
+        self._work.wait()
+        return [self.received]
+
+
+class Exchanged(Flight):
+    """By one all-to-all: the pieces of all ranks come here.
+
+    Args:
+        local: gives the own span of what is sent.
+    """
+
+    def __init__(
+        self, comm: Comm, pack: PackLayout, sent: Tensor, buffer: Buffer,
+        local: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        self._size, self._own = comm.size, pack.spans[comm.rank]
+        self._sent, self._local = sent, local
+        self.by_rank = comm.size < MANY
+        count = self._own.numel
+        self.received = buffer(count * comm.size)
+        if all(span.numel == count for span in pack.spans):
+            self._work = comm.all_to_all(self.received, sent, about=pack)
+        else:
+            sizes = [span.numel for span in pack.spans]
+            self._work = comm.all_to_all(self.received, sent, [count] * comm.size, sizes, pack)
+
+    def wait(self) -> list[Tensor]:
+        self._work.wait()
+        own, received = self._own, self.received
+        if not own.numel:
+            return [received]
+        if not self.by_rank:
+            rows = received.view(self._size, own.numel)
+            rows[own.owner] = self._local(self._sent)
+            return [rows.sum(0, dtype=sum_dtype(rows.dtype))]
+        pieces = list(received.split(own.numel))
+        pieces[own.owner] = self._local(self._sent)
+        return pieces
+
+
+class TwoLevel(Flight):
+    """By two all-to-alls: inside each node, then between ranks of equal number on all nodes.
+
+    With ``L`` ranks on each of ``N`` nodes, rank ``l`` of a node first gets what the ranks of its
+    node have for the ranks ``l`` of all nodes, and sums it in the dtype of sums. These sums go on
+    in that dtype, each to its node: nothing is rounded between the wire dtype, in which every
+    gradient leaves its rank, and the mean. Needs spans of equal length. Both collectives are on the
+    one process group, with empty pieces for all other ranks.
+
+    Args:
+        node: ranks of each node, numbered one after another.
+    """
+
+    def __init__(
+        self, comm: Comm, pack: PackLayout, sent: Tensor, buffer: Buffer, node: int
+    ) -> None:
+        self._comm, self._pack, self._node = comm, pack, node
+        self._nodes, self._count = comm.size // node, pack.spans[0].numel
+        self._home, self._number = divmod(comm.rank, node)  # which node, and which of its ranks
+        # In the order of those they go to: a pass over the pack, little beside what it saves.
+        by_number = sent.view(self._nodes, node, self._count).transpose(0, 1).contiguous()
+        self._sent = by_number.view(node, self._nodes * self._count)
+        self.received = buffer(sent.numel())
+        splits = [0] * comm.size
+        splits[self._home * node : (self._home + 1) * node] = [self._sent.shape[1]] * node
+        self._work = comm.all_to_all(self.received, self._sent.view(-1), splits, splits, pack)
+        self._second: tuple[Tensor, Tensor] | None = None  # sums of this node, and of all nodes
+
+    def advance(self) -> None:
+        self._advanced()
+
+    def _advanced(self) -> tuple[Tensor, Tensor]:
+        if self._second is None:
+            self._work.wait()
+            rows = self.received.view(self._sent.shape)
+            rows[self._number] = self._sent[self._number]
+            sums = rows.sum(0, dtype=sum_dtype(rows.dtype))
+            self._sent = rows[:0]  # the copy is free again
+            self._second = sums, torch.empty_like(sums)
+            splits = [0] * self._comm.size
+            splits[self._number :: self._node] = [self._count] * self._nodes
+            self._work = self._comm.all_to_all(self._second[1], sums, splits, splits, self._pack)
+        return self._second
+
+    def wait(self) -> list[Tensor]:
+        sums, arrived = self._advanced()
+        self._work.wait()
+        shape = self._nodes, self._count
+        rows = arrived.view(shape)
+        rows[self._home] = sums.view(shape)[self._home]
+        return [rows.sum(0)]

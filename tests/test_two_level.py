@@ -1,0 +1,171 @@
+"""Gradients summed within each node first: exact values, what is sent, and in which dtype."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, run_world, sharded, values
+from torch import Tensor
+
+from shardcast.comm import Comm, Exchanged, TwoLevel, group
+from shardcast.comm.flight import MANY
+from shardcast.plan.layout import PackLayout, Slot, Span
+from shardcast.plan.routes import Fabric
+from shardcast.testing import assert_same_sequence
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``nodes(2)``: from now on, two ranks of a threaded world share each machine."""
+
+    def of(ranks: int) -> None:
+        def machine() -> str:
+            return str(int(threading.current_thread().name.removeprefix("rank ")) // ranks)
+
+        monkeypatch.setattr(group, "machine", machine)
+
+    return of
+
+
+def pack_of(world: int, count: int) -> PackLayout:
+    spans = tuple(Span(rank, rank * count, (rank + 1) * count) for rank in range(world))
+    slot = Slot("weight", (world * count,), 0, world * count)
+    return PackLayout(0, "cpu", BF16, True, 0, "", world * count, (slot,), spans)
+
+
+def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Integers, whose sums over ranks are exact in fp32 and need not be in ``dtype``."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-128, 128, (numel,), generator=generator).to(dtype)
+
+
+def reduced(process_group: Any, node: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:
+    comm = Comm(process_group)
+    sent = gradient(comm.rank, comm.size * count, dtype)
+    kept = sent.clone()
+    flight = TwoLevel(
+        comm, pack_of(comm.size, count), sent, lambda n: torch.full((n,), 7, dtype=dtype), node
+    )
+    (total,) = flight.wait()
+    assert torch.equal(sent, kept), "what is sent stays as it is"
+    return total, str(total.dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("world", "node"), [(4, 2), (6, 2), (6, 3), (8, 4)])
+def test_every_owner_gets_the_exact_sum_over_all_ranks(world: int, node: int, dtype: torch.dtype):
+    ranks, _ = run_world(world, reduced, node, 5, dtype)
+    everything = sum(gradient(rank, world * 5, dtype).double() for rank in range(world))
+    assert isinstance(everything, Tensor)
+    for rank, (total, kind) in enumerate(ranks):
+        assert torch.equal(total.double(), everything[rank * 5 : (rank + 1) * 5])
+        assert kind == ("torch.float64" if dtype == torch.float32 else "torch.float32")
+
+
+def test_the_sums_are_such_that_rounding_between_the_levels_would_show():
+    """Negative control of the values above."""
+    first = sum(gradient(rank, 40, BF16).float() for rank in range(4))
+    assert isinstance(first, Tensor)
+    assert not torch.equal(first.to(BF16).float(), first)
+
+
+def test_between_nodes_one_sum_of_each_node_is_sent_in_fp32():
+    _, world = run_world(8, reduced, 4, 5, BF16)
+    for rank, log in enumerate(world.logs):
+        first, second = log
+        home, number = divmod(rank, 4)
+        assert first.dtype == BF16 and second.dtype == torch.float32
+        assert first.input_splits == tuple(10 if r // 4 == home else 0 for r in range(8))
+        assert second.input_splits == tuple(5 if r % 4 == number else 0 for r in range(8))
+
+
+def test_an_empty_pack_is_reduced_to_nothing():
+    ranks, _ = run_world(4, reduced, 2, 0, BF16)
+    assert all(total.numel() == 0 for total, _ in ranks)
+
+
+def fabric(process_group: Any) -> Fabric:
+    return Comm(process_group).fabric(CPU)
+
+
+@pytest.mark.parametrize(("world", "ranks", "node"), [(4, 2, 2), (4, 4, 4), (6, 3, 3), (3, 2, 1)])
+def test_ranks_of_a_node_are_found(nodes: Any, world: int, ranks: int, node: int):
+    nodes(ranks)
+    assert run_world(world, fabric)[0] == [Fabric("strict", node)] * world
+
+
+@pytest.mark.parametrize("machines", ["abab", "aabc", "abba", "aaab"])
+def test_ranks_that_are_not_node_by_node_are_taken_for_single_ones(
+    machines: str, monkeypatch: pytest.MonkeyPatch
+):
+    def machine() -> str:
+        return machines[int(threading.current_thread().name.removeprefix("rank "))]
+
+    monkeypatch.setattr(group, "machine", machine)
+    assert run_world(4, fabric)[0] == [Fabric("strict", 1)] * 4
+
+
+def trained(process_group: Any, case: str, fields: dict[str, Any]) -> Any:
+    model = CASES[case].build()
+    optimizer = sharded(model, process_group, param_dtype=BF16, **fields)
+    for step in range(3):
+        batch = CASES[case].batch(10 * step + process_group.rank())
+        CASES[case].loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model), {pack.route.reduce for pack in optimizer.layout.packs}
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("case", ["gpt", "tied_reentrant"])
+def test_training_by_two_levels_stays_as_close_as_another_order_of_sums(
+    case: str, grads: str, nodes: Any
+):
+    nodes(2)
+    fields = {"pack_params": 3, "alignment": 8, "grads": grads}
+    if case == "tied_reentrant":
+        fields = {"alignment": 8}
+    plain, _ = run_world(4, trained, case, {"reduce": "all_to_all", **fields})
+    ranks, world = run_world(4, trained, case, {"reduce": "two_level", **fields})
+    assert_same_sequence(world.logs)
+    assert [ways for _, ways in ranks] == [{"two_level"}] * 4
+    for found, _ in ranks:
+        assert_same_bits(found, ranks[0][0])
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, plain[0][0][name], rtol=0.02, atol=0.02)
+
+
+def test_one_node_is_reduced_at_one_level(nodes: Any):
+    nodes(4)
+    ranks, _ = run_world(4, trained, "mlp", {"reduce": "two_level"})
+    assert [ways for _, ways in ranks] == [{"all_to_all"}] * 4
+
+
+def summed_at_once(process_group: Any) -> tuple[Tensor, bool]:
+    comm = Comm(process_group)
+    sent = gradient(comm.rank, comm.size * 3, BF16)
+    own = slice(comm.rank * 3, comm.rank * 3 + 3)
+    flight = Exchanged(
+        comm, pack_of(comm.size, 3), sent, lambda n: torch.full((n,), 7, dtype=BF16),
+        lambda tensor: tensor[own],
+    )  # fmt: skip
+    pieces = flight.wait()
+    return sum(piece.float() for piece in pieces), flight.by_rank  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("world", [MANY - 1, MANY])
+def test_pieces_of_many_ranks_are_summed_by_one_call_and_as_exactly(world: int):
+    ranks, _ = run_world(world, summed_at_once)
+    everything = sum(gradient(rank, world * 3, BF16).float() for rank in range(world))
+    assert isinstance(everything, Tensor)
+    for rank, (total, by_rank) in enumerate(ranks):
+        assert torch.equal(total, everything[rank * 3 : (rank + 1) * 3])
+        assert by_rank == (world < MANY)
