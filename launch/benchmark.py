@@ -5,6 +5,7 @@
     python launch/benchmark.py collectives --ranks 2
     python launch/benchmark.py cost                        # per parameter, of more and more
     python launch/benchmark.py costmodel --ranks 2         # the estimate of times against gloo
+    python launch/benchmark.py worlds                      # the host's part, of 8 to 1,024 ranks
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
 
@@ -20,7 +21,16 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks import collectives, cost, costmodel, flatten, report, step, update
+from benchmarks import (
+    collectives,
+    cost,
+    costmodel,
+    flatten,
+    report,
+    step,
+    update,
+    worlds,
+)  # fmt: skip
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 
@@ -44,6 +54,9 @@ def main() -> None:
         title = "processor time of shardcast alone, per parameter, 1 thread, AdamW, bf16"
         more, finer = cost.measure(args.most, args.total, args.rounds)
         lines, columns = cost.rows(more) + cost.rows(finer), cost.COLUMNS
+    elif args.command == "worlds":
+        title = f"processor time of one rank's step, {worlds.PACKS} packs, nothing is sent, bf16"
+        lines, columns = worlds.rows(worlds.measure(args.sizes, args.rounds)), worlds.COLUMNS
     elif args.command == "collectives":
         title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
         sizes = args.elements // args.packs, args.packs, args.rounds
@@ -84,8 +97,8 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "flatten": 15, "cost": 5, "collectives": 9, "costmodel": 15, "step": 15,
-        "peers": 15,
+        "update": 9, "flatten": 15, "cost": 5, "worlds": 9, "collectives": 9, "costmodel": 15,
+        "step": 15, "peers": 15,
     }  # fmt: skip
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
@@ -94,6 +107,9 @@ def parse() -> argparse.Namespace:
         if name == "cost":
             sub.add_argument("--most", type=int, default=10**8, help="parameters")
             sub.add_argument("--total", type=int, default=10**8, help="of 10 to 10,000 tensors")
+            continue
+        if name == "worlds":
+            sub.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
             continue
         if name in ("update", "flatten"):
             sub.add_argument("--threads", type=int, default=1)

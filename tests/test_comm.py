@@ -35,6 +35,22 @@ def test_values_are_exchanged_over_gloo(gloo: SpawnedWorld):
     assert gloo.run(exchanged) == [[values_of(0), values_of(1)]] * 2
 
 
+def gathered(group: Any) -> list[Any]:
+    return Comm(group).gather(values_of(group.rank()), CPU)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rank_0_alone_gets_what_is_gathered_and_all_get_what_it_shares(size: int):
+    ranks, _ = run_world(size, gathered)
+    assert ranks == [[values_of(rank) for rank in range(size)]] + [[]] * (size - 1)
+    shared, _ = run_world(size, lambda group: Comm(group).share(values_of(group.rank() + 1), CPU))
+    assert shared == [values_of(1)] * size
+
+
+def test_values_are_gathered_over_gloo(gloo: SpawnedWorld):
+    assert gloo.run(gathered) == [[values_of(0), values_of(1)], []]
+
+
 def large_arrives(group: Any) -> bool:
     value = bytes(range(256)) * (1 << 14)
     return Comm(group).exchange(value, CPU) == [value] * group.size()

@@ -13,7 +13,7 @@ import hashlib
 import os
 import pickle
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -255,20 +255,29 @@ class Comm:
         """All ranks' picklable values, in rank order; small ones, every rank gets all of them."""
         if self.size == 1:
             return [value]
-        padded, lengths = self._pickled(value, device)
+        data = _bytes(value, device)
+        lengths = self._lengths(data)
+        padded = data.new_zeros(max(lengths))
+        padded[: data.numel()] = data
         gathered = padded.new_empty(padded.numel() * self.size)
         self.all_gather(gathered, padded, "values")
-        return _unpickled(gathered.view(self.size, -1), lengths)
+        rows = gathered.cpu().view(self.size, -1)
+        return _unpickled(row[:length] for row, length in zip(rows, lengths, strict=True))
 
     def gather(self, value: Any, device: torch.device) -> list[Any]:
         """All ranks' picklable values, in rank order, on rank 0; nothing on the others."""
         if self.size == 1:
             return [value]
-        padded, lengths = self._pickled(value, device)
-        rows = padded.new_empty(self.size if self.rank == 0 else 0, padded.numel())
-        with Waiting(self, "a gather", "values"):
-            dist.gather(padded, list(rows) or None, group=self.group, group_dst=0)
-        return _unpickled(rows, lengths) if self.rank == 0 else []
+        data = _bytes(value, device)
+        lengths = self._lengths(data)
+        sent = [data.numel()] + [0] * (self.size - 1)
+        received = lengths if self.rank == 0 else [0] * self.size
+        gathered = data.new_empty(sum(received))  # not padded: one rank may have nearly everything
+        self.all_to_all(gathered, data, received, sent, "values").wait()
+        if self.rank != 0:
+            return []
+        gathered[: data.numel()] = data
+        return _unpickled(gathered.cpu().split(lengths))
 
     def share(self, value: T, device: torch.device) -> T:
         """Rank 0's picklable value on every rank; what the others give is not looked at."""
@@ -280,18 +289,14 @@ class Comm:
         if data is None:
             data = torch.empty(int(length), dtype=torch.uint8, device=device)
         self.broadcast(data, 0, "values")
-        shared: T = _unpickled(data.view(1, -1), [data.numel()])[0]
+        shared: T = _unpickled([data.cpu()])[0]
         return shared
 
-    def _pickled(self, value: Any, device: torch.device) -> tuple[Tensor, list[int]]:
-        """``value`` as bytes, as many as that of any rank; the number of them by rank."""
-        data = _bytes(value, device)
-        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
-        self.all_gather(sizes, torch.tensor([data.numel()], device=device), "values")
-        lengths = [int(size) for size in sizes.tolist()]
-        padded = data.new_zeros(max(lengths))
-        padded[: data.numel()] = data
-        return padded, lengths
+    def _lengths(self, data: Tensor) -> list[int]:
+        lengths = torch.empty(self.size, dtype=torch.int64, device=data.device)
+        mine = torch.tensor([data.numel()], device=data.device)
+        self.all_gather(lengths, mine, "values")
+        return [int(length) for length in lengths.tolist()]
 
     def together(self, fn: Callable[[], T], device: torch.device, call: str = "") -> T:
         """Run ``fn`` on this rank; what it returns if all ranks succeed, else all ranks raise.
@@ -377,9 +382,9 @@ def _bytes(value: Any, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
 
 
-def _unpickled(rows: Tensor, lengths: Sequence[int]) -> list[Any]:
-    rows = rows.cpu()
+def _unpickled(pieces: Iterable[Tensor]) -> list[Any]:
+    """Values of contiguous bytes on the host."""
     return [
-        pickle.loads(ctypes.string_at(row.data_ptr(), length))  # needs no numpy
-        for row, length in zip(rows, lengths, strict=True)
+        pickle.loads(ctypes.string_at(piece.data_ptr(), piece.numel()))  # needs no numpy
+        for piece in pieces
     ]

@@ -205,7 +205,7 @@ class StateDict:
                 )
                 for number, fragment, param in shard.owned()
             }
-            everyone = engine.comm.exchange(mine, engine.device)
+            everyone = engine.comm.gather(mine, engine.device)
             if engine.comm.rank == 0:
                 for slot, param in zip(shard.pack.layout.slots, shard.pack.params, strict=True):
                     pieces = [theirs[index[param]] for theirs in everyone if index[param] in theirs]
@@ -229,7 +229,7 @@ class StateDict:
                 (part.slot.name, part.param_range, shard.exact(part).detach().cpu())
                 for part in shard.fragments
             ]
-            everyone = engine.comm.exchange(mine, engine.device)
+            everyone = engine.comm.gather(mine, engine.device)
             if engine.comm.rank == 0:
                 for slot in shard.pack.layout.slots:
                     found[slot.name] = torch.zeros(slot.shape, dtype=MASTER_DTYPE)
