@@ -195,7 +195,11 @@ def _summed(
         for span, count in zip(pack.spans, elements, strict=True):
             rank = span.owner
             kept[rank] += span.numel * grad
-            sent[rank] += (pack.numel - span.numel) * wire
+            if pack.route.reduce == "two_level":  # sums are twice as long as what is summed
+                near, nodes = pack.route.node, size // pack.route.node
+                sent[rank] += ((near - 1) * nodes + 2 * (nodes - 1)) * span.numel * wire
+            else:
+                sent[rank] += (pack.numel - span.numel) * wire
             if count or gathered:
                 sent[rank] += (size - 1) * span.numel * stored
             if count:
@@ -222,7 +226,8 @@ def _summed(
 
     def launches(pack: Traffic) -> int:  # see Comm.broadcast_all
         alone = pack.route.sync == "broadcast" and backend not in GROUPED
-        return 1 + (pack.owners if alone else 1)
+        levels = 2 if pack.route.reduce == "two_level" else 1
+        return levels + (pack.owners if alone else 1)
 
     return {
         "parameters": parameters,

@@ -94,7 +94,11 @@ def reduce_time(pack: Traffic, group: Group) -> float:
     """Seconds in which the gradients of one pack travel to their owners."""
     if group.size == 1:
         return 0.0
-    ways = {"reduce_scatter": group.gather, "all_to_all": group.exchange}
+    ways = {
+        "reduce_scatter": group.gather,
+        "all_to_all": group.exchange,
+        "two_level": group.two_level,
+    }
     return ways[pack.route.reduce](pack.wire)
 
 
