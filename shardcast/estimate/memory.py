@@ -115,7 +115,7 @@ def estimate(
         config = ShardcastConfig.load(config)
     make_update(optimizer, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, optimizer, config, world_size)
-    fabric = fabric._replace(node=min(world_size, fabric.node))
+    fabric = Fabric(fabric.backend, min(world_size, fabric.node))
     layout = routed(plan.layout, config, fabric)
     states = [state_of(optimizer, group) for group in optimizer.param_groups]
     cast_peak, live = _convert_outside(plan)

@@ -249,13 +249,11 @@ class Group:
         return self._fastest(through)
 
     def two_level(self, nbytes: float) -> float:
-        """An exchange inside each node, a copy before it, and one of sums, twice as long, beyond."""
+        """An exchange inside each node, and one of sums, twice as long, between nodes."""
         machine, number = self.machine, self.per_node
         within = dataclasses.replace(self, size=number).exchange(nbytes)
         far = math.ceil((self.nodes - 1) / machine.exchanged)
-        sums = (
-            2 * nbytes / number * (self.nodes - 1) / self.nodes
-        )
+        sums = 2 * nbytes / number * (self.nodes - 1) / self.nodes
         between = self._fastest(lambda p: far * p.between + sums / machine.between)
         return within + 2 * nbytes / machine.memory + between
 
