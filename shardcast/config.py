@@ -185,10 +185,9 @@ class ShardcastConfig:
                 f"(name, parameter) -> bool, got {keep!r} ({type(keep).__name__}); () keeps none"
             )
         object.__setattr__(self, "keep_fp32", tuple(keep))
-        names = self.fp32_outputs
-        object.__setattr__(self, "fp32_outputs", (names,) if isinstance(names, str) else names)
-        if isinstance(self.fp32_outputs, list):
-            object.__setattr__(self, "fp32_outputs", tuple(self.fp32_outputs))
+        names = [self.fp32_outputs] if isinstance(self.fp32_outputs, str) else self.fp32_outputs
+        if isinstance(names, list):
+            object.__setattr__(self, "fp32_outputs", tuple(names))
         for option in fields(self):
             _check_type(option.name, str(option.type), getattr(self, option.name))
             choices = option.metadata["choices"]

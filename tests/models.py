@@ -217,6 +217,11 @@ def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, st
     return found
 
 
+def everything(model: nn.Module, optimizer: shardcast.ShardedOptimizer) -> dict[Any, Tensor]:
+    """All that a step may change, this rank's."""
+    return {**values(model), **parts(optimizer)}
+
+
 def whole(ranks: Iterable[Mapping[tuple[str, int, int, str], Tensor]]) -> Tensors:
     """The ranks' :func:`parts` put together: ``"name/exp_avg"`` to the flat whole."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}

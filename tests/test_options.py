@@ -1,9 +1,8 @@
-"""Options that must be alike on all ranks in every step, and losses that must be scaled."""
+"""Options that must be alike on all ranks in every step."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -319,50 +318,3 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: 
             assert "the loss was not scaled on rank 1" in told
 
     run_world(2, run)
-
-
-# -- the loss scale -------------------------------------------------------------------------------
-
-
-def unscaled_on(group: Any, bad: int, how: str) -> str:
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, group, param_dtype=FP16, loss_scale=8.0)
-    for step in range(2):
-        loss = CASES["mlp"].loss(model, CASES["mlp"].batch(step))
-        if not (step and how == "no batch" and group.rank() == bad):
-            scaled = step == 0 or group.rank() != bad or how == "no batch"
-            (optimizer.scale_loss(loss) if scaled else loss).backward()
-        try:
-            if step and how == "clip":
-                optimizer.clip_grad_norm_(1.0)
-            if step and how == "clip value":
-                optimizer.clip_grad_value_(1.0)
-            optimizer.step()
-        except RuntimeError as error:
-            with pytest.raises(RuntimeError, match="not scaled"):
-                optimizer.step()  # the same gradients again
-            return str(error)
-        optimizer.zero_grad(set_to_none=how != "no batch")
-    return f"ok {float(optimizer.grad_norm):.3g}"
-
-
-@pytest.mark.parametrize("how", ["step", "clip", "clip value"])
-def test_all_ranks_refuse_a_loss_that_one_of_them_did_not_scale(how: str):
-    ranks, _ = run_world(3, unscaled_on, 1, how)
-    assert len(set(ranks)) == 1
-    assert "the loss was not scaled on rank 1; call optimizer.scale_loss(loss)" in ranks[0]
-
-
-def test_a_rank_without_a_batch_has_nothing_to_scale():
-    """It used to raise alone, while the others waited for it."""
-    ranks, _ = run_world(3, unscaled_on, 1, "no batch")
-    assert len(set(ranks)) == 1 and ranks[0].startswith("ok")
-    assert math.isfinite(float(ranks[0][3:]))
-
-
-def test_gradients_set_by_hand_are_to_be_scaled_too():
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, param_dtype=FP16, loss_scale=8.0)
-    model.a.weight.grad = torch.ones_like(model.a.weight)
-    with pytest.raises(RuntimeError, match="not scaled on rank 0"):
-        optimizer.step()

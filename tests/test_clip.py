@@ -1,0 +1,81 @@
+"""Clipping against that of torch on the whole gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    CASES,
+    assert_same_bits,
+    install,
+    run_world,
+    sharded,
+    values,
+)
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, INF = torch.bfloat16, math.inf
+
+
+def clip_once(group: Any, norm_type: float, how: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model = CASES["mlp"].build()
+    make = lambda m: torch.optim.SGD(m.parameters(), lr=1.0)  # noqa: E731
+    limit = {"max_grad_norm": 0.05} if how == "option" else {}
+    optimizer = sharded(model, group, make, norm_type=norm_type, **limit)
+    install(model, 3)
+    if how == "call":
+        norm = optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        assert torch.equal(norm, optimizer.grad_norm)
+    else:
+        optimizer.step()
+    return optimizer.grad_norm, values(model)
+
+
+@pytest.mark.parametrize("how", ["call", "option"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, INF])
+def test_the_clipped_step_equals_torchs_clip_of_the_whole_gradient(norm_type: float, how: str):
+    model = CASES["mlp"].build()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    install(model, 3)
+    before = values(model)
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+    assert expected > 0.05
+    plain.step()
+    ranks, _ = run_world(3, clip_once, norm_type, how)
+    for norm, after in ranks:
+        assert torch.equal(norm, ranks[0][0])
+        # torch takes the norm of norms in fp32: a few roundings.
+        torch.testing.assert_close(norm, expected, rtol=2**-21, atol=0)
+        for name, tensor in after.items():
+            change = (values(model)[name] - before[name]).abs().max()
+            torch.testing.assert_close(tensor, values(model)[name], rtol=2**-23,
+                                       atol=float(change) * 2**-20)  # fmt: skip
+
+
+def test_padding_and_owners_do_not_enter_the_norm():
+    model = CASES["scalars"].build()
+    optimizer = sharded(model, param_dtype=BF16, alignment=1024)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    count = sum(param.numel() for param in model.parameters())
+    assert optimizer.grad_norm == torch.tensor(float(count)).sqrt()
+
+
+def test_a_clip_whose_gradients_were_dropped_is_forgotten():
+    """After clip, look at the norm, drop the batch: the next step has a decision of its own."""
+    model, other = CASES["mlp"].build(), CASES["mlp"].build()
+    optimizer, expected = sharded(model), sharded(other)
+    install(model, 0)
+    optimizer.clip_grad_norm_(1e-3)
+    model.zero_grad()
+    for m, opt in ((model, optimizer), (other, expected)):
+        CASES["mlp"].loss(m, CASES["mlp"].batch(0)).backward()
+        opt.step()
+    assert_same_bits(values(model), values(other))

@@ -1,0 +1,176 @@
+"""The loss scale against that of torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    CASES,
+    assert_same_bits,
+    everything,
+    run_world,
+    sharded,
+    values,
+)
+from torch import nn
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+INF = math.inf
+
+
+def scales(group: Any, plan: list[int | None], interval: int) -> list[tuple[float, int]]:
+    """Scale and skips after each step; ``plan`` says which rank overflows in it."""
+    rank = 0 if group is None else group.rank()
+    model = nn.Linear(3, 2)
+    optimizer = sharded(
+        model, group, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3), param_dtype=FP16,
+        loss_scale="dynamic", loss_scale_init=2.0**4, loss_scale_growth_interval=interval,
+    )  # fmt: skip
+    seen = []
+    for bad in plan:
+        # Small enough for fp16 at the largest scale that sixty steps can reach.
+        loss = model(torch.ones(1, 3)).float().sum() * 2.0**-14
+        if bad == rank:
+            loss = loss * INF
+        before = everything(model, optimizer)
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        if bad is not None:
+            assert_same_bits(everything(model, optimizer), before)
+        optimizer.zero_grad()
+        seen.append((float(optimizer.loss_scale), optimizer.skipped_steps))
+    return seen
+
+
+def torch_scales(plan: list[int | None], interval: int) -> list[tuple[float, int]]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=interval)
+    weight = nn.Parameter(torch.zeros(()))
+    plain = torch.optim.SGD([weight], lr=1e-3)
+    seen, skips = [], 0
+    for bad in plan:
+        scaler.scale(weight * (1.0 if bad is None else INF)).backward()
+        scaler.step(plain)
+        scaler.update()
+        plain.zero_grad()
+        skips += bad is not None
+        seen.append((scaler.get_scale(), skips))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_dynamic_scale_backs_off_and_grows_as_torchs_grad_scaler(size: int, seed: int):
+    choose = random.Random(seed)
+    rate = 0.15 + 0.2 * seed
+    plan = [choose.randrange(size) if choose.random() < rate else None for _ in range(60)]
+    expected = torch_scales(plan, interval=3)
+    assert len({scale for scale, _ in expected}) > 3, "the scale moves both ways"
+    if size == 1:
+        ranks = [scales(None, plan, 3)]
+    else:
+        ranks, _ = run_world(size, scales, plan, 3)
+    for seen in ranks:
+        assert seen == expected
+
+
+def test_the_scale_leaves_no_trace_in_what_is_learned():
+    """A power of two is exact both ways, so fp32 training with it equals training without."""
+    model, twin = CASES["mlp"].build(), CASES["mlp"].build()
+    with_scale, without = sharded(model, loss_scale=1024.0), sharded(twin)
+    for step in range(5):
+        for m, optimizer in ((model, with_scale), (twin, without)):
+            optimizer.scale_loss(CASES["mlp"].loss(m, CASES["mlp"].batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(with_scale.grad_norm, without.grad_norm)
+    assert_same_bits(values(model), values(twin))
+
+
+def test_fp16_has_a_dynamic_scale_and_bf16_none():
+    dynamic = sharded(nn.Linear(2, 2), param_dtype=FP16, loss_scale=None)
+    assert dynamic.loss_scale == 2.0**16
+    assert sharded(nn.Linear(2, 2), param_dtype=BF16).loss_scale is None
+    loss = torch.ones((), requires_grad=True)
+    assert sharded(nn.Linear(2, 2), param_dtype=BF16).scale_loss(loss) is loss
+
+
+@pytest.mark.parametrize("order", ["zero, scale", "scale, zero"])
+def test_the_loss_may_be_scaled_before_or_after_gradients_are_cleared(order: str):
+    model = nn.Linear(2, 2)
+    optimizer = sharded(model, param_dtype=FP16, loss_scale=8.0)
+    for _ in range(2):
+        loss = model(torch.ones(1, 2)).float().sum()
+        if order == "zero, scale":
+            optimizer.zero_grad()
+        loss = optimizer.scale_loss(loss)
+        if order == "scale, zero":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_an_unscaled_loss_is_refused_in_every_step_that_needs_a_scale():
+    model = copy.deepcopy(nn.Linear(2, 2))
+    optimizer = sharded(model, param_dtype=FP16, loss_scale="dynamic")
+    for _ in range(2):
+        model(torch.ones(1, 2)).float().sum().backward()
+        with pytest.raises(RuntimeError, match=r"optimizer\.scale_loss\(loss\)\.backward\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(torch.ones(1, 2)).float().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- who has to scale ------------------------------------------------------------------------------
+
+
+def unscaled_on(group: Any, bad: int, how: str) -> str:
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group, param_dtype=FP16, loss_scale=8.0)
+    for step in range(2):
+        loss = CASES["mlp"].loss(model, CASES["mlp"].batch(step))
+        if not (step and how == "no batch" and group.rank() == bad):
+            scaled = step == 0 or group.rank() != bad or how == "no batch"
+            (optimizer.scale_loss(loss) if scaled else loss).backward()
+        try:
+            if step and how == "clip":
+                optimizer.clip_grad_norm_(1.0)
+            if step and how == "clip value":
+                optimizer.clip_grad_value_(1.0)
+            optimizer.step()
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match="not scaled"):
+                optimizer.step()  # the same gradients again
+            return str(error)
+        optimizer.zero_grad(set_to_none=how != "no batch")
+    return f"ok {float(optimizer.grad_norm):.3g}"
+
+
+@pytest.mark.parametrize("how", ["step", "clip", "clip value"])
+def test_all_ranks_refuse_a_loss_that_one_of_them_did_not_scale(how: str):
+    ranks, _ = run_world(3, unscaled_on, 1, how)
+    assert len(set(ranks)) == 1
+    assert "the loss was not scaled on rank 1; call optimizer.scale_loss(loss)" in ranks[0]
+
+
+def test_a_rank_without_a_batch_has_nothing_to_scale():
+    """It used to raise alone, while the others waited for it."""
+    ranks, _ = run_world(3, unscaled_on, 1, "no batch")
+    assert len(set(ranks)) == 1 and ranks[0].startswith("ok")
+    assert math.isfinite(float(ranks[0][3:]))
+
+
+def test_gradients_set_by_hand_are_to_be_scaled_too():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype=FP16, loss_scale=8.0)
+    model.a.weight.grad = torch.ones_like(model.a.weight)
+    with pytest.raises(RuntimeError, match="not scaled on rank 0"):
+        optimizer.step()
