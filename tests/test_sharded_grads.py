@@ -261,6 +261,29 @@ def test_a_skip_names_the_parameter():
     ThreadedWorld(2).run(run)
 
 
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_skip_names_the_rank_whose_gradient_was_not_finite(culprit: int):
+    def run(group: Any, reduce: str, micro: int) -> str:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, adamw(model), process_group=group, grads="sharded", param_dtype="fp32",
+            max_skipped_steps=1, reduce=reduce,
+        )  # fmt: skip
+        for number in range(micro):
+            bad = group.rank() == culprit and number == 0
+            (model(BATCH).square().mean() * (float("nan") if bad else 1.0)).backward()
+        with pytest.raises(RuntimeError, match="non-finite") as told:
+            optimizer.step()
+        return str(told.value)
+
+    for micro in (1, 2):
+        for told in ThreadedWorld(3).run(run, "all_to_all", micro):
+            assert told.count("first: rank") == 1 and told.count("; rank") == 2, "each owner's"
+            assert told.count(f"rank {culprit}, parameter") == 3
+    for told in ThreadedWorld(3).run(run, "reduce_scatter", 1):
+        assert "first: the sum over ranks, at its owner 0, parameter" in told
+
+
 def beside_ddp(group: Any) -> str:
     model = DistributedDataParallel(mlp(), process_group=group)
     try:

@@ -70,6 +70,10 @@ class FullGradients:
             return False
         return grad is self._views[position] and grad.data_ptr() == self._places[position]
 
+    def clear_way(self, position: int) -> bool:
+        """Nothing: autograd adds to the view."""
+        return False
+
     def collect(self) -> tuple[set[int], bool]:
         """Copy gradients in, zero the slots without one."""
         has_graph = self.adopt()

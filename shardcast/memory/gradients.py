@@ -50,6 +50,9 @@ class GradPack(Protocol):
     def holds(self, position: int) -> bool:
         """Whether ``.grad`` of the parameter at ``position`` is what stands for ours."""
 
+    def clear_way(self, position: int) -> bool:
+        """A gradient is about to be accumulated; whether those of other slots must be told too."""
+
     def collect(self) -> tuple[set[int], bool]:
         """Take in every ``.grad``, zeros where there is none.
 
@@ -87,6 +90,13 @@ def owned_slots(pack: Pack) -> tuple[bool, ...]:
         slot.numel > 0 and slot.offset < own.stop and slot.end > own.start
         for slot in pack.layout.slots
     )
+
+
+def own_part(pack: Pack, position: int) -> slice:
+    """The elements of the own span that belong to one slot."""
+    slot, own = pack.layout.slots[position], pack.own
+    start = min(max(slot.offset, own.start), own.stop)
+    return slice(start - own.start, max(start, min(slot.end, own.stop)) - own.start)
 
 
 def check_dense(pack: Pack, position: int, grad: Tensor) -> None:

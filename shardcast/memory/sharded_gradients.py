@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcast._compat import no_torch_function, tree_iter, tree_map
-from shardcast.memory.gradients import check_dense, owned_slots
+from shardcast.memory.gradients import check_dense, own_part, owned_slots
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -125,7 +125,7 @@ class ShardedGradients:
         self._data: Tensor | None = None
         self._own: Tensor | None = None
         self._marks: list[Mark] = []
-        self._kept: Collection[int] = ()  # slots with a gradient in what is added up
+        self._marked = False  # there were marks when gradients began anew
         self._zeroed: set[int] = set()  # by a script, since the mean landed
 
     @property
@@ -165,21 +165,31 @@ class ShardedGradients:
         """Whether ``.grad`` is the mark."""
         return bool(self._marks) and self.pack.params[position].grad is self._marks[position]
 
+    def clear_way(self, position: int) -> bool:
+        """Take the mark away before autograd would add to it; whether others are there."""
+        if self.holds(position):
+            self.pack.params[position].grad = None
+        return self._marked
+
     def collect(self) -> tuple[set[int], bool]:
         """Copy gradients into new storage and put marks in their place."""
         params = self.pack.params
-        found = {n: grad for n, param in enumerate(params) if (grad := param.grad) is not None}
+        self._data = torch.zeros(self.pack.layout.numel, dtype=self.dtype, device=self._device)
+        found = {
+            position: param.grad
+            for position, param in enumerate(params)
+            if param.grad is not None and not self.holds(position)
+        }
         for position, grad in found.items():
             check_dense(self.pack, position, grad)
-        has_graph = any(grad.requires_grad for grad in found.values())
-        self._data = torch.zeros(self.pack.layout.numel, dtype=self.dtype, device=self._device)
         if found:
             views = self.pack.views(self._data)
             with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
                 torch._foreach_copy_([views[position] for position in found], list(found.values()))
-        for position in {*found, *self._kept}:
+        for position in found:
             self.show(position)
-        return set(range(len(params))) - found.keys() - set(self._kept), has_graph
+        absent = {position for position, param in enumerate(params) if param.grad is None}
+        return absent, any(grad.requires_grad for grad in found.values())
 
     @torch.no_grad()
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
@@ -191,9 +201,9 @@ class ShardedGradients:
             if grad is not None and not self.holds(position):
                 check_dense(self.pack, position, grad)
                 has_graph = has_graph or grad.requires_grad
-                start, stop = self._part(position)
-                offset = self.pack.layout.slots[position].offset
-                self._owned_part(position).copy_(grad.reshape(-1)[start - offset : stop - offset])
+                part = own_part(self.pack, position)
+                shift = self.pack.own.start - self.pack.layout.slots[position].offset
+                self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
                 if position in self._zeroed:
                     self._zeroed.remove(position)
                     self._read_as(position, math.nan)
@@ -202,7 +212,7 @@ class ShardedGradients:
 
     def clear(self, position: int) -> None:
         """Zero the own part of one slot that was marked; its mark reads as zeros."""
-        self._owned_part(position).zero_()
+        self.own[own_part(self.pack, position)].zero_()
         self._zeroed.add(position)
         self._read_as(position, 0.0)
 
@@ -231,6 +241,7 @@ class ShardedGradients:
         here, on CPU, where a report names the element: one more sum over the own span.
         """
         self._data = None
+        self._unzero()
         own = self.own
         if own.device.type != "cpu" or len(pieces) == 1 or self.culprits:
             return
@@ -239,18 +250,10 @@ class ShardedGradients:
             self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
 
     def reopen(self, kept: Collection[int]) -> Tensor | None:
-        """Take the marks away, so that autograd accumulates from nothing.
-
-        Where all that is kept was zeroed by a script it is enough to know that it is there.
-        """
-        held = [position for position in range(len(self._marks)) if self.holds(position)]
-        for position in held:
-            self.pack.params[position].grad = None
-        self._kept = set(held).intersection(kept)
+        """The own span becomes the fp32 sum; not where all that is kept was zeroed by a script."""
+        self._marked = any(map(self.holds, range(len(self._marks))))
         zeros = self._zeroed.issuperset(kept)
-        for position in self._zeroed:
-            self._read_as(position, math.nan)
-        self._zeroed.clear()
+        self._unzero()
         if zeros:
             self.culprits = ()
             if self.own.dtype != self.dtype:
@@ -258,17 +261,11 @@ class ShardedGradients:
             return None
         for position in range(len(self.pack.params)):
             if position not in kept:
-                self._owned_part(position).zero_()
-        self._own = self.own.to(MASTER_DTYPE)  # the sum itself from now on
+                self.own[own_part(self.pack, position)].zero_()
+        self._own = self.own.to(MASTER_DTYPE)
         return self._own
 
-    def _part(self, position: int) -> tuple[int, int]:
-        """The pack elements of a slot that lie in the own span; none: of length 0."""
-        slot, own = self.pack.layout.slots[position], self.pack.own
-        start = min(max(slot.offset, own.start), slot.end)
-        return start, max(start, min(slot.end, own.stop))
-
-    def _owned_part(self, position: int) -> Tensor:
-        start, stop = self._part(position)
-        begin = min(max(start - self.pack.own.start, 0), self.own.numel())
-        return self.own[begin : begin + stop - start]
+    def _unzero(self) -> None:
+        for position in self._zeroed:
+            self._read_as(position, math.nan)
+        self._zeroed.clear()

@@ -143,8 +143,9 @@ class SkipReport:
     def _locate(self, bad: list[int]) -> str:
         """Name the first bad element of each rank's span, and the ranks that it came from.
 
-        Outside its own span a rank still has its own gradients. All ranks are here in the same
-        step on CPU, so they can ask each other; on an accelerator the owner's span is named.
+        Outside its own span a rank still has its own gradients; of sharded ones the owner noted
+        whose they were, where it added them up itself. All ranks are here in the same step on CPU,
+        so they can ask each other; on an accelerator the owner's span is named.
         """
         found = [(owner, *self._element(at)) for owner, at in enumerate(bad) if at >= 0]
         if self._device.type != "cpu":
@@ -152,21 +153,17 @@ class SkipReport:
                 f"in the span of rank {owner} that begins in parameter {slot.name!r}"
                 for owner, _, slot, _ in found
             )
-        culprits = {owner: [owner] for owner, *_ in found}
-        mine = [
-            owner
-            for owner, grads, _, offset in found
-            if owner != self._comm.rank
-            and grads.allocated
-            and not bool(grads.data[offset].isfinite())
-        ]
-        for rank, spans in enumerate(self._comm.exchange(mine, self._device)):
-            for owner in spans:
-                culprits[owner] = [*(r for r in culprits[owner] if r != owner), rank]
+        known: dict[int, list[int]] = {}  # culprits by owner
+        for owner, grads, _, offset in found:
+            if owner == self._comm.rank:
+                known[owner] = list(grads.culprits)
+            elif grads.allocated and not bool(grads.data[offset].isfinite()):
+                known[owner] = [self._comm.rank]
+        told = self._comm.exchange(known, self._device)
         return "; ".join(
-            f"rank {', '.join(map(str, culprits[owner]))}, parameter {slot.name!r}, "
-            f"element {offset - slot.offset}"
-            for owner, _, slot, offset in found
+            f"{_who(owner, [rank for there in told for rank in there.get(owner, ())], grads)}, "
+            f"parameter {slot.name!r}, element {offset - slot.offset}"
+            for owner, grads, slot, offset in found
         )
 
     def _element(self, position: int) -> tuple[GradPack, Slot, int]:
@@ -183,3 +180,11 @@ class SkipReport:
 def _either(before: Tensor, now: Tensor) -> Tensor:
     """Flags that were or are set; those of other groups are forgotten."""
     return before | now if before.shape == now.shape else now
+
+
+def _who(owner: int, culprits: list[int], grads: GradPack) -> str:
+    if culprits:
+        return f"rank {', '.join(map(str, culprits))}"
+    if grads.allocated:  # full ones, of which the owner's own are the mean by now
+        return f"rank {owner}"
+    return f"the sum over ranks, at its owner {owner}"

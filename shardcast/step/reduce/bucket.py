@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardcast.comm import Comm, Exchanged, Flight, Scattered, TwoLevel
-from shardcast.memory.gradients import GradPack
+from shardcast.memory.gradients import GradPack, own_part
 from shardcast.step.reduce.mean import Mean
 
 
@@ -40,6 +41,18 @@ class Bucket:
         """Take in all gradients that are there; whether one had a graph of its own."""
         self.absent, has_graph = self.grads.collect()
         return has_graph
+
+    def forget(self, positions: Iterable[int]) -> None:
+        """Keep no means of these slots."""
+        if self.carry is not None:
+            for position in positions:
+                self.carry[own_part(self.grads.pack, position)].zero_()
+
+    def drop_cleared(self, others_too: bool) -> None:
+        """Zero the means of gradients that were cleared, and if asked of other ranks' alone."""
+        gone = {n for n, p in enumerate(self.grads.pack.params) if p.grad is None}
+        for position in gone if others_too else gone - self.absent:
+            self.grads.own[own_part(self.grads.pack, position)].zero_()
 
     def send(self, comm: Comm, spare: list[Tensor]) -> None:
         """Start the collective, into one of the ``spare`` buffers if it fits."""

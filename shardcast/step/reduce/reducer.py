@@ -141,6 +141,8 @@ class Reducer:
             if self._states.past:
                 self._edits.check_strangers()
             land_all(self._comm, self._buckets.values())
+            for bucket in self._buckets.values():
+                bucket.drop_cleared(self._states.past)
         for grads in self.grads:
             grads.adopt()  # one replaced by hand after the reduction is final, as with DDP
 
@@ -150,7 +152,10 @@ class Reducer:
 
     def cleared(self) -> None:
         """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
+        land_all(self._comm, self._buckets.values())  # of a failed backward, before it is zeroed
         self._states.cleared()
+        for bucket in self._buckets.values():
+            bucket.carry = None
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Make the mean visible as ``.grad`` where only other ranks had a gradient.
@@ -170,6 +175,7 @@ class Reducer:
         return None if round is None or round.over else round
 
     def _new_round(self) -> Round:
+        self._states.local()  # so a round is due where a backward fails
         # Gradients arrive roughly from the last parameter to the first.
         order = list(self._buckets.values())[::-1]
         return Round(self._comm, order, self._states, self._edits, not self._local)
@@ -204,10 +210,10 @@ def make_reducer(
     return AveragedReducer(precision) if averaged else Reducer(comm, precision, config)
 
 
-def _hook(me: weakref.ref[Reducer], bucket: Bucket, position: int) -> Callable[[Tensor], None]:
+def _hook(me: weakref.ref[Reducer], bucket: Bucket, position: int) -> Callable[[Any], None]:
     """Runs before a gradient is accumulated, for every parameter: so it does next to nothing."""
 
-    def hook(_grad: Tensor) -> None:
+    def hook(grad: Tensor | None) -> None:
         reducer = me()
         if reducer is None:
             return
@@ -218,7 +224,8 @@ def _hook(me: weakref.ref[Reducer], bucket: Bucket, position: int) -> Callable[[
             if arrived is not None:
                 arrived.add(position)
                 return
-        reducer._arrive(bucket, position, running)
+        if grad is not None:  # as a function may give, which autograd does not accumulate
+            reducer._arrive(bucket, position, running)
 
     return hook
 

@@ -74,6 +74,8 @@ class Round:
         self._looked = False  # for gradients that were cleared
         self._crowd = _Crowd()
         land_all(comm, buckets)  # where a backward failed
+        if any(bucket.carry is not None for bucket in buckets):
+            self._forget_cleared()  # before more is accumulated
 
     def begin(self) -> None:
         """Have the running backward hold and end this round.
@@ -122,7 +124,8 @@ class Round:
                 "step on with grads 'full'"
             )
         arrived.add(position)
-        if running == self.backward and (not eager or self._waits_for(bucket)):
+        told = bucket.grads.clear_way(position)
+        if running == self.backward and not told and (not eager or self._waits_for(bucket)):
             self.counting[bucket] = arrived
 
     def _waits_for(self, bucket: Bucket) -> bool:
@@ -219,18 +222,24 @@ class Round:
         bucket.carry, bucket.reduced = grads.reopen(kept | others), False
 
     def _forget_cleared(self) -> None:
-        """Where gradients were cleared by hand, the means of other ranks' alone were so too."""
-        if not self._looked:
-            self._looked = True
-            if any(
-                param.grad is None
-                for bucket in self._buckets
-                if bucket.reduced
-                for position, param in enumerate(bucket.grads.pack.params)
-                if position not in bucket.absent
-            ):
-                for bucket in self._buckets:
-                    bucket.absent.clear()
+        """Keep no means of gradients that were cleared by hand.
+
+        If there are any, the means of slots where only other ranks had a gradient were so too.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        cleared = False
+        for bucket in self._buckets:
+            if bucket.reduced or bucket.carry is not None:
+                params = bucket.grads.pack.params
+                gone = {n for n, p in enumerate(params) if p.grad is None} - bucket.absent
+                bucket.forget(gone)
+                cleared = cleared or bool(gone)
+        if cleared:
+            for bucket in self._buckets:
+                bucket.forget(bucket.absent)
+                bucket.absent = set()
 
 
 def land_all(comm: Comm, buckets: Iterable[Bucket]) -> None:

@@ -52,7 +52,7 @@ GRADIENTS: Mapping[Gradients, frozenset[Gradients]] = {
     Gradients.LOCAL: frozenset({Gradients.REDUCED, Gradients.CONSUMED}),
     Gradients.REDUCED: frozenset({Gradients.LOCAL, Gradients.CONSUMED, Gradients.DISCARDED}),
     Gradients.CONSUMED: frozenset({Gradients.REDUCED}),
-    Gradients.DISCARDED: frozenset({Gradients.REDUCED, Gradients.CONSUMED}),
+    Gradients.DISCARDED: frozenset({Gradients.CONSUMED}),
 }
 
 
@@ -107,7 +107,7 @@ class States:
             self._enter(Gradients.CONSUMED if self.due else Gradients.DISCARDED)
 
     def local(self) -> None:
-        """``no_sync()`` was entered: what comes now is in no round yet."""
+        """A backward, a round or ``no_sync()`` begins: what comes is in no finished round yet."""
         if not self.due:
             self._enter(Gradients.CONSUMED if self.past else Gradients.LOCAL)
 
