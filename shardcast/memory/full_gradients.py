@@ -19,20 +19,17 @@ class FullGradients:
     Outside of the own span it keeps this rank's own gradients.
     """
 
-    culprits: Collection[int] = ()  # told from the others' own gradients, see step/combine
+    culprits: Collection[int] = ()  # each rank can still look at its own gradients
 
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
-        self.pack = pack
-        self.dtype = dtype
+        self.pack, self.dtype = pack, dtype
         self.owned = owned_slots(pack)
         self._data: Tensor | None = None
-        self._own: Tensor | None = None
         self._views: list[Tensor] = []
         self._places: list[int] = []  # where the views are to lie
 
     @property
     def data(self) -> Tensor:
-        """All gradients, 1-d."""
         if self._data is None:
             numel, own = self.pack.layout.numel, self.pack.own
             self._data = torch.zeros(numel, dtype=self.dtype, device=self.pack.params[0].device)
@@ -43,24 +40,19 @@ class FullGradients:
 
     @property
     def own(self) -> Tensor:
-        """A view of ``data``, always the same one."""
         _ = self.data  # allocates it
-        assert self._own is not None
         return self._own
 
     @property
     def nbytes(self) -> int:
-        """Bytes held at the moment."""
         return 0 if self._data is None else self._data.nbytes
 
     @property
     def allocated(self) -> bool:
-        """Whether a gradient was here yet."""
         return self._data is not None
 
     @property
     def version(self) -> int:
-        """That of the storage, which all views share."""
         return self.data._version
 
     def holds(self, position: int) -> bool:
@@ -70,12 +62,13 @@ class FullGradients:
             return False
         return grad is self._views[position] and grad.data_ptr() == self._places[position]
 
+    def show(self, position: int) -> None:
+        self.pack.params[position].grad = self._view(position)
+
     def clear_way(self, position: int) -> bool:
-        """Nothing: autograd adds to the view."""
-        return False
+        return False  # autograd adds to the view
 
     def collect(self) -> tuple[set[int], bool]:
-        """Copy gradients in, zero the slots without one."""
         has_graph = self.adopt()
         absent = {n for n, param in enumerate(self.pack.params) if param.grad is None}
         for position in absent:
@@ -83,10 +76,7 @@ class FullGradients:
         return absent, has_graph
 
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
-        """Copy each ``.grad`` in that is not a view of ours, and make it one.
-
-        With one call for all copies (one kernel on a GPU).
-        """
+        """With one call for all copies (one kernel on a GPU)."""
         params = self.pack.params
         _ = self.data  # allocates the views
         found: list[int] = []
@@ -98,8 +88,7 @@ class FullGradients:
                 grad is self._views[position] and grad.data_ptr() == self._places[position]
             ):
                 continue
-            if grad.layout != torch.strided:
-                check_dense(self.pack, position, grad)
+            check_dense(self.pack, position, grad)
             has_graph = has_graph or grad.requires_grad
             found.append(position)
             grads.append(grad)
@@ -120,40 +109,15 @@ class FullGradients:
             else:
                 self._view(position).copy_(param.grad)
 
-    def _view(self, position: int) -> Tensor:
-        """The memory of one slot; a view that a script moved elsewhere is replaced."""
-        _ = self.data  # allocates the views
-        if self._views[position].data_ptr() != self._places[position]:
-            slot = self.pack.layout.slots[position]
-            self._views[position] = self.data[slot.offset : slot.end].view(size=slot.shape)
-        return self._views[position]
-
-    def _free_view(self, position: int) -> Tensor:
-        """The memory of one slot for another gradient; whoever kept the old one gets a copy.
-
-        To make the views anew instead, so that weak references tell which are still in use, would
-        take longer than all else here.
-        """
-        if _compat.held_elsewhere(self._views, position):
-            kept = self._views[position]
-            kept.data = kept.detach().clone()
-        return self._view(position)
-
     def clear(self, position: int) -> None:
         """Zero one slot, if there is storage."""
         if self._data is not None:
             self._view(position).zero_()
 
-    def show(self, position: int) -> None:
-        """Set ``.grad`` to the view."""
-        self.pack.params[position].grad = self._view(position)
-
     def local(self, sent: Tensor) -> Tensor:
-        """``own`` itself if gradients are sent as they are."""
         return self.own if sent is self._data else sent[self.pack.own.start : self.pack.own.stop]
 
-    def landed(self, pieces: Sequence[Tensor]) -> None:
-        """Nothing: ``.grad`` are views already."""
+    def landed(self, pieces: Sequence[Tensor]) -> None: ...
 
     def reopen(self, kept: Collection[int]) -> Tensor | None:
         """Zero the storage, on which autograd adds up; without ``kept`` all is overwritten."""
@@ -165,3 +129,22 @@ class FullGradients:
         carry = self.own.to(MASTER_DTYPE, copy=True)
         self.data.zero_()
         return carry
+
+    def _view(self, position: int) -> Tensor:
+        """The memory of one slot; a view that a script moved elsewhere is replaced."""
+        _ = self.data  # allocates the views
+        if self._views[position].data_ptr() != self._places[position]:
+            slot = self.pack.layout.slots[position]
+            self._views[position] = self.data[slot.offset : slot.end].view(size=slot.shape)
+        return self._views[position]
+
+    def _free_view(self, position: int) -> Tensor:
+        """The memory of one slot for another gradient; whoever kept the old one gets a copy.
+
+        To make views anew, so that weak references tell which are still in use, would take longer
+        than all else here.
+        """
+        if _compat.held_elsewhere(self._views, position):
+            kept = self._views[position]
+            kept.data = kept.detach().clone()
+        return self._view(position)

@@ -14,12 +14,17 @@ from shardcast.memory.pack import Pack
 class GradPack(Protocol):
     """The gradients of one pack on their way from autograd to the mean of the own span.
 
-    ``collect`` → ``data`` is sent → the mean is written to ``own`` → ``landed`` → ``adopt`` what
-    a script replaced, until ``reopen`` begins anew.
+    ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean
+    is written to ``own``, then ``landed(pieces)``, of which it is the mean (one piece: of a sum
+    over ranks). ``adopt()`` takes a ``.grad`` that a script replaced since. ``reopen(kept)``
+    begins anew and returns the fp32 means of the slots ``kept``, to be added to the next.
 
     Attributes:
         owned: per slot, whether part of it lies in the own span.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
+        data: 1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm.
+        allocated: whether ``data`` is there.
+        version: another one after every edit of ``data``.
     """
 
     pack: Pack
@@ -28,68 +33,40 @@ class GradPack(Protocol):
     culprits: Collection[int]
 
     @property
-    def data(self) -> Tensor:
-        """All gradients, 1-d, ``layout.numel`` elements. Padding is zero, in no sum or norm."""
-
+    def data(self) -> Tensor: ...
     @property
-    def own(self) -> Tensor:
-        """This rank's span, 1-d."""
-
+    def own(self) -> Tensor: ...
     @property
-    def nbytes(self) -> int:
-        """Bytes held at the moment."""
-
+    def nbytes(self) -> int: ...
     @property
-    def allocated(self) -> bool:
-        """Whether the storage of all gradients is there."""
-
+    def allocated(self) -> bool: ...
     @property
-    def version(self) -> int:
-        """Another one after every edit of the storage."""
+    def version(self) -> int: ...
 
     def holds(self, position: int) -> bool:
         """Whether ``.grad`` of the parameter at ``position`` is what stands for ours."""
+
+    def show(self, position: int) -> None:
+        """Set the ``.grad`` at ``position`` to what stands for ours."""
 
     def clear_way(self, position: int) -> bool:
         """A gradient is about to be accumulated; whether those of other slots must be told too."""
 
     def collect(self) -> tuple[set[int], bool]:
-        """Take in every ``.grad``, zeros where there is none.
-
-        Returns:
-            The positions without a gradient, and whether some gradient had a graph of its own.
+        """Returns the positions without a gradient, and whether some gradient had a graph.
 
         Raises:
             TypeError: a gradient is sparse.
         """
 
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
-        """Take each ``.grad`` there that is not ours, over what is here; default: of all.
-
-        Returns:
-            Whether one of them had a graph of its own.
-        """
-
-    def show(self, position: int) -> None:
-        """Set the ``.grad`` at ``position`` to what stands for ours."""
+        """Of all slots by default; whether some gradient had a graph."""
 
     def local(self, sent: Tensor) -> Tensor:
         """The own span of ``sent``; ``own`` itself where that is the same memory."""
 
-    def landed(self, pieces: Sequence[Tensor]) -> None:
-        """The mean of ``pieces`` is in ``own``; one piece: of a sum over ranks."""
-
-    def reopen(self, kept: Collection[int]) -> Tensor | None:
-        """Begin anew; returns the fp32 means of the slots ``kept``, to be added to the next."""
-
-
-def owned_slots(pack: Pack) -> tuple[bool, ...]:
-    """Per slot of ``pack``, whether part of it lies in the own span."""
-    own = pack.own
-    return tuple(
-        slot.numel > 0 and slot.offset < own.stop and slot.end > own.start
-        for slot in pack.layout.slots
-    )
+    def landed(self, pieces: Sequence[Tensor]) -> None: ...
+    def reopen(self, kept: Collection[int]) -> Tensor | None: ...
 
 
 def own_part(pack: Pack, position: int) -> slice:
@@ -97,6 +74,12 @@ def own_part(pack: Pack, position: int) -> slice:
     slot, own = pack.layout.slots[position], pack.own
     start = min(max(slot.offset, own.start), own.stop)
     return slice(start - own.start, max(start, min(slot.end, own.stop)) - own.start)
+
+
+def owned_slots(pack: Pack) -> tuple[bool, ...]:
+    """Per slot, whether part of it lies in the own span."""
+    parts = (own_part(pack, position) for position in range(len(pack.params)))
+    return tuple(part.start < part.stop for part in parts)
 
 
 def check_dense(pack: Pack, position: int, grad: Tensor) -> None:

@@ -25,7 +25,8 @@ class Mark(Tensor):
     operation says, would be lost and is refused.
     """
 
-    plain: Tensor  # what it reads as
+    plain: Tensor  # the same without refusals
+    zeroed = False
     # Weak: a parameter holds its .grad where no collector looks. None: of a view.
     grads: weakref.ref[ShardedGradients] | None
     position: int
@@ -45,13 +46,18 @@ class Mark(Tensor):
         cls, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        edited = [item for item in tree_iter(_written(func, args, kwargs)) if type(item) is Mark]
-        if edited:
-            if func not in ZEROING or any(mark.grads is None for mark in edited):
+        written = [
+            args[number] if number < len(args) else kwargs.get(argument.name)
+            for number, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        marks = [item for item in tree_iter(written) if type(item) is Mark]
+        if marks:
+            if func not in ZEROING or any(mark.grads is None for mark in marks):
                 raise _lost(func.overloadpacket.__name__)
-            for mark in edited:
+            for mark in marks:
                 mark._zero()
-            return edited[0] if func is ZEROING[0] else None
+            return marks[0] if func is ZEROING[0] else None
         found = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         aliases = (item.alias_info for item in func._schema.returns)
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -60,7 +66,8 @@ class Mark(Tensor):
     def _zero(self) -> None:
         grads = None if self.grads is None else self.grads()
         if grads is not None and grads.holds(self.position):
-            grads.clear(self.position)
+            grads.own[own_part(grads.pack, self.position)].zero_()
+            self.zeroed = True
 
     @property
     def data(self) -> Mark:
@@ -77,30 +84,23 @@ class Mark(Tensor):
 
     def numpy(self, **options: Any) -> Any:
         """As of any tensor; torch has none for subclasses."""
-        return self.plain.numpy(**options)
+        return _plain(self).numpy(**options)
 
     def tolist(self) -> Any:
         """As of any tensor; torch has none for subclasses."""
-        return self.plain.tolist()
+        return _plain(self).tolist()
 
     def __deepcopy__(self, _memo: Any) -> Tensor:
-        return self.plain.clone()
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.clone().__reduce_ex__(protocol)
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that ``func`` writes to."""
-    return [
-        args[number] if number < len(args) else kwargs.get(argument.name)
-        for number, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+        return self.clone().__reduce_ex__(protocol)
 
 
 def _plain(item: Any) -> Any:
-    return item.plain if type(item) is Mark else item
+    if type(item) is not Mark:
+        return item
+    return torch.zeros_like(item.plain) if item.zeroed else item.plain
 
 
 def _lost(edit: str) -> RuntimeError:
@@ -112,80 +112,79 @@ def _lost(edit: str) -> RuntimeError:
 
 
 class ShardedGradients:
-    """A :class:`GradPack` whose storage is there from :meth:`collect` to :meth:`landed` only.
+    """A :class:`GradPack` whose ``data`` is there from ``collect()`` to ``landed()`` only.
 
     Over several backwards the own span is fp32, in which they are added up.
     """
 
+    version = 0  # edits are refused
+
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
-        self.pack = pack
-        self.dtype = dtype
+        self.pack, self.dtype = pack, dtype
         self.owned = owned_slots(pack)
         self.culprits: Collection[int] = ()
+        self._device = pack.params[0].device
         self._data: Tensor | None = None
         self._own: Tensor | None = None
         self._marks: list[Mark] = []
         self._marked = False  # there were marks when gradients began anew
-        self._zeroed: set[int] = set()  # by a script, since the mean landed
-
-    @property
-    def _device(self) -> torch.device:
-        return self.pack.params[0].device
 
     @property
     def data(self) -> Tensor:
-        """What :meth:`collect` put together."""
         assert self._data is not None, "gradients are sent when they are collected"
         return self._data
 
     @property
     def own(self) -> Tensor:
-        """Memory of its own: the mean, in fp32 if it is one of several backwards."""
         if self._own is None:
             self._own = torch.zeros(self.pack.own.numel, dtype=self.dtype, device=self._device)
         return self._own
 
     @property
     def nbytes(self) -> int:
-        """Bytes held at the moment."""
         held = (self._data, self._own)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
     def allocated(self) -> bool:
-        """Whether the gradients are on their way."""
         return self._data is not None
 
-    @property
-    def version(self) -> int:
-        """Always 0: edits are refused."""
-        return 0
-
     def holds(self, position: int) -> bool:
-        """Whether ``.grad`` is the mark."""
         return bool(self._marks) and self.pack.params[position].grad is self._marks[position]
 
+    def show(self, position: int) -> None:
+        if not self._marks:
+            nan = torch.full((), math.nan, dtype=self.dtype, device=self._device)
+            self._marks = [
+                Mark.of(nan.expand(slot.shape), self, number)
+                for number, slot in enumerate(self.pack.layout.slots)
+            ]
+        self._marks[position].zeroed = False
+        self.pack.params[position].grad = self._marks[position]
+
     def clear_way(self, position: int) -> bool:
-        """Take the mark away before autograd would add to it; whether others are there."""
-        if self.holds(position):
+        if self.holds(position):  # or autograd would add to the mark
             self.pack.params[position].grad = None
         return self._marked
 
+    def _found(self, positions: Iterable[int]) -> dict[int, Tensor]:
+        """Gradients that are no marks."""
+        found = {}
+        for position in positions:
+            grad = self.pack.params[position].grad
+            if grad is not None and not self.holds(position):
+                check_dense(self.pack, position, grad)
+                found[position] = grad
+        return found
+
+    @torch.no_grad()  # a backward with create_graph runs hooks with gradients on
     def collect(self) -> tuple[set[int], bool]:
-        """Copy gradients into new storage and put marks in their place."""
         params = self.pack.params
         self._data = torch.zeros(self.pack.layout.numel, dtype=self.dtype, device=self._device)
-        found = {
-            position: param.grad
-            for position, param in enumerate(params)
-            if param.grad is not None and not self.holds(position)
-        }
-        for position, grad in found.items():
-            check_dense(self.pack, position, grad)
+        found = self._found(range(len(params)))
         if found:
             views = self.pack.views(self._data)
-            with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
-                torch._foreach_copy_([views[position] for position in found], list(found.values()))
+            torch._foreach_copy_([views[position] for position in found], list(found.values()))
         for position in found:
             self.show(position)
         absent = {position for position, param in enumerate(params) if param.grad is None}
@@ -193,45 +192,15 @@ class ShardedGradients:
 
     @torch.no_grad()
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
-        """Take the own part of each ``.grad`` that is no mark, and mark it."""
-        params = self.pack.params
-        has_graph = False
-        for position in range(len(params)) if positions is None else positions:
-            grad = params[position].grad
-            if grad is not None and not self.holds(position):
-                check_dense(self.pack, position, grad)
-                has_graph = has_graph or grad.requires_grad
-                part = own_part(self.pack, position)
-                shift = self.pack.own.start - self.pack.layout.slots[position].offset
-                self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
-                if position in self._zeroed:
-                    self._zeroed.remove(position)
-                    self._read_as(position, math.nan)
-                self.show(position)
-        return has_graph
-
-    def clear(self, position: int) -> None:
-        """Zero the own part of one slot that was marked; its mark reads as zeros."""
-        self.own[own_part(self.pack, position)].zero_()
-        self._zeroed.add(position)
-        self._read_as(position, 0.0)
-
-    def _read_as(self, position: int, value: float) -> None:
-        scalar = torch.full((), value, dtype=self.dtype, device=self._device)
-        self._marks[position].plain = scalar.expand(self.pack.layout.slots[position].shape)
-
-    def show(self, position: int) -> None:
-        """Set ``.grad`` to the mark."""
-        if not self._marks:
-            nan = torch.full((), math.nan, dtype=self.dtype, device=self._device)
-            self._marks = [
-                Mark.of(nan.expand(slot.shape), self, number)
-                for number, slot in enumerate(self.pack.layout.slots)
-            ]
-        self.pack.params[position].grad = self._marks[position]
+        found = self._found(range(len(self.pack.params)) if positions is None else positions)
+        for position, grad in found.items():
+            part = own_part(self.pack, position)
+            shift = self.pack.own.start - self.pack.layout.slots[position].offset
+            self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
+            self.show(position)
+        return any(grad.requires_grad for grad in found.values())
 
     def local(self, sent: Tensor) -> Tensor:
-        """A view of ``sent``, which is not ``own``."""
         return sent[self.pack.own.start : self.pack.own.stop]
 
     def landed(self, pieces: Sequence[Tensor]) -> None:
@@ -250,9 +219,9 @@ class ShardedGradients:
             self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
 
     def reopen(self, kept: Collection[int]) -> Tensor | None:
-        """The own span becomes the fp32 sum; not where all that is kept was zeroed by a script."""
+        """The own span becomes the fp32 sum; not where a script zeroed all that is kept."""
         self._marked = any(map(self.holds, range(len(self._marks))))
-        zeros = self._zeroed.issuperset(kept)
+        zeros = all(self._marks and self._marks[position].zeroed for position in kept)
         self._unzero()
         if zeros:
             self.culprits = ()
@@ -266,6 +235,5 @@ class ShardedGradients:
         return self._own
 
     def _unzero(self) -> None:
-        for position in self._zeroed:
-            self._read_as(position, math.nan)
-        self._zeroed.clear()
+        for mark in self._marks:
+            mark.zeroed = False
