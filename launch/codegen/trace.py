@@ -170,6 +170,11 @@ def fake_gpu(compiler: Compiler, waits: list[str]) -> Iterator[None]:
         start = tensor.untyped_storage()._cdata
         return start + tensor.storage_offset() * tensor.itemsize
 
+    make = torch.tensor
+
+    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return make(*args, **options)
+
     forget_graphs()
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -178,6 +183,7 @@ def fake_gpu(compiler: Compiler, waits: list[str]) -> Iterator[None]:
         enter(mock.patch.object(_compat, "own_storage", Tensor.detach))
         enter(mock.patch.object(_compat, "_get_current_dispatch_mode", lambda: None))
         enter(mock.patch("torch.compile", compiler))
+        enter(mock.patch("torch.tensor", unpinned))  # memory is pinned by the driver
         enter(mock.patch.object(FakeTensor, "data_ptr", address, create=True))
         for kind, answer in {
             "__bool__": lambda _: False,
