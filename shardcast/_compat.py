@@ -6,6 +6,7 @@ installed torch, so that a new release that breaks one of them fails there, by n
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
 import weakref
@@ -42,6 +43,21 @@ def own_storage(view: Tensor) -> Tensor:
     its own pointers only. Nobody here needs it: packs live as long as their parameters.
     """
     return view if view.is_meta else from_dlpack(torch._C._to_dlpack(view))
+
+
+def rows_of(flat: Tensor, row: int) -> Tensor:
+    """The same memory as rows, with an :func:`own_storage`, for :func:`compiled`.
+
+    The number of rows may be any for one graph, that of elements in a row is a constant of it.
+
+    Args:
+        row: elements in a row; 0 leaves the tensor 1-d.
+    """
+    if not row:
+        return own_storage(flat)
+    rows = own_storage(flat.view(-1, row))
+    torch._dynamo.mark_static(rows, 1)
+    return rows
 
 
 def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:
@@ -210,6 +226,20 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
         (graph if _get_current_dispatch_mode() is None else function)(*args)
 
     return run
+
+
+def native_library(source: str) -> ctypes.CDLL:
+    """C++ source compiled for this processor, cached on disk as code of ``torch.compile`` is.
+
+    Uses Inductor's cache of compiled C++, for its flags, its locks between processes and its
+    OpenMP, which is torch's. Floating-point operations are not fused or reordered.
+    """
+    from torch._inductor.codecache import CppCodeCache  # slow to import
+
+    # Its own code has vectors written out, so it turns these two off.
+    flags = ("-ftree-loop-vectorize", "-fno-math-errno")
+    library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
+    return library
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:

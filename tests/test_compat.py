@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import shutil
@@ -319,6 +320,25 @@ def test_the_fused_sgd_of_one_tensor_is_the_optimizers():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler")
+def test_rows_are_the_same_memory_with_a_storage_of_their_own():
+    flat = torch.arange(24.0)
+    rows = _compat.rows_of(flat[8:], 4)
+    assert rows.shape == (4, 4) and rows.data_ptr() == flat[8:].data_ptr()
+    assert rows.untyped_storage().nbytes() == 64 and rows.storage_offset() == 0
+    assert _compat.rows_of(flat[8:], 0).shape == (16,)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_native_code_does_not_fuse_operations():
+    source = """
+        extern "C" float multiply_add(float a, float b, float c) { return a * b + c; }
+    """
+    call = _compat.native_library(source).multiply_add
+    call.argtypes, call.restype = [ctypes.c_float] * 3, ctypes.c_float
+    a = 1 + 2**-23
+    assert call(a, a, -1.0) == 2**-22, "fused it would be 2**-22 + 2**-46"
+
+
 def test_a_compiled_function_has_one_graph_for_all_lengths():
     torch._dynamo.reset()
     double = _compat.compiled(_double_)

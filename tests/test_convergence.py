@@ -12,7 +12,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor
 
 import shardcast
-from shardcast.memory.stores import Blocks8Store
+from shardcast.memory.forms import Bytes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -72,19 +72,14 @@ def test_exact_stores_give_the_very_same_weights(fields: dict[str, Any]):
 def test_bytes_without_a_root_train_worse(monkeypatch: pytest.MonkeyPatch):
     """The negative control: 8 bits in equal steps, so that small second moments become zero."""
 
-    def linear(self: Blocks8Store, part: slice, values: Tensor, chance: Any = None) -> None:
-        codes, scales, numel = self._blocks(part)
-        rows = torch.nn.functional.pad(values, (0, codes.stop - codes.start - numel))
-        rows = rows.view(-1, self._block)
-        self._scales[scales] = rows.abs().amax(1) / 127
-        steps = rows / self._scales[scales].clamp_min(1e-38)[:, None]
-        self._codes[codes] = steps.round().to(self._codes.dtype).view(-1)
+    def linear(self: Bytes, values: Tensor, chance: Any = None) -> tuple[Tensor, Tensor]:
+        scale = values.abs().amax(-1) / 127
+        steps = values / scale.clamp_min(1e-38)[:, None]
+        return steps.round().to(torch.int8 if self.signed else torch.uint8), scale
 
-    def read(self: Blocks8Store, part: slice) -> Tensor:
-        codes, scales, numel = self._blocks(part)
-        rows = self._codes[codes].float().view(-1, self._block)
-        return (rows * self._scales[scales][:, None]).view(-1)[:numel]
+    def read(self: Bytes, raw: tuple[Tensor, Tensor]) -> Tensor:
+        return raw[0].float() * raw[1][:, None]
 
-    monkeypatch.setattr(Blocks8Store, "write", linear)
-    monkeypatch.setattr(Blocks8Store, "read", read)
+    monkeypatch.setattr(Bytes, "encode", linear)
+    monkeypatch.setattr(Bytes, "decode", read)
     assert not trained(moments="int8")[0] < exact()[0] * 1.02

@@ -16,7 +16,7 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
-from shardcast.step.update import rules
+from shardcast.step.update import fused, rules
 from shardcast.step.update.execute import ChunkedKernel, WholeKernel, choose_kernel
 
 pytestmark = pytest.mark.timeout(60)
@@ -295,7 +295,7 @@ def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: in
     state = tuple(torch.zeros(numel) for _ in rule.state)
 
     def copies() -> rules.Flat:
-        return rules.Flat(
+        return rules.Flat.exact(
             master.clone(), torch.empty(numel), tuple(flat.clone() for flat in state),
             torch.empty(numel).half(),
         )  # fmt: skip
@@ -333,34 +333,39 @@ def test_the_form_without_host_decisions_is_within_one_ulp_of_the_chunked_one(
     eager = copies()
     for step in range(1, 51):
         eager.grad.normal_()
-        other = rules.Flat(*(copy.deepcopy(part) for part in eager))
-        moments = [flat.clone() for flat in eager.state]
+        other = copy.deepcopy(eager)
+        moments = [flat.clone() for (flat,) in eager.state]
         whole_run(whole, rule, other, group, step)
         whole_run(chunked, rule, eager, group, step)
-        assert ulps(other.master, eager.master) <= 1
-        for left, right, moment in zip(other.state, eager.state, moments, strict=True):
+        assert ulps(other.master[0], eager.master[0]) <= 1
+        for (left,), (right,), moment in zip(other.state, eager.state, moments, strict=True):
             # Two roundings of the larger summand: what remains may be small, as moments cancel.
             largest = torch.stack([moment.abs(), right.abs(), eager.grad.abs()]).amax(0)
             assert bool(((left - right).abs() <= largest * 2**-22).all())
-        assert torch.equal(other.published, other.master.half())
+        assert torch.equal(other.published, other.master[0].half())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @needs_compiler
-@pytest.mark.parametrize("kind", [ADAMW, SGD])
-def test_lengths_places_and_numbers_do_not_compile_anew(
-    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [(ADAMW, {}), (SGD, {}), (ADAMW, {"master": "split16", "moments": "bf16"})],
+    ids=str,
+)
+def test_lengths_places_and_numbers_trigger_no_recompilation(
+    kind: type[torch.optim.Optimizer], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """One graph per group of flags; a schedule of any number, and any pack, runs the same one."""
     torch._dynamo.reset()
+    monkeypatch.setattr(fused, "choose_kernel", lambda *_: WholeKernel(compile=True))
     model = CASES["gpt"].build()
     options = {"momentum": 0.9} if kind is SGD else {}
     optimizer = sharded(
         model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
-        param_dtype=torch.bfloat16, fuse="compile", pack_params=3, max_grad_norm=1.0,
+        param_dtype=torch.bfloat16, pack_params=3, max_grad_norm=1.0, **fields,
     )  # fmt: skip
-    lengths = {master.data.numel() for master in optimizer.engine.shards}
+    lengths = {master.published.numel() for master in optimizer.engine.shards}
     assert len(lengths) > 3
     install(model, 0)
     optimizer.step()
@@ -384,10 +389,13 @@ COMPILED = """
 import sys, torch
 from torch._dynamo.utils import counters
 import shardcast
+from shardcast.step.update import fused
+from shardcast.step.update.execute import WholeKernel
+fused.choose_kernel = lambda *_: WholeKernel(compile=True)
 for sizes in [(5, 7), (40, 3)]:
     model = torch.nn.Linear(*sizes)
     optimizer = torch.optim.AdamW(model.parameters())
-    optimizer = shardcast.shard(model, optimizer, fuse="compile")
+    optimizer = shardcast.shard(model, optimizer)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -452,5 +460,5 @@ def test_the_eager_fallback_of_accelerators_works_by_pieces(monkeypatch: pytest.
         flat = copies()
         flat.grad.fill_(0.25)
         whole_run(WholeKernel(False), rule, flat, group, 1)
-        results.append({"master": flat.master, "low": flat.published, "m": flat.state[0]})
+        results.append({"master": flat.master[0], "low": flat.published, "m": flat.state[0][0]})
     assert_same_bits(*results)

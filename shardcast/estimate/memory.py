@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory.shard import FILL
-from shardcast.memory.stores import block_of
+from shardcast.memory import forms
+from shardcast.memory.shard import FILL, SPLITTING
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.layout import Layout, PackLayout, Span
 from shardcast.plan.packing import routed
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.plan.routes import GROUPED, Fabric, Route
-from shardcast.step.update.fused import make_update
+from shardcast.step.update.interface import make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 
 
@@ -138,12 +138,8 @@ class StateOf:
         """Bytes for a span of ``owned`` elements, of which ``elements`` are not padding."""
         if not self.flat:
             return self.moments * elements * MASTER_DTYPE.itemsize
-        if config.moments == "bf16":
-            return self.moments * owned * torch.bfloat16.itemsize
-        if config.moments == "int8":
-            block = block_of(config.alignment, pack.dtype)
-            return self.moments * -(-owned // block) * (block + MASTER_DTYPE.itemsize)
-        return self.moments * owned * MASTER_DTYPE.itemsize
+        row = forms.row_of(config.alignment, pack.dtype)
+        return self.moments * forms.nbytes(forms.moment(config.moments), owned, row)
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateOf:
@@ -159,11 +155,14 @@ def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Stat
     return StateOf(sum(value.dim() > 0 for value in state), flat=False)
 
 
-def _master_size(pack: PackLayout, config: ShardcastConfig) -> int:
-    """Bytes of a master beside its parameter."""
+def _master_size(pack: PackLayout, owned: int, config: ShardcastConfig) -> int:
+    """Bytes of masters of ``owned`` elements beside their parameters."""
     if pack.dtype == MASTER_DTYPE:
         return 0
-    return torch.int16.itemsize if config.master == "split16" else MASTER_DTYPE.itemsize
+    row = forms.row_of(config.alignment, pack.dtype)
+    if config.master == "split16":
+        return forms.nbytes(forms.Split(), owned, row, shared=1)
+    return forms.nbytes(forms.Exact(), owned, row)
 
 
 def _summed(
@@ -182,9 +181,8 @@ def _summed(
     traffic = []
     for pack in layout.packs:
         parameters += pack.numel * pack.dtype.itemsize
-        master = _master_size(pack, config)
         for span in pack.spans:  # of frozen ones too
-            masters[span.owner] += span.numel * master
+            masters[span.owner] += _master_size(pack, span.numel, config)
         if not pack.requires_grad:
             continue
         grad = precision.grad_dtype(pack.dtype).itemsize
@@ -205,9 +203,11 @@ def _summed(
             if count:
                 own = states[pack.group].nbytes(pack, span.numel, count, config)
                 state[rank] += own
-                # A pack that is its own master is read and written; else it is only written.
-                exact = 2 * master + stored if master else 2 * stored
-                updated[rank] += span.numel * (grad + exact) + 2 * own
+                # A pack that is its own master, or half of it, is read and written; else it is
+                # only written.
+                master = _master_size(pack, span.numel, config)
+                passes = 1 if master and config.master == "fp32" else 2
+                updated[rank] += span.numel * (grad + passes * stored) + 2 * (master + own)
                 normed[rank] += span.numel * grad
         widest = max(span.numel for span in pack.spans)
         traffic.append(
@@ -285,7 +285,7 @@ def _packing_peak(plan: Plan) -> int:
                 added = _filling(pack, span, plan.config)
                 worst = max(staged, staged - originals + stored + added)
                 peak = max(peak, live + masters[span.owner] + worst)
-                masters[span.owner] += span.numel * _master_size(pack, plan.config)
+                masters[span.owner] += _master_size(pack, span.numel, plan.config)
         live += stored - originals
     return peak
 
@@ -293,8 +293,8 @@ def _packing_peak(plan: Plan) -> int:
 def _filling(pack: PackLayout, span: Span, config: ShardcastConfig) -> int:
     """Bytes that ``Shard.fill`` takes beside the staging and the pack."""
     if config.master == "split16":  # and the bit patterns of both halves, as 32-bit integers
-        window = min(span.numel, FILL) * 2 * torch.int32.itemsize
-        return span.numel * _master_size(pack, config) + window
+        window = min(span.numel, FILL) * SPLITTING
+        return _master_size(pack, span.numel, config) + window
     stays = span.numel == pack.numel and not config.offload  # the staging becomes the masters
     return 0 if stays else span.numel * MASTER_DTYPE.itemsize
 

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.memory.forms import Exact, Split, row_of
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
-from shardcast.memory.stores import ExactStore, Place, SplitStore, Store
+from shardcast.memory.stores import Place, Store
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
 
-FILL = 1 << 18  # masters that are split at a time, for each takes 8 bytes on the way
+FILL = 1 << 16  # masters that are split at a time
+SPLITTING = 29  # bytes that each takes on the way
 
 
 class Shard:
@@ -38,6 +40,7 @@ class Shard:
         self.grads: GradPack | None = None  # None while frozen: neither reduced nor updated
         self.fragments = pack.layout.fragments(pack.own.owner)
         self._split = config.master == "split16"
+        self._row = row_of(config.alignment, pack.layout.dtype)
         self._place = Place(pack.params[0].device, config.offload and not self.in_place)
 
     @property
@@ -48,7 +51,6 @@ class Shard:
     @property
     def data(self) -> Tensor:
         """1-d fp32, the memory of the masters; only where the store keeps them so."""
-        assert isinstance(self.store, ExactStore)
         return self.store.data
 
     @property
@@ -65,17 +67,22 @@ class Shard:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
         own = source[self.pack.own.start : self.pack.own.stop]
         if self.in_place:
-            self.store = ExactStore(self.published, self._place)
+            self.store = self._store(self.published)
         elif self._split:
-            self.store = SplitStore(self.published, self._place)
+            self.store = Store(
+                Split(), own.numel(), self._row, self._place, published=self.published
+            )
             for start in range(0, own.numel(), FILL):
                 self.store.write(slice(start, start + FILL), own[start : start + FILL])
         elif self._place.host:
-            self.store = ExactStore(self._place.zeros(own.numel(), MASTER_DTYPE), self._place)
+            self.store = self._store(self._place.zeros(own.numel(), MASTER_DTYPE))
             self.store.write(slice(None), own)
         else:  # a clone, so that the rest of the source is freed
             alone = own.numel() == source.numel()
-            self.store = ExactStore(own if alone else own.clone(), self._place)
+            self.store = self._store(own if alone else own.clone())
+
+    def _store(self, data: Tensor) -> Store:
+        return Store(Exact(), data.numel(), self._row, self._place, data=data)
 
     def local(self, start: int, stop: int) -> slice:
         """Pack elements ``[start, stop)`` as a slice of the own span."""

@@ -19,7 +19,7 @@ from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan import validate
 from shardcast.step.update.execute import compiles
-from shardcast.step.update.fused import make_update
+from shardcast.step.update.interface import make_update
 
 REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "it needs the whole gradient as one vector",

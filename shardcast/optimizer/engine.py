@@ -19,7 +19,7 @@ from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.reducer import make_reducer
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
-from shardcast.step.update.fused import make_update
+from shardcast.step.update.interface import make_update
 
 
 class Engine:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
-from shardcast.step.update.fused import Update
+from shardcast.step.update.interface import Update
 
 
 class NotifyingDict(dict[Any, Any]):

@@ -1,146 +1,116 @@
-"""Update: unscale, clip, update and cast the own spans.
-
-:class:`FusedUpdate` runs Adam, AdamW and SGD over flat memory; ``any_optimizer`` hands masters to
-any other torch optimizer. Both leave absent gradients untouched, as ``torch.optim`` does.
-"""
+"""Adam, AdamW and SGD over flat memory: unscale, clip, update and cast the own spans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.memory.forms import Rounded, moment, row_of
 from shardcast.memory.shard import Shard
-from shardcast.memory.stores import (
-    Bf16Store,
-    Blocks8Store,
-    ExactStore,
-    Place,
-    Store,
-    block_of,
-    chances,
-)
-from shardcast.plan.partition import ELEMENTWISE
+from shardcast.memory.stores import Place, Store
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
-from shardcast.step.update.any_optimizer import AnyOptimizerUpdate
 from shardcast.step.update.execute import ChunkedKernel, Kernel, choose_kernel
 from shardcast.step.update.offload import Lanes, StreamLanes, through
-from shardcast.step.update.rules import Flat, Rule
+from shardcast.step.update.rules import Draw, Flat, Forms, Rule
+
+WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
 
 
-def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm) -> Update:
-    """The update for the class of ``optimizer``, whose groups it reads in every step."""
-    if type(optimizer) in rules.STATE_NAMES:
-        return FusedUpdate(optimizer, config)
-    plain = ShardcastConfig()
-    for name in ("master", "moments", "offload"):
-        if getattr(config, name) != getattr(plain, name):
-            raise ValueError(
-                f"{name}: {getattr(config, name)!r} needs Adam, AdamW or SGD of torch.optim, got "
-                f"{type(optimizer).__name__}, which keeps its state itself; use the default "
-                f"{getattr(plain, name)!r}"
-            )
-    elementwise = type(optimizer) in ELEMENTWISE
-    return AnyOptimizerUpdate(optimizer, comm, elementwise)
-
-
-@dataclass
-class _State:
-    """What is updated together: one master, its state and its steps.
+class ShardState:
+    """What the update keeps for one shard.
 
     Attributes:
-        steps: per fragment, a 0-dim fp32 count of its steps, ``None`` before the first one.
-        flat: torch's state by name, parallel to the master; made when first used.
+        cohorts: per fragment, the number of its cohort: the fragments, of all shards, that have
+            taken the same steps; ``None`` before the first one.
+        stores: torch's state by name, parallel to the master; made when first used, zeros.
     """
 
-    master: Shard
-    config: ShardcastConfig
-    steps: list[Tensor | None]
-    flat: dict[str, Store] = field(default_factory=dict)
+    def __init__(self, shard: Shard, config: ShardcastConfig) -> None:
+        self.shard = shard
+        self.cohorts: list[int | None] = [None] * len(shard.fragments)
+        self.stores: dict[str, Store] = {}
+        self._config = config
+        self._row = row_of(config.alignment, shard.pack.layout.dtype)
+        self._origins: dict[int, Tensor] = {}
 
-    def state(self, name: str) -> Store:
-        """One state tensor, zeros at first."""
-        if name not in self.flat:
-            self.flat[name] = self._store(name)
-        return self.flat[name]
+    def store(self, name: str) -> Store:
+        """One state tensor."""
+        if name not in self.stores:
+            pack = self.shard.pack
+            place = Place(pack.data.device, self._config.offload)
+            form = moment(self._config.moments, signed=not name.endswith("_sq"))
+            self.stores[name] = Store(form, pack.own.numel, self._row, place)
+        return self.stores[name]
 
-    def _store(self, name: str) -> Store:
-        pack, config = self.master.pack, self.config
-        place = Place(pack.data.device, config.offload)
-        if config.moments == "bf16":
-            return Bf16Store(pack.own.numel, place)
-        if config.moments == "int8":
-            block = block_of(config.alignment, pack.layout.dtype)
-            return Blocks8Store(pack.own.numel, block, not name.endswith("_sq"), place)
-        return ExactStore(place.zeros(pack.own.numel, MASTER_DTYPE), place)
-
-    def windows(self, part: slice, rule: Rule, size: int) -> Iterator[slice]:
-        """Parts of ``part`` of which fp32 copies may be held; one, where there are none."""
-        stores = [self.master.store, *(self.state(name) for name in rule.state)]
-        if all(store.direct for store in stores):
-            yield part
-            return
+    def windows(self, part: slice) -> Iterator[slice]:
+        """Parts of ``part`` that are on the device at a time; one, where all is there anyway."""
+        size = WINDOW if self._config.offload else max(1, part.stop - part.start)
         for start in range(part.start, part.stop, size):
             yield slice(start, min(start + size, part.stop))
 
-    def operands(self, part: slice, rule: Rule) -> Flat:
+    def operands(self, part: slice, rule: Rule, step: Tensor) -> Flat:
         """The operands of the update of ``part`` of the own span."""
-        master = self.master
-        assert master.grads is not None
+        shard = self.shard
+        assert shard.grads is not None
+        stores = [self.store(name) for name in rule.state]
+        forms = Forms(shard.store.form, tuple(store.form for store in stores), self._row)
+        drawn = any(isinstance(form, Rounded) for form in forms.state)
         return Flat(
-            master.store.read(part), master.grads.own[part],
-            tuple(self.state(name).read(part) for name in rule.state),
-            master.published[part] if master.casts else None,
+            shard.store.window(part), shard.grads.own[part],
+            tuple(store.window(part) for store in stores),
+            shard.published[part] if shard.casts else None, forms,
+            Draw(self._origin(part.start), step) if drawn else None,
         )  # fmt: skip
 
-    def keep(self, part: slice, rule: Rule, flat: Flat, step: Tensor) -> None:
+    def keep(self, part: slice, rule: Rule, flat: Flat) -> None:
         """Give updated operands back; for those that are the memory itself nothing is done."""
-        self.master.store.write(part, flat.master)
-        chance: list[Tensor] = []
-        for number, (name, values) in enumerate(zip(rule.state, flat.state, strict=True)):
-            if self.config.moments == "bf16" and not chance:
-                chance += chances(self.master.pack.own.start + part.start, values.numel(),
-                                  self._seed(step, number))  # fmt: skip
-            self.state(name).write(part, values, chance.pop() if chance else None)
+        self.shard.store.keep(part, flat.master)
+        for name, raw in zip(rule.state, flat.state, strict=True):
+            self.store(name).keep(part, raw)
 
-    def _seed(self, step: Tensor, number: int) -> Tensor:
-        """Another one for each step, pack and state tensor; never the host's, for it may wait."""
-        salt = (self.master.pack.layout.index * 4 + number) * 0x27D4EB2F % (1 << 31)
-        return step.to(torch.int32) * 0x165667B1 + salt
+    def _origin(self, start: int) -> Tensor:
+        """Of :class:`.rules.Draw`; filled on the device, for a copy from the host might wait."""
+        if start not in self._origins:
+            pack = self.shard.pack
+            salt = pack.layout.index * 4 * rules.SALT % (1 << 31)
+            first = (pack.own.start + start + (1 << 31)) % (1 << 32) - (1 << 31)
+            origin = torch.full((2,), first, dtype=torch.int32, device=pack.data.device)
+            origin[1:].fill_(salt)
+            self._origins[start] = origin
+        return self._origins[start]
 
-    def runs(self, present: Sequence[bool]) -> Iterator[tuple[slice, Tensor]]:
-        """Maximal ranges of the own span that take one and the same step.
+    def runs(self, present: Sequence[bool]) -> Iterator[tuple[slice, int]]:
+        """Maximal ranges of the own span that belong to one cohort.
 
         A run ends where the next fragment begins: the padding between is zero in gradient, master
         and state, and stays so.
         """
+        fragments = self.shard.fragments
         begin: int | None = None
-        for position, fragment in enumerate(self.master.fragments):
+        for position, fragment in enumerate(fragments):
             if not present[position]:
                 begin = None
                 continue
-            step, start = self.steps[position], fragment.start
-            assert step is not None
-            begin = self.master.local(start, start).start if begin is None else begin
-            last = position + 1 == len(self.master.fragments)
-            if last or not present[position + 1] or self.steps[position + 1] is not step:
-                own = self.master.pack.own.stop
-                stop = own if last else self.master.fragments[position + 1].start
-                yield slice(begin, self.master.local(start, stop).stop), step
+            cohort, start = self.cohorts[position], fragment.start
+            assert cohort is not None
+            begin = self.shard.local(start, start).start if begin is None else begin
+            last = position + 1 == len(fragments)
+            if last or not present[position + 1] or self.cohorts[position + 1] != cohort:
+                stop = self.shard.pack.own.stop if last else fragments[position + 1].start
+                yield slice(begin, self.shard.local(start, stop).stop), cohort
                 begin = None
 
 
 class _Window(NamedTuple):
     """A part of a shard, and how it is updated."""
 
-    shard: _State
+    state: ShardState
     part: slice
     rule: Rule
     numbers: tuple[Any, ...]
@@ -148,17 +118,16 @@ class _Window(NamedTuple):
 
 
 def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
-    """For transfers beside the update; split masters wait for the device and take turns."""
-    if config.offload and config.master == "fp32" and device.type == "cuda":
-        return StreamLanes(device)
-    return None
+    """For transfers beside the update, where there are any."""
+    return StreamLanes(device) if config.offload and device.type == "cuda" else None
 
 
 class FusedUpdate:
-    """Adam, AdamW or SGD over flat memory: one call per run of present parameters of a pack.
+    """One call per run of present parameters of a pack; see :class:`.interface.Update`.
 
-    The state is flat fp32 like the masters, allocated when the first gradient comes. Fragments
-    that have had gradients in the same steps share one ``step`` tensor; usually that is all.
+    The state is allocated when the first gradient comes. Of the steps that a fragment has taken
+    the number is on the device, for a skipped one is not counted; fragments that have always had
+    gradients in the same steps share one, and which ones do is known here. Usually all.
     """
 
     elementwise = True  # state tensors have one element per element of the parameter
@@ -167,18 +136,19 @@ class FusedUpdate:
         self._optimizer = optimizer
         self._kind = type(optimizer)
         self._config = config
-        self._shards: dict[Shard, _State] = {}
-        self._common: Tensor | None = None  # the step that all fragments of all masters share
+        self._states: dict[Shard, ShardState] = {}
+        self._steps: dict[int, Tensor] = {}  # by cohort, 0-dim fp32
+        self._common: int | None = None  # the cohort, where all fragments are in one
         self._kernel: Kernel = ChunkedKernel()
         self._lanes: Lanes | None = None
 
     def add(self, master: Shard) -> None:
         """Update ``master`` too, from now on."""
         if master.fragments:
-            if not self._shards:
+            if not self._states:
                 self._kernel = choose_kernel(self._config, master.published.device)
                 self._lanes = make_lanes(self._config, master.published.device)
-            self._shards[master] = _State(master, self._config, [None] * len(master.fragments))
+            self._states[master] = ShardState(master, self._config)
             self._common = None
 
     @torch.no_grad()
@@ -186,22 +156,22 @@ class FusedUpdate:
         """Update, cast and publish the own spans.
 
         Args:
-            present: per master and fragment, whether some rank has a gradient.
+            present: per shard and fragment, whether some rank has a gradient.
         """
-        if not self._shards or (self._kernel.on_host and bool(decision.skip)):
+        if not self._states or (self._kernel.on_host and bool(decision.skip)):
             return
-        everything = all(all(present[master]) for master in self._shards)
-        self._advance(decision, None if everything else present)
+        everything = all(all(present[shard]) for shard in self._states)
+        self._advance(decision, present, everything)
 
         def fetch(window: _Window) -> Flat:
-            return window.shard.operands(window.part, window.rule)
+            return window.state.operands(window.part, window.rule, window.step)
 
         def update(window: _Window, flat: Flat) -> None:
-            factor = decision.factors[window.shard.master.pack.layout.group]
+            factor = decision.factors[window.state.shard.pack.layout.group]
             self._kernel(window.rule, flat, window.numbers, factor, decision.skip)
 
         def send(window: _Window, flat: Flat) -> None:
-            window.shard.keep(window.part, window.rule, flat, window.step)
+            window.state.keep(window.part, window.rule, flat)
 
         windows = self._windows(present, everything)
         if self._lanes is not None:
@@ -217,19 +187,18 @@ class FusedUpdate:
     ) -> Iterator[_Window]:
         """What is updated at a time: runs of present parameters, cut where copies are made."""
         known: dict[tuple[int, int], tuple[Rule, tuple[Any, ...]]] = {}
-        for master, shard in self._shards.items():
-            number = master.pack.layout.group
+        for shard, state in self._states.items():
+            group = shard.pack.layout.group
+            runs = state.runs(present[shard])
             if everything and self._common is not None:
-                runs = iter([(slice(0, master.pack.own.numel), self._common)])
-            else:
-                runs = shard.runs(present[master])
-            for part, step in runs:
-                key = (number, id(step))
-                if key not in known:
-                    known[key] = self._prepared(number, step)
-                rule, numbers = known[key]
-                for window in shard.windows(part, rule, self._kernel.window):
-                    yield _Window(shard, window, rule, numbers, step)
+                runs = iter([(slice(0, shard.pack.own.numel), self._common)])
+            for run, cohort in runs:
+                step = self._steps[cohort]
+                if (group, cohort) not in known:
+                    known[group, cohort] = self._prepared(group, step)
+                rule, numbers = known[group, cohort]
+                for part in state.windows(run):
+                    yield _Window(state, part, rule, numbers, step)
 
     def _prepared(self, number: int, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
         """The rule of a group, and its numbers in this step."""
@@ -243,48 +212,55 @@ class FusedUpdate:
 
     def _by_torch(self, group: Mapping[str, Any]) -> bool:
         """Whether torch's fused CPU kernel runs: as the group says, else as ``fuse`` does."""
+        if not isinstance(self._kernel, ChunkedKernel):
+            return False
         if group.get("fused") is not None or group.get("foreach"):
             return bool(group.get("fused"))
         return self._config.fuse == "auto"
 
-    def _advance(self, decision: Decision, present: Mapping[Shard, Sequence[bool]] | None) -> None:
+    def _advance(
+        self, decision: Decision, present: Mapping[Shard, Sequence[bool]], everything: bool
+    ) -> None:
         """Count the step for the fragments that take part in it, without asking the device.
 
-        A step tensor shared by fragments that take part and others is split first. SGD counts
-        only while it has momentum: the first step with a buffer is special.
-
-        Args:
-            present: as for a call, or ``None`` for all.
+        A cohort of which some fragments take part and others do not is split. SGD counts only
+        while it has momentum: the first step with a buffer is special.
         """
-        taken = 1.0 - decision.skip.float()
         groups = self._optimizer.param_groups
-        counts = {m: bool(groups[m.pack.layout.group].get("momentum", True)) for m in self._shards}
-        uniform = len(set(counts.values())) == 1
-        if present is None and self._common is not None and uniform:
-            if all(counts.values()):
-                self._common += taken
+        counted = [
+            bool(groups[shard.pack.layout.group].get("momentum", True)) for shard in self._states
+        ]
+        taken = 1.0 - decision.skip.float()
+        if everything and self._common is not None and len(set(counted)) == 1:
+            if counted[0]:
+                self._steps[self._common] += taken
             return
-        fresh = torch.zeros((), dtype=torch.float32, device=decision.skip.device)
-        moving: dict[int, Tensor] = {}
-        staying: dict[int, Tensor] = {}
-        for master, shard in self._shards.items():
-            for position, step in enumerate(shard.steps):
-                if present is None or present[master][position]:
-                    step = shard.steps[position] = fresh if step is None else step
-                    if counts[master]:
-                        moving[id(step)] = step
-        for master, shard in self._shards.items():
-            for position, step in enumerate(shard.steps):
-                absent = present is not None and not present[master][position]
-                still = absent or not counts[master]
-                if still and step is not None and id(step) in moving:
-                    if id(step) not in staying:
-                        staying[id(step)] = step.clone()
-                    shard.steps[position] = staying[id(step)]
-        for step in moving.values():
-            step += taken
-        used = {id(step): step for shard in self._shards.values() for step in shard.steps}
-        self._common = used.popitem()[1] if len(used) == 1 and uniform else None
+        fresh = next(number for number in range(len(self._steps) + 1) if number not in self._steps)
+        moving: dict[int, list[tuple[ShardState, int]]] = {}
+        staying: set[int] = set()
+        for (shard, state), counts in zip(self._states.items(), counted, strict=True):
+            for position, here in enumerate(present[shard]):
+                cohort = state.cohorts[position]
+                if here and cohort is None:
+                    cohort = state.cohorts[position] = fresh
+                if cohort is not None and here and counts:
+                    moving.setdefault(cohort, []).append((state, position))
+                elif cohort is not None:
+                    staying.add(cohort)
+        if fresh in moving or fresh in staying:
+            self._steps[fresh] = torch.zeros((), dtype=MASTER_DTYPE, device=decision.skip.device)
+        for cohort, members in moving.items():
+            if cohort in staying:
+                number = max(self._steps) + 1
+                self._steps[number] = self._steps[cohort] + taken
+                for state, position in members:
+                    state.cohorts[position] = number
+            else:
+                self._steps[cohort] += taken
+        cohorts = {cohort for state in self._states.values() for cohort in state.cohorts}
+        for cohort in self._steps.keys() - cohorts:  # was loaded over
+            del self._steps[cohort]
+        self._common = cohorts.pop() if len(cohorts) == 1 else None
 
     def switch(self, _mode: str) -> bool:
         """These classes have no ``train`` and ``eval``."""
@@ -292,51 +268,52 @@ class FusedUpdate:
 
     def nbytes(self) -> int:
         """Bytes of the flat state; the 0-dim steps aside."""
-        return sum(s.nbytes for shard in self._shards.values() for s in shard.flat.values())
+        return sum(s.nbytes for state in self._states.values() for s in state.stores.values())
 
     def fragment_state(self, master: Shard, position: int) -> dict[str, Tensor]:
         """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use."""
-        shard = self._shards.get(master)
-        step = None if shard is None else shard.steps[position]
-        if shard is None or step is None:
+        state = self._states.get(master)
+        cohort = None if state is None else state.cohorts[position]
+        if state is None or cohort is None:
             return {}
+        step = self._steps[cohort]
         fragment = master.fragments[position]
         part = master.local(fragment.start, fragment.stop)
-        views = {name: store.read(part) for name, store in shard.flat.items()}
+        views = {name: store.read(part) for name, store in state.stores.items()}
         if self._kind is torch.optim.SGD:  # torch keeps no step for it
             return views if float(step) else {}
         return {"step": step, **views}
 
     def load_fragment(self, master: Shard, position: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by 1-d tensors of its length."""
-        shard = self._shards.get(master)
-        if shard is None:  # frozen: it has none
+        mine = self._states.get(master)
+        if mine is None:  # frozen: it has none
             return
         self._common = None
-        fragment = master.fragments[position]
+        fragment, device = master.fragments[position], master.published.device
         part = master.local(fragment.start, fragment.stop)
         if not state:
-            shard.steps[position] = None
-            for store in shard.flat.values():
-                store.write(part, torch.zeros(fragment.numel, device=master.published.device))
+            mine.cohorts[position] = None
+            for store in mine.stores.values():
+                store.write(part, torch.zeros(fragment.numel, device=device))
             return
         for name in rules.STATE_NAMES[self._kind]:
             value = state.get(name)
             if value is not None:
-                exact = value.reshape(-1).to(master.published.device, MASTER_DTYPE)
-                shard.state(name).write(part, exact)
+                mine.store(name).write(part, value.reshape(-1).to(device, MASTER_DTYPE))
         started = 2.0  # of SGD, which keeps no step: its buffer is past the first one
         if self._kind is torch.optim.SGD and state.get("momentum_buffer") is None:
             started = 0.0
-        shard.steps[position] = self._shared_step(float(state.get("step", started)), master)
+        mine.cohorts[position] = self._cohort_of(float(state.get("step", started)), device)
 
-    def _shared_step(self, value: float, master: Shard) -> Tensor:
-        """A step tensor of this value, shared with the fragments that have the same."""
-        for shard in self._shards.values():
-            for step in shard.steps:
-                if step is not None and float(step) == value:
-                    return step
-        return torch.tensor(value, dtype=torch.float32, device=master.published.device)
+    def _cohort_of(self, value: float, device: torch.device) -> int:
+        """The cohort of the fragments that have taken as many steps."""
+        for number, step in self._steps.items():
+            if float(step) == value:
+                return number
+        number = max(self._steps, default=-1) + 1
+        self._steps[number] = torch.tensor(value, dtype=MASTER_DTYPE, device=device)
+        return number
 
 
 def _plain(value: Any) -> Any:
@@ -344,6 +321,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return value.item() if isinstance(value, Tensor) else value
-
-
-Update = FusedUpdate | AnyOptimizerUpdate

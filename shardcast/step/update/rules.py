@@ -1,7 +1,7 @@
 """The update of a flat range of elements, one function per optimizer.
 
-A *rule* holds what an optimizer group does (its flags) and the arithmetic of one step on 1-d
-tensors of equal length. The same arithmetic runs in two ways:
+A *rule* holds what an optimizer group does (its flags) and the arithmetic of one step on tensors
+of equal shape. The same arithmetic runs in two ways:
 
 * :func:`update_in_chunks_`: eagerly on CPU, in place, a cache-sized chunk at a time, with two
   scratch buffers of that size. Numbers of the step (learning rate, bias corrections) are
@@ -9,16 +9,19 @@ tensors of equal length. The same arithmetic runs in two ways:
   ``_single_tensor_sgd``, so that fp32 results equal theirs to the bit. An optimizer with
   ``fused=True`` gets torch's own fused kernel over the same chunks.
 * :func:`update_`: one function without host decisions, for ``torch.compile`` (one kernel) and for
-  accelerators. Numbers are 0-dim tensors, so no other number compiles anew; a skipped step
-  selects the old values, so that it changes nothing, not even the sign of a zero.
+  accelerators. Numbers are 0-dim tensors, so no other number triggers recompilation; a skipped
+  step selects the old values, so that it changes nothing, not even the sign of a zero.
 
-Traffic per element (AdamW, bf16): read gradient 2 bytes, read and write master and moments 24,
-write parameter 2.
+Masters and moments come in the form in which they are kept, and the second function decodes and
+encodes them: compiled, fp32 values are in registers only. Traffic in bytes per element (AdamW,
+bf16 parameters), of which all but gradient (2, read) and parameter (2, written) are read and
+written: 28; with ``moments: bf16`` 20; with ``split16`` too, whose parameter is read, 18.25; with
+``split16`` and ``int8`` 14.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,52 +29,122 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.memory.forms import ROW, Exact, Form, Raw, chances, decode_flat, encode_flat
 
 STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
+SALT = 0x27D4EB2F  # from one state tensor's seed to that of the next, and of the next pack's
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
-class Flat(NamedTuple):
-    """The operands of one range: 1-d tensors of equal length.
+class Forms(NamedTuple):
+    """How masters and state tensors are kept, in rows of ``row`` elements."""
+
+    master: Form
+    state: tuple[Form, ...]
+    row: int = ROW
+
+    @property
+    def exact(self) -> bool:
+        return all(isinstance(form, Exact) for form in (self.master, *self.state))
+
+
+class Draw(NamedTuple):
+    """What stochastic rounding depends on.
 
     Attributes:
-        master: fp32, overwritten.
-        grad: any floating dtype, read only.
-        state: fp32, in the order of ``rule.state``, overwritten.
-        published: the low-precision parameter elements, overwritten by the cast of the new
-            masters; ``None`` where the master itself is the parameter.
+        origin: int32 of the first element's position in its pack, and of the pack's salt.
+        step: 0-dim fp32, this step's number.
     """
 
-    master: Tensor
-    grad: Tensor
-    state: tuple[Tensor, ...]
-    published: Tensor | None
+    origin: Tensor
+    step: Tensor
 
-    def alone(self) -> Flat:
-        """The same memory, not known as views: a compiled graph would be bound to their bases."""
-        published = None if self.published is None else self.published.data
-        return Flat(
-            self.master.data, self.grad.data, tuple(flat.data for flat in self.state), published
+    def at(self, start: int) -> Draw:
+        """The same for what begins ``start`` elements further."""
+        origin = self.origin.clone()
+        origin[:1] += start
+        return self._replace(origin=origin)
+
+    def seed(self, number: int) -> Tensor:
+        """Of the state tensors ``number`` and after it: another one for each step and pack."""
+        salt = (self.origin[1] + number * SALT) & 0x7FFFFFFF
+        return self.step.to(torch.int32) * 0x165667B1 + salt
+
+    def chances(self, number: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """For the state tensors ``number`` and after it, int32; see :func:`.forms.chances`."""
+        both = chances(self.origin[0], shape.numel(), self.seed(number))
+        return both[0].view(shape), both[1].view(shape)
+
+
+class Flat(NamedTuple):
+    """The operands of one range: 1-d tensors of equal length, and some with one element per row.
+
+    Attributes:
+        master: in the form of ``forms``, overwritten.
+        grad: any floating dtype, read only.
+        state: each in its form, in the order of ``rule.state``, overwritten.
+        published: the low-precision parameter elements, overwritten by the cast of the new
+            masters; ``None`` where the master itself is the parameter, or contains it.
+        draw: only where a form rounds stochastically.
+    """
+
+    master: Raw
+    grad: Tensor
+    state: tuple[Raw, ...]
+    published: Tensor | None
+    forms: Forms
+    draw: Draw | None = None
+
+    @classmethod
+    def exact(
+        cls, master: Tensor, grad: Tensor, state: Sequence[Tensor], published: Tensor | None
+    ) -> Flat:
+        """Operands in fp32."""
+        forms = Forms(Exact(), (Exact(),) * len(state))
+        return cls((master,), grad, tuple((flat,) for flat in state), published, forms)
+
+    def map(self, change: Callable[[Tensor, bool], Tensor]) -> Flat:
+        """The same with every operand changed by ``change(operand, one per row)``."""
+
+        def changed(form: Form, raw: Raw) -> Raw:
+            kinds = form.pieces(self.forms.row)
+            return tuple(
+                change(piece, count < self.forms.row)
+                for piece, (_, count) in zip(raw, kinds, strict=True)
+            )
+
+        return self._replace(
+            master=changed(self.forms.master, self.master),
+            grad=change(self.grad, False),
+            state=tuple(map(changed, self.forms.state, self.state)),
+            published=None if self.published is None else change(self.published, False),
         )
 
-    def chunks(self, size: int) -> Iterator[Flat]:
-        """The same cut into pieces of ``size`` elements, in order."""
-        published = None if self.published is None else self.published.split(size)
-        states = [flat.split(size) for flat in self.state]
-        for number, (master, grad) in enumerate(
-            zip(self.master.split(size), self.grad.split(size), strict=True)
-        ):
-            state = tuple(pieces[number] for pieces in states)
-            yield Flat(master, grad, state, None if published is None else published[number])
+    def cut(self, start: int, stop: int) -> Flat:
+        """Elements ``[start, stop)``; where a form has one number per row, from a row's first."""
+        row = self.forms.row
+        rows = slice(start // row, -(-stop // row))
+        part = self.map(lambda operand, per_row: operand[rows if per_row else slice(start, stop)])
+        return part if self.draw is None or not start else part._replace(draw=self.draw.at(start))
+
+    def take(self, other: Flat) -> None:
+        """Overwrite what an update overwrites by the first elements of ``other``'s."""
+        pairs = [(self.master, other.master), *zip(self.state, other.state, strict=True)]
+        if self.published is not None and other.published is not None:
+            pairs.append(((self.published,), (other.published,)))
+        for mine, theirs in pairs:
+            for old, new in zip(mine, theirs, strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new.view(-1)[: old.numel()])
 
 
 @dataclass(frozen=True)
 class AdamRule:
-    """Flags of an Adam or AdamW group; only another combination of them compiles anew."""
+    """Flags of an Adam or AdamW group; only another combination triggers recompilation."""
 
     coupled: bool = False  # weight decay is added to the gradient (L2), not taken off the weights
     decays: bool = False
@@ -290,25 +363,28 @@ def update_in_chunks_(
     """Unscale, clip, update and cast one range in place, as many elements at a time as scratch has.
 
     Args:
+        flat: 1-d, exact.
         numbers: from ``rule.numbers``, of a step as a float.
         factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1.
         scratch: two 1-d fp32 buffers of equal length, contents undefined.
     """
     size = scratch[0].numel()
     private = rule.edits or flat.grad.dtype != torch.float32
-    for piece in flat.chunks(size):
-        exact, spare = (buffer[: piece.master.numel()] for buffer in scratch)
+    for start in range(0, flat.grad.numel(), size):
+        piece = flat.cut(start, start + size)
+        (master,), grad = piece.master, piece.grad
+        exact, spare = (buffer[: grad.numel()] for buffer in scratch)
         if private:
-            exact.copy_(piece.grad)
+            exact.copy_(grad)
             if factor is not None:
                 exact.mul_(factor)
         elif factor is not None:
-            torch.mul(piece.grad, factor, out=exact)
+            torch.mul(grad, factor, out=exact)
         else:
-            exact = piece.grad
-        rule.apply_(piece.master, exact, piece.state, numbers, spare)
+            exact = grad
+        rule.apply_(master, exact, tuple(raw[0] for raw in piece.state), numbers, spare)
         if piece.published is not None:
-            piece.published.copy_(piece.master)
+            piece.published.copy_(master)
 
 
 def update_(
@@ -316,24 +392,56 @@ def update_(
 ) -> None:
     """Unscale, clip, update and cast one range in place, without asking the device.
 
-    Compiled, it is one kernel: what is cloned here lives in registers there.
+    Compiled, it is one kernel: what is decoded and cloned here lives in registers there.
 
     Args:
+        flat: of shape ``(rows, row)`` where a form has one number per row.
         numbers: from :func:`as_tensors`.
         factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1.
         skip: 0-dim bool; if true nothing changes.
     """
-    master, grad, state, published = flat
-    exact = grad.to(torch.float32, copy=True)
+    forms = flat.forms
+    exact = flat.grad.to(torch.float32, copy=True)
     if factor is not None:
         exact = exact * factor
-    new_master, new_state = master.clone(), tuple(old.clone() for old in state)
-    rule.apply_(new_master, exact, new_state, numbers, torch.empty_like(master))
-    master.copy_(torch.where(skip, master, new_master))
-    for old, new in zip(state, new_state, strict=True):
-        old.copy_(torch.where(skip, old, new))
-    if published is not None:
-        published.copy_(master)
+    old_master = forms.master.decode(flat.master)
+    master = old_master.clone()
+    state = tuple(
+        form.decode(raw).clone() for form, raw in zip(forms.state, flat.state, strict=True)
+    )
+    rule.apply_(master, exact, state, numbers, torch.empty_like(master))
+    kept = [(flat.master, forms.master.encode(master))]
+    drawn: list[Tensor] = []
+    for number, (form, raw, values) in enumerate(zip(forms.state, flat.state, state, strict=True)):
+        if flat.draw is not None and not drawn:
+            drawn += flat.draw.chances(number, values.shape)
+        kept.append((raw, form.encode(values, drawn.pop() if drawn else None)))
+    if flat.published is not None:
+        flat.published.copy_(torch.where(skip, old_master, master))
+    for olds, news in kept:
+        for old, new in zip(olds, news, strict=True):
+            old.copy_(torch.where(skip, old, new))
+
+
+def decoded(flat: Flat) -> tuple[Flat, Callable[[], None]]:
+    """Operands in fp32, and what encodes them when they were updated."""
+    forms = flat.forms
+    master = decode_flat(forms.master, flat.master, forms.row)
+    state = [
+        decode_flat(form, raw, forms.row) for form, raw in zip(forms.state, flat.state, strict=True)
+    ]
+
+    def encode() -> None:
+        drawn: list[Tensor] = []
+        news = []
+        for number, (form, values) in enumerate(zip(forms.state, state, strict=True)):
+            if flat.draw is not None and not drawn:
+                drawn += flat.draw.chances(number, values.shape)
+            news.append(encode_flat(form, values, forms.row, drawn.pop() if drawn else None))
+        new_master = encode_flat(forms.master, master, forms.row)
+        flat.take(flat._replace(master=new_master, state=tuple(news), published=None))
+
+    return Flat.exact(master, flat.grad, state, flat.published), encode
 
 
 def _whole_vectors(*operands: Tensor) -> Iterator[Sequence[Tensor]]:
@@ -355,8 +463,8 @@ def _whole_vectors(*operands: Tensor) -> Iterator[Sequence[Tensor]]:
             operand[whole:] = copy[: numel - whole]
 
 
-# torch's scalar arguments are numbers of the host; where ours is a tensor, the same is said in
-# two operations, which a compiler fuses. The order of roundings is that of the scalar form.
+# torch's scalar arguments are numbers of the host; where ours is a tensor, two operations do
+# the same, which a compiler fuses. The order of roundings is that of the scalar form.
 
 
 def _add_scaled_(out: Tensor, other: Tensor, scale: float | Tensor) -> None:
