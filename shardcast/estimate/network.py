@@ -169,8 +169,8 @@ PRESETS = {
             "h100-ethernet", 8, 370 * GB, 0.75 * 12.5 * GB / 8, 0.85 * 3350 * GB, 50 * GB,
             0.4 * 989e12,
         ),
-        # Processes on one machine that talk over loopback: one rank's part of two cores. Measured
-        # by launch/benchmark.py costmodel, which prints what to put here for another machine.
+        # Processes on one machine that talk over loopback: a guess for one rank of two cores;
+        # launch/benchmark.py costmodel measures it and prints a file for --machine.
         Machine(
             "gloo", 1 << 20, 1.5 * GB, 1.5 * GB, 8 * GB, 8 * GB, 5e10,
             (Protocol(100 * US, 100 * US, 100 * US),), exchanged=1, backend="gloo", launch=50 * US,
