@@ -123,6 +123,37 @@ def test_whole_balances_over_all_packs_not_in_each():
     assert [layout.owned(rank) for rank in range(3)] == [128, 128, 128]
 
 
+@pytest.mark.parametrize(
+    ("count", "chosen", "packs"),
+    [
+        (12, {}, [6, 6]),
+        (13, {}, [6, 7]),  # the last one would have 3 MiB alone
+        (5, {}, [5]),
+        (13, {"pack_params": 6}, [6, 6, 1]),
+        (13, {"pack_mb": 16.0}, [5, 5, 3]),
+    ],
+    ids=str,
+)
+def test_without_pack_mb_packs_have_16_mib_at_least_and_no_short_end(
+    count: int, chosen: dict[str, Any], packs: list[int]
+):
+    params = [ParamInfo(f"p{n}", (3 << 19,), torch.bfloat16) for n in range(count)]
+    layout = plan(params, 2, "even", **{**OPTIONS, "pack_mb": None, **chosen})
+    assert [len(pack.slots) for pack in layout.packs] == packs
+
+
+def test_short_ends_of_one_kind_join_packs_of_that_kind_alone():
+    kinds = (torch.bfloat16, torch.float32)
+    params = [ParamInfo(f"p{n}", (3 << 19,), kinds[n % 2]) for n in range(14)]
+    layout = plan(params, 2, "even", **{**OPTIONS, "pack_mb": None})
+    names = [[slot.name for slot in pack.slots] for pack in layout.packs]
+    assert names == [
+        ["p0", "p2", "p4", "p6", "p8", "p10", "p12"],
+        ["p1", "p3", "p5"],
+        ["p7", "p9", "p11", "p13"],
+    ]
+
+
 changes = st.sampled_from(
     [
         lambda p: p._replace(shape=(*p.shape, 2)),

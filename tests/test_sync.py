@@ -91,7 +91,7 @@ def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partiti
     assert set(ways) == {"all_gather" if partition == "even" else "broadcast"}
     shown = [line for line in layout.lines() if line.startswith("  pack ")]
     for pack, line in zip(layout.packs, shown, strict=True):
-        assert f"reduce all_to_all (the only way), sync {pack.route.sync} (" in line
+        assert f"reduce all_to_all (rounded once), sync {pack.route.sync} (" in line
         assert pack.route.sync_why in line
     _, *sync = ranks[0]["step"]
     assert len({call.launch for call in sync}) == len(layout.packs)

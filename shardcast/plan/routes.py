@@ -106,11 +106,15 @@ def choose(
         reduce, why = "reduce_scatter", "NCCL sums fp32 in fp32"
     else:
         widened = sum_dtype(wire).itemsize / wire.itemsize
-        reduce, why = _cheapest(reduce_costs(numel * wire.itemsize, widened, size, equal, fabric))
+        reduce, why = _cheapest(
+            reduce_costs(numel * wire.itemsize, widened, size, equal, fabric), "rounded once"
+        )
     itemsize = storage.itemsize
     costs = sync_costs(numel * itemsize, sum(owned) * itemsize, len(owned), size, equal, fabric)
     if config.sync == "auto":
-        sync, because = _cheapest(costs)
+        gloo = fabric.backend == "gloo"
+        alone = "gloo copies what it gathers" if gloo else "spans are not equal"
+        sync, because = _cheapest(costs, alone)
     else:
         gloo = config.sync == "broadcast" and fabric.backend == "gloo"
         sync, because = "messages" if gloo else config.sync, "as asked"
@@ -130,10 +134,11 @@ def _check_two_level(size: int, equal: bool, fabric: Fabric) -> None:
         )
 
 
-def _cheapest(costs: Mapping[str, float]) -> tuple[str, str]:
+def _cheapest(costs: Mapping[str, float], alone: str) -> tuple[str, str]:
+    """The way that takes least time, and how long all take; ``alone``: why there is but one."""
     ways = sorted(costs, key=costs.__getitem__)
     times = [f"{way} {1e3 * costs[way]:.2f} ms" for way in ways]
-    return ways[0], " < ".join(times) if len(times) > 1 else "the only way"
+    return ways[0], " < ".join(times) if len(times) > 1 else alone
 
 
 def sync_costs(
