@@ -165,12 +165,12 @@ class ShardcastConfig:
         choices=("auto", "eager", "compile"),
     )
 
-    _named: ClassVar[frozenset[str]] = frozenset()  # an object has its own
+    named: ClassVar[frozenset[str]] = frozenset()  # options that are no defaults; of each object
 
     def __new__(cls, *args: Any, **named: Any) -> ShardcastConfig:
         self = super().__new__(cls)
         first = (option.name for option in fields(cls)[: len(args)])
-        object.__setattr__(self, "_named", frozenset((*first, *named)))
+        object.__setattr__(self, "named", frozenset((*first, *named)))
         return self
 
     def __post_init__(self) -> None:
@@ -273,7 +273,7 @@ class ShardcastConfig:
     def replace(self, **changes: Any) -> ShardcastConfig:
         """A copy with some fields changed, checked as a new one is."""
         copy = dataclasses.replace(self, **_known(changes, "keyword"))
-        object.__setattr__(copy, "_named", self._named.union(changes))
+        object.__setattr__(copy, "named", self.named.union(changes))
         return copy
 
     def following(self, option: str, value: str, dtype: torch.dtype) -> ShardcastConfig:
@@ -285,7 +285,7 @@ class ShardcastConfig:
         Raises:
             ValueError: they contradict each other.
         """
-        if "param_dtype" not in self._named:
+        if "param_dtype" not in self.named:
             return self.replace(param_dtype=dtype)
         if dtype not in (torch.float32, self.param_dtype):
             raise ValueError(

@@ -176,9 +176,7 @@ class ShardcastStrategy(DDPStrategy):
             self.precision_plugin.convert_module(module)
         else:
             sharded = shard(module, optimizer, self.precision_plugin.config)
-            vars(sharded)["optimizer"] = (
-                optimizer  # by it LearningRateMonitor knows the scheduler's
-            )
+            vars(sharded)["optimizer"] = optimizer  # LearningRateMonitor takes it for the same
             self.optimizers = [sharded]
             self.precision_plugin.sharded = sharded
             if self.world_size > 1:

@@ -99,6 +99,27 @@ def test_prepare_shards_without_ddp_and_autocast() -> None:
     assert ready.param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_loss_that_a_model_of_transformers_computes_is_as_exact_as_its_logits(
+    named: bool,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, num_labels=5, hidden_dropout_prob=0.0, classifier_dropout=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    tokens, labels = torch.arange(24).view(4, 6), torch.tensor([0, 1, 2, 3])
+    # Named by the user, here as nothing, it is the user's: the control.
+    accelerator = accelerator_of("bf16", {"fp32_outputs": ()} if named else None)
+    model, _ = prepared(accelerator, transformers.BertForSequenceClassification(shape))
+    found = model(input_ids=tokens, labels=labels)
+    exact = nn.functional.cross_entropy(found.logits, labels)
+    assert found.loss.dtype == found.logits.dtype == FP32
+    assert torch.equal(found.loss, exact) == (not named)
+
+
 def test_enable_takes_over_an_existing_accelerator_and_subclasses() -> None:
     class Mine(Accelerator):
         """A user's own class."""

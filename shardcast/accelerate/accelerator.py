@@ -163,7 +163,8 @@ class ShardcastAccelerator(Accelerator):
             sharded = optimizer
         else:
             guards.refuse_sharded(model)
-            sharded = shard(model, optimizer, self.shardcast_config)
+            config = guards.with_fp32_head(self.shardcast_config, model)
+            sharded = shard(model, optimizer, config)
         watch = self._unsharded.pop(model, None)
         if watch is not None:
             watch.remove()

@@ -15,6 +15,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.optimizer.model_hooks import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in transformers
 PLUGINS = {  # keyword of Accelerator -> (variable that the launcher sets, name)
     "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
     "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
@@ -33,6 +34,17 @@ def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> Shardcas
     """
     config, dtype = ShardcastConfig.load(source, **fields), PRECISIONS[mixed_precision]
     return config.following("accelerate: mixed_precision", mixed_precision, dtype)
+
+
+def with_fp32_head(config: ShardcastConfig, model: nn.Module) -> ShardcastConfig:
+    """``fp32_outputs`` for a model of transformers, unless they are named.
+
+    Such a model computes its loss itself, which under DDP autocast would do in fp32.
+    """
+    if "fp32_outputs" in config.named or not hasattr(model, "base_model_prefix"):
+        return config
+    heads = tuple(name for name, _ in model.named_children() if name in HEADS)
+    return config.replace(fp32_outputs=heads)
 
 
 def refuse_requested_plugins(keywords: Mapping[str, Any]) -> None:
