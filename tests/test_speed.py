@@ -234,15 +234,22 @@ def test_a_pass_over_a_whole_buffer_is_noticed(slow: str, gloo: SpawnedWorld):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("fuse", ["eager", "compile"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_a_step_captured_in_a_cuda_graph_trains_as_one_that_is_not(dtype: torch.dtype, fuse: str):
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [(BF16, {}), (FP16, {}), (BF16, {"master": "split16", "moments": "bf16"}),
+     (BF16, {"master": "split16", "moments": "int8"})],
+    ids=str,
+)  # fmt: skip
+def test_a_step_captured_in_a_cuda_graph_trains_as_one_that_is_not(
+    dtype: torch.dtype, fields: dict[str, Any], fuse: str
+):
     """Replays read new gradients from the same memory and count steps, scale and skips on."""
     losses = []
     for captured in (False, True):
         model = Odd("cuda")
         optimizer = sharded(
             model, param_dtype=dtype, fuse=fuse, max_grad_norm=1.0,
-            loss_scale="dynamic" if dtype == FP16 else None,
+            loss_scale="dynamic" if dtype == FP16 else None, **fields,
         )  # fmt: skip
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         for step in range(6):

@@ -18,6 +18,7 @@ from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.update.execute import compiles
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
+ROW = 16  # elements: two or four loads of 16 bytes
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
 # Of how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
 # a power of two is exact in whatever way a compiler divides.
@@ -35,8 +36,8 @@ def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor
     """The sum of ``pieces``, in their order, over ``size``, plus the fp32 carry, rounded once.
 
     Args:
-        pieces: 1-d, of equal length and dtype; ``out`` itself may be one of them.
-        out: 1-d, overwritten.
+        pieces: of equal shape and dtype; ``out`` itself may be one of them.
+        out: overwritten.
     """
     total = pieces[0].to(sum_dtype(pieces[0].dtype))
     for piece in pieces[1:]:
@@ -71,10 +72,13 @@ def _compiled(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Te
     if not out.numel():
         return
     # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
-    target = _compat.own_storage(out)
+    # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be a
+    # multiple of what is loaded at a time; all spans are with the default alignment.
+    row = ROW if out.numel() % ROW == 0 and out.numel() > ROW else 0
+    target = _compat.rows_of(out, row)
 
     def alone(tensor: Tensor) -> Tensor:
-        return target if tensor is out else _compat.own_storage(tensor)
+        return target if tensor is out else _compat.rows_of(tensor, row)
 
     rest = None if carry is None else alone(carry)
     _kernel()([alone(piece) for piece in pieces], size, rest, target)

@@ -392,7 +392,9 @@ def update_(
 ) -> None:
     """Unscale, clip, update and cast one range in place, without asking the device.
 
-    Compiled, it is one kernel: what is decoded and cloned here lives in registers there.
+    Compiled, it is one kernel: what is decoded and cloned here lives in registers there. A product
+    and the sum that it enters may be fused or not: Triton fused them up to 3.9, and no longer does
+    from 3.10 on. Nothing relies on either; what decodes and encodes exactly is in integers.
 
     Args:
         flat: of shape ``(rows, row)`` where a form has one number per row.
