@@ -62,7 +62,7 @@ def variants() -> list[Variant]:
         Variant("Adam with L2", 28, Adam, (decay,)),
         Variant("SGD", 12, SGD),
         Variant("SGD, momentum", 20, SGD, (momentum, decay, ("nesterov", True))),
-        Variant("split16", 26, fields=(("master", "split16"),)),
+        Variant("split16", 26.5, fields=(("master", "split16"),)),
         Variant("bf16 moments", 20, fields=(bf16,)),
         Variant("int8 moments", 17, fields=(int8,)),
         Variant("split16, bf16 moments", 20, fields=tuple(LEAN.items())),

@@ -59,8 +59,8 @@ class Kernel:
 
     @property
     def repeated(self) -> list[str]:
-        """Operands that are read or written more than once."""
-        counts = Counter((a.store, a.pointer) for a in self.accesses if a.bytes)
+        """Operands that are read or written more than once; one number per row may be."""
+        counts = Counter((a.store, a.pointer) for a in self.accesses if a.bytes >= 1)
         return [f"{'st' if s else 'ld'} {name} x{n}" for (s, name), n in counts.items() if n > 1]
 
     @property

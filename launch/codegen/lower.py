@@ -163,8 +163,6 @@ def generated(
 
     with gpu(), mock.patch.object(GraphLowering, "codegen", stop):
         try:
-            # Folding would compute constants, on the device.
-            patches = {**patches, "joint_graph_constant_folding": False}
             compile_fx.compile_fx(moved, inputs, config_patches=patches)
         except Exception:  # _WrittenError, within others
             if not written:
