@@ -37,6 +37,7 @@ read_files: list[str] = []  # the files that it named and that were read, for sh
 
 KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
+CostFn = Callable[[str, torch.nn.Parameter], float]
 
 
 def _option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None) -> Any:
@@ -104,6 +105,11 @@ class ShardcastConfig:
     group_fn: GroupFn | None = _option(
         None,
         "(name, parameter) -> key; parameters with different keys never share a pack",
+    )
+    cost_fn: CostFn | None = _option(
+        None,
+        "(name, parameter) -> what its update costs, for the balance of parameters that have one "
+        "owner; null: Newton-Schulz operations for Muon, elements for others",
     )
     max_grad_norm: float | None = _option(
         None,
@@ -421,8 +427,9 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
 
 
 def _check_callables(name: str, value: Any) -> None:
-    if name == "group_fn" and not callable(value):
-        raise TypeError(f"group_fn: expected a callable (name, parameter) -> key, got {value!r}")
+    if name in ("group_fn", "cost_fn") and not callable(value):
+        result = "key" if name == "group_fn" else "number"
+        raise TypeError(f"{name}: expected a callable (name, parameter) -> {result}, got {value!r}")
     if name == "fp32_outputs" and not (
         isinstance(value, tuple) and all(isinstance(pattern, str) for pattern in value)
     ):

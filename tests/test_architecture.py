@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 # torch's and other packages' private interfaces are used here only, so that a new release of
 # theirs is looked at in one file each.
 ALLOWED = {"_compat.py"}
-LONGEST = 440
+LONGEST = 340  # lines of code; docstrings, comments and empty lines aside
 
 
 def modules() -> dict[str, Path]:
@@ -116,7 +116,8 @@ def foreign(read: str) -> bool:
 # version that the README names, where the adapter that reads it is.
 FOREIGN: frozenset[str] = frozenset(
     {
-        "_C", "_foreach_copy_", "_foreach_zero_", "_amp_update_scale_", "_version",  # torch
+        "_C", "_schema", "_version", "_amp_update_scale_", "_foreach_copy_",  # torch
+        "_foreach_zero_", "_foreach_lerp", "_foreach_lerp_", "_foreach_mul_", "_foreach_add_",
         "_parameters", "_buffers", "_non_persistent_buffers_set",  # torch.nn.Module
         "_get_backend",  # torch.distributed.ProcessGroup
         "_models", "_optimizers", "_model",  # accelerate.Accelerator
@@ -142,9 +143,23 @@ def test_private_members_are_read_in_their_own_module_only():
     assert found == {}
 
 
+def code_lines(source: str) -> int:
+    """Lines that are neither empty, a comment nor part of a docstring."""
+    inside = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sum(
+        number not in inside and bool(line.strip()) and not line.strip().startswith("#")
+        for number, line in enumerate(source.splitlines(), 1)
+    )
+
+
 def test_no_file_is_too_long_to_be_read_at_a_sitting():
-    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines())
-               for path in PACKAGE.rglob("*.py")}  # fmt: skip
+    lengths = {
+        str(path.relative_to(PACKAGE)): code_lines(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+    }
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
 

@@ -320,7 +320,7 @@ def test_arguments_are_checked(tmp_path: Path, monkeypatch: Any):
     with pytest.raises(ValueError, match="extra: expected tensors"):
         save(extra={"model": model})
     with pytest.raises(TypeError, match="optimizer: expected what"):
-        checkpoint.save(tmp_path, model, optimizer.engine.original, step=1)
+        checkpoint.save(tmp_path, model, optimizer.engine.originals.optimizers[0], step=1)
     assert checkpoint.resume(tmp_path, model, optimizer) is None
     with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
         checkpoint.load(tmp_path, model, optimizer)

@@ -119,7 +119,7 @@ class Snapshot:
         names = {p: n for n, p in self.model.named_parameters()}
         every = self.model.named_parameters(remove_duplicate=False)
         return {
-            "optimizer": type(self._engine.original).__name__,
+            "optimizer": self._engine.originals.name,
             "groups": [
                 {**group, "params": [names[param] for param in group["params"]]}
                 for group in self._optimizer.param_groups

@@ -40,7 +40,7 @@ def annotated_config() -> str:
         lines += ["", *(f"## {line}" for line in textwrap.wrap(option.metadata["help"], 90))]
         if option.metadata["choices"]:
             lines.append(f"## one of: {', '.join(option.metadata['choices'])}")
-        if option.name == "group_fn":
+        if option.name in ("group_fn", "cost_fn"):
             lines.append("## (a function: in code only)")
             continue
         value = yaml.safe_dump({option.name: defaults[option.name]}, default_flow_style=True)

@@ -15,12 +15,13 @@ from shardcast.memory import forms
 from shardcast.memory.shard import FILL, SPLITTING
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.layout import Layout, PackLayout, Span
+from shardcast.plan.originals import Originals
 from shardcast.plan.packing import routed
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.plan.routes import GROUPED, Fabric, Route
-from shardcast.step.update.interface import make_update
 from shardcast.step.update.rules import STATE_NAMES, rule_of
+from shardcast.step.update.several import Updates
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def estimate(
         raise ValueError(f"world_size: expected a number of ranks >= 1, got {world_size}")
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
-    make_update(optimizer, config, Comm(None))  # refuses what shard() does
+    Updates(Originals([optimizer]), config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, optimizer, config, world_size)
     fabric = Fabric(fabric.backend, min(world_size, fabric.node))
     layout = routed(plan.layout, config, fabric)

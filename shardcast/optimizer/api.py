@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan import validate
+from shardcast.plan.originals import Originals
 from shardcast.step.update.execute import compiles
-from shardcast.step.update.interface import make_update
+from shardcast.step.update.several import Updates
 
 REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "it needs the whole gradient as one vector",
@@ -29,7 +30,7 @@ REFUSED: dict[type[torch.optim.Optimizer], str] = {
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -46,7 +47,11 @@ def shard(
 
     Args:
         model: on its device, materialised; usually fp32.
-        optimizer: a torch optimizer over parameters of ``model``. Its ``step`` is disabled.
+        optimizer: a torch optimizer over parameters of ``model``, or a sequence of them, such as
+            ``[muon, adamw]``, that hold every trained parameter once. Elementwise ones are cut
+            evenly, parameters of the others have one owner each; one reduction, one norm, one
+            decision and one sync serve all. Their own ``step`` is disabled; see
+            :attr:`ShardedOptimizer.optimizers`.
         config: a config, a mapping, or a YAML file; ``None`` reads the environment, see
             :meth:`ShardcastConfig.load`.
         process_group: the ranks to shard over; default: the default group, or this process alone
@@ -65,14 +70,14 @@ def shard(
             the ranks hold different models or options.
     """
     config = ShardcastConfig.load(config, **fields)
-    _check(model, optimizer)
+    originals = _check(model, optimizer)
     if materialize is not None:
         with _compat.swapped_params():
             materialize(_compat.unwrapped(model))
     comm = Comm.resolve(process_group)
-    plan = setup.plan_for(model, optimizer, config, comm.size)
+    plan = setup.plan_for(model, originals, config, comm.size)
     validate.check_memory(plan.params)
-    make_update(optimizer, config, comm)  # what it refuses, before the model is converted
+    Updates(originals, config, comm)  # what it refuses, before the model is converted
     device = next(iter(plan.params.values())).device
     plan = setup.check(plan, comm, device)
     compiles(config, device)
@@ -82,30 +87,39 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(comm.rank)
-        return ShardedOptimizer(Engine(plan, shards, comm, optimizer))
+        return ShardedOptimizer(Engine(plan, shards, comm, originals))
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check(
+    model: nn.Module, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> Originals:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
-            "build one over model.parameters() and pass the object, not the class"
-        )
-    if isinstance(optimizer, ShardedOptimizer) or is_marked(_compat.unwrapped(model)):
+    optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer: expected a torch.optim.Optimizer, or a list of them, got "
+                f"{type(optimizer).__name__}; build one over model.parameters() and pass the "
+                "object, not the class"
+            )
+        for refused, reason in REFUSED.items():
+            if isinstance(optimizer, refused):
+                raise TypeError(
+                    f"optimizer: {type(optimizer).__name__} cannot be sharded ({reason}); use a "
+                    "first-order optimizer on dense gradients, such as AdamW"
+                )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise ValueError(
+                "optimizer: differentiable=True cannot be sharded, the update runs without "
+                "autograd; use differentiable=False"
+            )
+    if not optimizers:
+        raise ValueError("optimizer: expected at least one, got an empty list")
+    sharded = any(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers)
+    if sharded or is_marked(_compat.unwrapped(model)):
         raise RuntimeError(
             "shard() was called before on this model or optimizer; call it once, with one "
-            "optimizer that has all parameters in its groups"
+            "optimizer or a list of them that has all parameters: shard(model, [muon, adamw])"
         )
-    for refused, reason in REFUSED.items():
-        if isinstance(optimizer, refused):
-            raise TypeError(
-                f"optimizer: {type(optimizer).__name__} cannot be sharded ({reason}); use a "
-                "first-order optimizer on dense gradients, such as AdamW"
-            )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            "optimizer: differentiable=True cannot be sharded, the update runs without autograd; "
-            "use differentiable=False"
-        )
+    return Originals(optimizers)

@@ -13,13 +13,14 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan
 from shardcast.plan.layout import Layout
+from shardcast.plan.originals import Originals
 from shardcast.plan.precision import Precision
 from shardcast.step.combine.combine import Combine
 from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.reducer import make_reducer
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
-from shardcast.step.update.interface import make_update
+from shardcast.step.update.several import Updates
 
 
 class Engine:
@@ -28,7 +29,7 @@ class Engine:
     Not for scripts: this library's adapters, checkpoints and tests use it.
 
     Attributes:
-        original: the optimizer that was given to ``shard``; its groups are the present ones.
+        originals: what was given to ``shard``; its groups are the present ones.
         model: the root module, without wrappers.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, combine, update, sync: the stages of a step.
@@ -37,9 +38,9 @@ class Engine:
     _overlap: Overlap | None = None
 
     def __init__(
-        self, plan: Plan, shards: Sequence[Shard], comm: Comm, original: torch.optim.Optimizer
+        self, plan: Plan, shards: Sequence[Shard], comm: Comm, originals: Originals
     ) -> None:
-        self.original, self.model = original, plan.model
+        self.originals, self.model = originals, plan.model
         self.layout: Layout = plan.layout
         self.config: ShardcastConfig = plan.config
         self.precision: Precision = plan.precision
@@ -47,8 +48,8 @@ class Engine:
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
         self.reduce = make_reducer(comm, plan.precision, plan.config, plan.averaged)
-        self.combine = Combine(self.reduce.grads, comm, plan.config, self.device, original.defaults)
-        self.update = make_update(original, plan.config, comm)
+        self.combine = Combine(self.reduce.grads, comm, plan.config, self.device, originals)
+        self.update = Updates(originals, plan.config, comm)
         self.sync = Sync(comm)
         self._add(shards)
         mark(self.model)

@@ -1,4 +1,4 @@
-"""What becomes of the optimizer that was given to :func:`shardcast.shard`."""
+"""What becomes of the optimizers that were given to :func:`shardcast.shard`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from shardcast.plan.originals import Originals
 
 # Attributes in which a torch optimizer keeps the hooks that users registered on it.
 HOOKS = (
@@ -33,6 +35,129 @@ def retire(original: torch.optim.Optimizer) -> None:
     original.state = defaultdict(dict)
     for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
         setattr(original, name, _refused(name))
+
+
+class OptimizerHandle(torch.optim.Optimizer):
+    """Stands for one of several optimizers that were sharded together.
+
+    Schedulers take it, and a loop over handles steps as one over the optimizers did: ``step()`` of
+    the last handle makes the one step of all. ``zero_grad()`` between, which would clear gradients
+    before they are used, waits until then.
+
+    Attributes:
+        name: the class of the optimizer.
+    """
+
+    def __init__(self, join: StepTogether, place: int) -> None:
+        self._join, self._place = join, place
+        original = join.originals.optimizers[place]
+        self.name = type(original).__name__
+        self._ready = False
+        super().__init__(original.param_groups, original.defaults)
+        self._ready = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        if self._ready:
+            added = self.param_groups.pop()
+            self._join.add_group(self._place, added)
+            self.param_groups.append(added)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Count as stepped; the last handle makes the step. Every rank must call all of them.
+
+        Raises:
+            RuntimeError: a second time before the others.
+            TypeError: with a closure, which would run backward once for every handle.
+        """
+        if closure is not None:
+            raise TypeError(
+                f"step: the handle of {self.name} takes no closure, which each handle would run "
+                "again; pass it to step() of what shardcast.shard returned"
+            )
+        self._join.step(self._place)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of its own parameters, once they are used. Local."""
+        if self._join.waits(self._place):
+            self._join.after.append(lambda: self.zero_grad(set_to_none))
+        else:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if set_to_none or param.grad is None:
+                        param.grad = None
+                    else:
+                        param.grad.zero_()
+
+    def state_dict(self) -> Any:
+        """Refused; the state is one."""
+        raise _one_state("state_dict", self.name)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused; the state is one."""
+        raise _one_state("load_state_dict", self.name)
+
+
+class StepTogether:
+    """Which handles have stepped; the last one makes the step.
+
+    Attributes:
+        after: what was put off until the step is made.
+    """
+
+    def __init__(
+        self,
+        originals: Originals,
+        step: Callable[[], Any],
+        add_group: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        self.originals, self.add_group = originals, add_group
+        self.after: list[Callable[[], None]] = []
+        self._step = step
+        self._stepped: set[int] = set()
+
+    def step(self, place: int) -> None:
+        """Count the handle at ``place``."""
+        names = [type(optimizer).__name__ for optimizer in self.originals.optimizers]
+        if place in self._stepped:
+            missing = [n for other, n in enumerate(names) if other not in self._stepped]
+            raise RuntimeError(
+                f"step() of the handle of {names[place]} was called twice before that of "
+                f"{', '.join(missing)}: the optimizers step together; call step() of every handle "
+                "once, or step() of what shardcast.shard returned"
+            )
+        self._stepped.add(place)
+        if len(self._stepped) == len(names):
+            self._stepped.clear()
+            self._step()
+            after, self.after = self.after, []
+            for act in after:
+                act()
+
+    def waits(self, place: int) -> bool:
+        """Whether the handle at ``place`` has stepped and others have not."""
+        return place in self._stepped
+
+    def check_whole(self) -> None:
+        """Raise if some handles have stepped and others have not.
+
+        Raises:
+            RuntimeError: names them.
+        """
+        if self._stepped:
+            names = [type(self.originals.optimizers[p]).__name__ for p in sorted(self._stepped)]
+            raise RuntimeError(
+                f"step(): the handle of {', '.join(names)} was stepped, others were not, so this "
+                "step would count twice for it; call step() of all handles, or of none"
+            )
+
+
+def _one_state(call: str, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call}() of the handle of {name} was called: optimizers that are sharded together have "
+        f"one state; call {call}() of what shardcast.shard returned"
+    )
 
 
 def _refused(name: str) -> Callable[..., Any]:

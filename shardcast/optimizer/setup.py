@@ -14,6 +14,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +26,9 @@ from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout, PackLayout
+from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, routed
-from shardcast.plan.partition import partition_of
+from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
 
 
@@ -59,40 +61,49 @@ class Plan:
 
 
 def plan_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: ShardcastConfig, world_size: int
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Originals,
+    config: ShardcastConfig,
+    world_size: int,
 ) -> Plan:
-    """Plan all parameters of ``optimizer``. Local; the model may be on ``meta``.
+    """Plan all parameters of the optimizers. Local; the model may be on ``meta``.
 
     Raises:
         TypeError, ValueError: what cannot be sharded, by name.
     """
     inner, averaged = _compat.unwrapped(model), _compat.is_ddp(model)
     names = {param: name for name, param in inner.named_parameters()}
-    groups = validate.check_groups(names, optimizer)
+    originals = Originals.of(optimizers)
+    groups = validate.check_groups(names, originals)
     params = {name: param for param, name in names.items() if param in groups}
     precision = _precision(inner, params, config)
     if averaged:
         validate.check_ddp(params, precision.storage_dtype, config)
-    infos = describe(params, config, groups, precision.storage_dtype)
-    layout = plan_packs(infos, world_size, partition_of(optimizer, config), config)
-    facts = layout.lines() + validate.describe_groups(optimizer, optimizer.param_groups)
+    partitions = {n: partition_of(owner, config) for n, owner, _ in originals.numbered()}
+    costs = _costs(params, groups, originals, config)
+    infos = describe(params, config, groups, precision.storage_dtype, costs)
+    layout = plan_packs(infos, world_size, partitions, config)
+    facts = layout.lines()
+    for number, owner, group in originals.numbered():
+        facts += validate.describe_groups(owner, [group], number)
     facts += [f"{key} = {value}" for key, value in config.to_dict().items()]
     return Plan(inner, averaged, config, precision, layout, layout.packs, params, tuple(facts))
 
 
 def plan_group(
     model: nn.Module, optimizer: torch.optim.Optimizer, before: Layout, number: int,
-    config: ShardcastConfig, group: Mapping[str, object],
+    config: ShardcastConfig, group: Mapping[str, Any],
 ) -> Plan:  # fmt: skip
     """Plan a further group of parameters, in packs of their own behind those of ``before``. Local.
 
     Args:
+        optimizer: the one that the group is added to.
         number: of the group.
 
     Raises:
         ValueError: a parameter that is not the model's, or cannot be sharded.
     """
-    wanted = set(group["params"])  # type: ignore[call-overload]
+    wanted = set(group["params"])
     params = {name: param for name, param in model.named_parameters() if param in wanted}
     if len(params) != len(wanted):
         raise ValueError(
@@ -102,13 +113,36 @@ def plan_group(
     validate.check_limit(group, optimizer.defaults, number)
     precision = _precision(model, params, config)
     groups = dict.fromkeys(params.values(), number)
-    infos = describe(params, config, groups, precision.storage_dtype)
-    own = plan_packs(infos, before.world_size, before.partition, config)
+    costs = {param: _cost(name, param, optimizer, group, config) for name, param in params.items()}
+    infos = describe(params, config, groups, precision.storage_dtype, costs)
+    own = plan_packs(infos, before.world_size, partition_of(optimizer, config), config)
     first = len(before.packs)
     new = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in own.packs)
     layout = dataclasses.replace(before, packs=before.packs + new)
     facts = layout.lines() + validate.describe_groups(optimizer, [group], number)
     return Plan(model, False, config, precision, layout, new, params, tuple(facts))
+
+
+def _costs(
+    params: Mapping[str, nn.Parameter],
+    groups: Mapping[nn.Parameter, int],
+    originals: Originals,
+    config: ShardcastConfig,
+) -> dict[nn.Parameter, float]:
+    owners = {number: (owner, group) for number, owner, group in originals.numbered()}
+    return {p: _cost(name, p, *owners[groups[p]], config) for name, p in params.items()}
+
+
+def _cost(
+    name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any], config: ShardcastConfig,
+) -> float:  # fmt: skip
+    if config.cost_fn is not None:
+        return float(config.cost_fn(name, param))
+    try:
+        return update_cost(optimizer, group, param.shape)
+    except ValueError as error:
+        raise ValueError(f"optimizer: parameter {name!r}: {error}") from None
 
 
 def _precision(

@@ -14,7 +14,7 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
 from shardcast.optimizer.engine import Engine
-from shardcast.optimizer.original import retire, take_hooks
+from shardcast.optimizer.original import OptimizerHandle, StepTogether, retire, take_hooks
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView, apart
 from shardcast.plan import validate
@@ -38,6 +38,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ``add_param_group`` and ``load_state_dict`` are collective: every rank must call them.
 
     Attributes:
+        optimizers: a handle for each optimizer that was given, for schedulers and for loops over
+            them: ``step()`` of the last handle makes the one step of all. With one optimizer it is
+            this object itself.
         engine: what it works with; for this library's own adapters and checkpoints.
     """
 
@@ -47,17 +50,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _ready = False  # the base class fills in groups and state before ours are there
 
     def __init__(self, engine: Engine) -> None:
-        original = engine.original
+        originals = engine.originals
         self.engine = engine
         self._states = StateDict(engine)
         self._clip: Clip | None = None
         self._last_norm: Tensor | None = None
-        super().__init__(original.param_groups, original.defaults)
+        several = len(originals.optimizers) > 1
+        super().__init__(originals.groups, {} if several else originals.optimizers[0].defaults)
         self._ready = True
-        take_hooks(self, original)
-        if original.state:
-            self._states.apply(self._states.plan_plain(original.state))
-        retire(original)
+        state: dict[Any, Any] = {}
+        for original in originals.optimizers:
+            take_hooks(self, original)
+            state.update(original.state)
+        if state:
+            self._states.apply(self._states.plan_plain(state))
+        self._together = StepTogether(originals, self.step, self._add_group)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (self,)
+        if several:
+            places = range(len(originals.optimizers))
+            self.optimizers = tuple(OptimizerHandle(self._together, place) for place in places)
+        for original in originals.optimizers:
+            retire(original)
 
     @property
     def layout(self) -> Layout:
@@ -89,6 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 not scaled; or after ``max_skipped_steps`` skips in a row.
         """
         engine = self.engine
+        self._together.check_whole()
         loss = _evaluated(closure, options)
         clip = self._pending_clip()  # it has reduced and combined already
         decision = clip.decision if clip else self._reduce_and_combine(self.config.max_grad_norm)
@@ -103,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         self._prepare()
         engine.reduce.finish()
-        return engine.combine.decide(max_norm, self.param_groups, clip.decision if clip else None)
+        return engine.combine.decide(max_norm, clip.decision if clip else None)
 
     def _prepare(self) -> None:
         self._check_call()
@@ -120,7 +134,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.reduce.used()
         engine.comm.steps += 1
         self._clip = None
-        _compat.note_step_called(engine.original)
+        for original in engine.originals.optimizers:
+            _compat.note_step_called(original)
         engine.combine.skips.poll(self.param_groups)  # last: it may raise
 
     def _pending_clip(self) -> Clip | None:
@@ -195,8 +210,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         norm_type, groups = self.config.norm_type, self.param_groups
         bound = validate.clip_bound("clip_grad_norm_", groups, norm_type, args, options)
-        for number, group in enumerate(groups):
-            validate.check_limit(group, self.defaults, number)
+        for number, owner, group in self.engine.originals.numbered():
+            validate.check_limit(group, owner.defaults, number)
         decision = self._reduce_and_combine(bound, self._pending_clip())
         self._clip = Clip(decision, self.engine.reduce.grad_version)
         return decision.norm.float()
@@ -274,25 +289,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 be sharded; nothing is added.
             RuntimeError: the ranks add different groups; nothing is added.
         """
-        super().add_param_group(param_group)
         if not self._ready:
+            super().add_param_group(param_group)
             return
+        if len(self.optimizers) > 1:
+            raise RuntimeError(
+                f"add_param_group: {self.engine.originals.name} are sharded together; add the "
+                "group to one of optimizer.optimizers"
+            )
+        self._add_group(0, param_group)
+
+    def _add_group(self, place: int, group: dict[str, Any]) -> None:
+        """Add a group to the original optimizer at ``place``."""
+        super().add_param_group(group)
         try:
-            self._extend(len(self.param_groups) - 1)
+            self._extend(place, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
 
     @torch.no_grad()
-    def _extend(self, number: int) -> None:
+    def _extend(self, place: int, number: int) -> None:
         engine, group = self.engine, self.param_groups[number]
-        plan = setup.plan_group(
-            engine.model, engine.original, engine.layout, number, engine.config, group
-        )
+        owner = engine.originals.optimizers[place]
+        plan = setup.plan_group(engine.model, owner, engine.layout, number, engine.config, group)
         validate.check_memory(plan.params)
         plan = setup.check(plan, engine.comm, engine.device)
         shards = setup.allocate(plan, engine.comm)
-        engine.original.param_groups.append(group)
+        engine.originals.append(place, group)
         engine.extend(plan, shards)
 
     @property
@@ -418,7 +442,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """The optimizer's class, its groups and the layout's summary."""
-        return f"Sharded{type(self.engine.original).__name__}: {self.layout.lines()[0]}"
+        return f"Sharded{self.engine.originals.name}: {self.layout.lines()[0]}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

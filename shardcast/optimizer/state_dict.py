@@ -57,7 +57,7 @@ class StateDict:
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        return self._engine.original.param_groups
+        return self._engine.originals.groups
 
     def dump(self) -> dict[str, Any]:
         """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
@@ -150,7 +150,7 @@ class StateDict:
                         f"{shape}, expected ({fragment.numel},); load the state as state_dict() "
                         "returned it"
                     )
-                values = check_sizes(update, fragment, values)
+                values = check_sizes(update.elementwise(shard), fragment, values)
                 found.append(Piece(shard, number, values, exact))
         return found
 
@@ -166,7 +166,7 @@ class StateDict:
                 shard,
                 number,
                 {
-                    name: _cut(value, fragment, name, elementwise)
+                    name: _cut(value, fragment, name, elementwise(shard))
                     for name, value in state.get(param, {}).items()
                 },
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
-from shardcast.step.update.interface import Update
+from shardcast.step.update.several import Updates
 
 
 class NotifyingDict(dict[Any, Any]):
@@ -49,7 +49,7 @@ class NotifyingDict(dict[Any, Any]):
 class StateView(NotifyingDict):
     """torch's state by model parameter; what is assigned in it is so in the shards too."""
 
-    def __init__(self, shards: Sequence[Shard], update: Update) -> None:
+    def __init__(self, shards: Sequence[Shard], update: Updates) -> None:
         self._places = {
             param: (shard, number) for shard in shards for number, _, param in shard.owned()
         }
@@ -66,7 +66,9 @@ class StateView(NotifyingDict):
     def _write(self, param: Any) -> None:
         if param in self._places:  # else another rank's
             shard, number = self._places[param]
-            values = check_sizes(self._update, shard.fragments[number], dict(self.get(param, {})))
+            found = dict(self.get(param, {}))
+            elementwise = self._update.elementwise(shard)
+            values = check_sizes(elementwise, shard.fragments[number], found)
             self._update.load_fragment(shard, number, values)
 
     def pop(self, param: Any, *_default: Any) -> Any:
@@ -89,9 +91,9 @@ def apart(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: value.clone() if isinstance(value, Tensor) else value for n, value in values.items()}
 
 
-def check_sizes(update: Update, fragment: Fragment, values: dict[str, Any]) -> dict[str, Any]:
+def check_sizes(elementwise: bool, fragment: Fragment, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.dim() and update.elementwise:
+        if isinstance(value, Tensor) and value.dim() and elementwise:
             check_numel(value, fragment.numel, (fragment.numel,), fragment, name)
     return values
 

@@ -35,7 +35,7 @@ class ParamInfo(NamedTuple):
 
     ``dtype`` is the storage dtype after the precision policy; ``group`` the index of its
     optimizer group; ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
-    all ranks.
+    all ranks; ``cost`` what its update costs its owner, ``None``: as much as it has elements.
     """
 
     name: str
@@ -45,6 +45,7 @@ class ParamInfo(NamedTuple):
     requires_grad: bool = True
     group: int = 0
     key: str = ""
+    cost: float | None = None
 
     @property
     def numel(self) -> int:
@@ -107,6 +108,7 @@ class PackLayout:
     slots: tuple[Slot, ...]
     spans: tuple[Span, ...]
     route: Route = Route()
+    partition: str = "even"
 
     def __post_init__(self) -> None:
         position = 0
@@ -154,8 +156,13 @@ class Layout:
     """All packs, slots and spans of a model, optimizer and world size. Equal on all ranks."""
 
     world_size: int
-    partition: str
     packs: tuple[PackLayout, ...]
+
+    @property
+    def partition(self) -> str:
+        """That of all packs, or ``mixed`` where optimizers differ in it."""
+        found = {pack.partition for pack in self.packs}
+        return found.pop() if len(found) == 1 else "mixed"
 
     @property
     def numel(self) -> int:
@@ -189,14 +196,16 @@ class Layout:
             dtype = str(pack.dtype).removeprefix("torch.")
             frozen = "" if pack.requires_grad else " frozen"
             key = f" key {pack.key}" if pack.key else ""
+            whole = " whole" if pack.partition == "whole" else ""
             sizes = [span.numel for span in pack.spans]
             spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)
             if routes and len(set(sizes)) > 1 and len(sizes) > SHOWN:
                 spans = f"{len(sizes)} of {min(sizes)} to {max(sizes)}"
             route = f", {pack.route}" if routes and pack.route.sync else ""
             lines.append(
-                f"  pack {pack.index}: {dtype} on {pack.device}, group {pack.group}{key}{frozen}, "
-                f"{pack.numel} elements ({pack.padding} padding), spans {spans}{route}"
+                f"  pack {pack.index}: {dtype} on {pack.device}, "
+                f"group {pack.group}{key}{frozen}{whole}, {pack.numel} elements "
+                f"({pack.padding} padding), spans {spans}{route}"
             )
             for slot in pack.slots:
                 lines.append(f"    {slot.name} {tuple(slot.shape)} @ {slot.offset}")

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import Layout, PackLayout, ParamInfo
-from shardcast.plan.partition import plan_even, plan_whole, round_up
+from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
 from shardcast.plan.routes import Fabric, Route, choose
 
 MIB = 1024 * 1024
@@ -26,12 +26,14 @@ def describe(
     config: ShardcastConfig,
     groups: Mapping[nn.Parameter, int],
     storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
+    costs: Mapping[nn.Parameter, float] | None = None,
 ) -> list[ParamInfo]:
     """The planner's view of parameters, in the order of ``named`` (model order).
 
     Args:
         groups: index of each parameter's optimizer group.
         storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
+        costs: of each parameter's update, for the balance of whole ones; ``None``: elements.
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
@@ -49,13 +51,17 @@ def describe(
             param.requires_grad,
             groups[param],
             "" if config.group_fn is None else repr(config.group_fn(name, param)),
+            None if costs is None else costs[param],
         )
         for name, param in named.items()
     ]
 
 
 def plan_packs(
-    infos: list[ParamInfo], world_size: int, partition: str, config: ShardcastConfig
+    infos: list[ParamInfo],
+    world_size: int,
+    partition: str | Mapping[int, str],
+    config: ShardcastConfig,
 ) -> Layout:
     """:func:`plan` with the pack options of ``config``; packs have no routes yet."""
     return plan(
@@ -90,7 +96,7 @@ def routed(layout: Layout, config: ShardcastConfig, fabric: Fabric) -> Layout:
 def plan(
     params: Sequence[ParamInfo],
     world_size: int,
-    partition: str,
+    partition: str | Mapping[int, str],
     *,
     pack_mb: float | None,
     pack_params: int | None,
@@ -100,7 +106,7 @@ def plan(
     """Plan the packs of ``params`` (in model order) for ``world_size`` ranks.
 
     Args:
-        partition: ``even`` or ``whole``.
+        partition: ``even`` or ``whole``, of all parameters or by the index of their group.
         pack_mb, pack_params: caps of a pack; a bigger single parameter has its own. Without
             ``pack_mb`` packs grow with the world.
         unpacked_first: this many first parameters have a pack of their own each.
@@ -125,12 +131,14 @@ def plan(
         filled[-1].numel += round_up(param.numel, max(1, alignment // itemsize))
     if pack_mb is None and pack_params is None:
         bins = _without_short_ends(bins, kinds.values(), least)
-    load = [0] * world_size
+    by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
+    whole = [param for param in params if by_group[param.group] == "whole"]
+    owners = assign_owners(whole, world_size)
     packs = tuple(
-        _plan_pack(index, members, world_size, partition, alignment, load)
+        _plan_pack(index, members, world_size, by_group[members[0].group], alignment, owners)
         for index, members in enumerate(bins)
     )
-    return Layout(world_size, partition, packs)
+    return Layout(world_size, packs)
 
 
 @dataclasses.dataclass
@@ -158,15 +166,15 @@ def _plan_pack(
     world_size: int,
     partition: str,
     alignment: int,
-    load: list[int],
+    owners: Mapping[str, int],
 ) -> PackLayout:
     first = members[0]
     align = max(1, alignment // first.dtype.itemsize)
     if partition == "whole":
-        slots, spans = plan_whole(members, world_size, align, load)
+        slots, spans = plan_whole(members, world_size, align, owners)
     else:
         slots, spans = plan_even(members, world_size, align)
     return PackLayout(
         index, first.device, first.dtype, first.requires_grad, first.group, first.key,
-        spans[-1].stop, slots, spans,
+        spans[-1].stop, slots, spans, partition=partition,
     )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +27,9 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.SGD,
     }
 )
+
+
+ELEMENT = 20.0  # floating-point operations per element of an elementwise update, about
 
 
 def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
@@ -55,6 +60,32 @@ def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> s
     return partition
 
 
+def update_cost(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: Sequence[int]
+) -> float:
+    """About how many floating-point operations the update of one parameter takes.
+
+    Muon's are those of its Newton-Schulz iterations: of an m x n matrix, m <= n, each multiplies
+    m x n by n x m, m x m by m x m and m x m by m x n. All other classes: by elements.
+
+    Raises:
+        ValueError: a parameter without matrices in Muon.
+    """
+    elements = math.prod(shape)
+    if not isinstance(optimizer, torch.optim.Muon):
+        return ELEMENT * elements
+    if len(shape) < 2:
+        raise ValueError(
+            f"a parameter of shape {tuple(shape)} is no matrix, which Muon needs; give it to "
+            "another optimizer, such as AdamW"
+        )
+    *_, rows, columns = shape
+    small, large = sorted((rows, columns))
+    product = 4 * small * small * large + 2 * small**3
+    matrices = elements / max(1, rows * columns)
+    return ELEMENT * elements + float(group["ns_steps"]) * product * matrices
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -78,25 +109,42 @@ def plan_even(
     return tuple(slots), tuple(Span(r, r * size, (r + 1) * size) for r in range(world_size))
 
 
+def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int]:
+    """The rank that updates each of ``params``, by name: the costliest first, to the least loaded.
+
+    Longest processing time first (Graham, 1969): at most 4/3 of the best balance. Ranks of equal
+    cost are told apart by the elements that they hold, so that memory is balanced too.
+    """
+    load = [(0.0, 0, rank) for rank in range(world_size)]  # cost, elements: a heap
+    owners = {}
+    order = sorted(range(len(params)), key=lambda i: (-cost_of(params[i]), -params[i].numel, i))
+    for position in order:
+        param = params[position]
+        cost, elements, rank = heapq.heappop(load)
+        owners[param.name] = rank
+        heapq.heappush(load, (cost + cost_of(param), elements + param.numel, rank))
+    return owners
+
+
+def cost_of(param: ParamInfo) -> float:
+    """What the update of a parameter costs, in units that only compare."""
+    return float(param.numel if param.cost is None else param.cost)
+
+
 def plan_whole(
-    members: Sequence[ParamInfo], world_size: int, align: int, load: list[int]
+    members: Sequence[ParamInfo], world_size: int, align: int, owners: Mapping[str, int]
 ) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
-    """Greedy: the biggest parameter goes to the rank with the least so far (``load``, updated)."""
-    owned: list[list[int]] = [[] for _ in range(world_size)]
-    least = [(total, rank) for rank, total in enumerate(load)]
-    heapq.heapify(least)
-    for position in sorted(range(len(members)), key=lambda i: (-members[i].numel, i)):
-        _, owner = heapq.heappop(least)
-        load[owner] += round_up(members[position].numel, align)
-        heapq.heappush(least, (load[owner], owner))
-        owned[owner].append(position)
+    """Slots sorted by owner, one span each."""
     slots: list[Slot] = []
     spans: list[Span] = []
     offset = 0
-    for owner, positions in enumerate(owned):
-        mine, end = _place([members[i] for i in sorted(positions)], offset, align)
+    owned: list[list[ParamInfo]] = [[] for _ in range(world_size)]
+    for param in members:
+        owned[owners[param.name]].append(param)
+    for owner, mine in enumerate(owned):
+        placed, end = _place(mine, offset, align)
         end = end if world_size == 1 else round_up(end, align)
-        slots += mine
+        slots += placed
         spans.append(Span(owner, offset, end))
         offset = end
     return tuple(slots), tuple(spans)

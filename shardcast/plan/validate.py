@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.config import ShardcastConfig, check_bound
+from shardcast.plan.originals import Originals
 from shardcast.plan.precision import MASTER_DTYPE, is_packable
 
 _NOT_PLAIN = object()
@@ -167,15 +168,16 @@ def clip_bound(
 
 
 def check_groups(
-    names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer
+    names: Mapping[nn.Parameter, str], originals: Originals
 ) -> dict[nn.Parameter, int]:
-    """The number of the group of each of the optimizer's parameters.
+    """The number of the group of each of the optimizers' parameters.
 
     Raises:
-        ValueError: a parameter is not among ``names``, or in two groups; or there is none.
+        ValueError: a parameter is not among ``names``, or in two groups; or there is none. With
+            several optimizers: a trained parameter is in none of them.
     """
     groups: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(optimizer.param_groups):
+    for number, optimizer, group in originals.numbered():
         check_limit(group, optimizer.defaults, number)
         for param in group["params"]:
             if param not in names:
@@ -185,12 +187,22 @@ def check_groups(
                     "model"
                 )
             if param in groups:
+                other = originals.owner(groups[param])
+                where = "its groups twice" if other is optimizer else (
+                    f"two optimizers, {type(other).__name__} and {type(optimizer).__name__}"
+                )  # fmt: skip
                 raise ValueError(
-                    f"optimizer: parameter {names[param]!r} is in its groups twice; list it once"
+                    f"optimizer: parameter {names[param]!r} is in {where}; list it once"
                 )
             groups[param] = number
     if not groups:
         raise ValueError("optimizer: its groups hold no parameter; add the model's parameters")
+    left = [name for param, name in names.items() if param.requires_grad and param not in groups]
+    if len(originals.optimizers) > 1 and left:
+        raise ValueError(
+            f"optimizer: parameter {left[0]!r} is in none of {originals.name}; add it to one, or "
+            "freeze it with requires_grad_(False)"
+        )
     return groups
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
+from shardcast.plan.originals import Originals
 from shardcast.step.combine.clip import clamp_, clip_factors
 from shardcast.step.combine.decision import UNSCALED, Control, Decision
 from shardcast.step.combine.loss_scale import LossScale, unscaled_error
 from shardcast.step.combine.norm import PNorm
-from shardcast.step.combine.options import Groups, Options
+from shardcast.step.combine.options import Options
 from shardcast.step.combine.skip_report import SkipReport
 
 
@@ -29,7 +30,7 @@ class Combine:
     Args:
         grads: the gradient packs that are reduced; the list may grow.
         device: where the scalars live.
-        defaults: the optimizer's, whose names are those of the options of its class.
+        originals: the optimizers, whose groups it reads.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class Combine:
         comm: Comm,
         config: ShardcastConfig,
         device: torch.device,
-        defaults: Mapping[str, Any],
+        originals: Originals,
     ) -> None:
-        self._grads, self._comm, self._device, self._defaults = grads, comm, device, defaults
+        self._grads, self._comm, self._device, self._originals = grads, comm, device, originals
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
         self._control = Control(grads, comm, self._norm, device)
-        self._options = Options(defaults, comm, device)
+        self._options = Options(originals.option_names(), comm, device)
         self.skips = SkipReport(
             grads, comm, device, self._options, config.max_skipped_steps, self.loss_scale.dynamic
         )
@@ -65,14 +66,12 @@ class Combine:
             )
 
     @torch.no_grad()
-    def decide(
-        self, max_norm: float | None, groups: Groups, pending: Decision | None = None
-    ) -> Decision:
+    def decide(self, max_norm: float | None, pending: Decision | None = None) -> Decision:
         """The decision over all ranks' own spans. Every rank must call it, after the reduction.
 
         Args:
-            max_norm: bound of the norm of all groups that have none of their own.
-            groups: the optimizer's; one with ``max_grad_norm`` is clipped by itself.
+            max_norm: bound of the norm of all groups that have no ``max_grad_norm`` of their own;
+                those that have one are clipped by themselves.
             pending: an earlier decision on these gradients: they count as clipped by it, and the
                 new factors hold for both.
 
@@ -81,17 +80,20 @@ class Combine:
                 differ in options of groups. On an accelerator the step is skipped for it, and
                 :meth:`SkipReport.poll` raises.
         """
-        own = "max_grad_norm" in self._defaults  # then it is an option of the optimizer's class
-        limits = [None if own else group.get("max_grad_norm") for group in groups]
+        limits = [
+            # Some classes have an option of that name.
+            None if "max_grad_norm" in owner.defaults else group.get("max_grad_norm")
+            for _, owner, group in self._originals.numbered()
+        ]
         scale = self.loss_scale.value
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
         by_pack = [self._norm.power(grads.own) for grads in self._grads]
         by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
         bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
-        options = self._options.pairs(groups, max_norm)
+        options = self._options.pairs(self._originals.groups, max_norm)
         sums = self._control.all_reduce(by_group, bad, pattern, options)
         differing = self._options.differing(sums.options)
-        self._refuse(sums.bad, differing, groups)
+        self._refuse(sums.bad, differing)
         powers = sums.powers
         skip = ~self._norm.root(powers, scale).isfinite()
         skip = skip | (sums.bad == UNSCALED).any() | self._options.refused(differing)
@@ -109,7 +111,7 @@ class Combine:
             differing=differing,
         )
 
-    def _refuse(self, bad: Tensor, differing: Tensor, groups: Groups) -> None:
+    def _refuse(self, bad: Tensor, differing: Tensor) -> None:
         """Raise on every rank for what all of them were told, where the host can read it."""
         if self._comm.size == 1 and self.loss_scale.missing:
             raise unscaled_error([0])
@@ -124,7 +126,7 @@ class Combine:
                 for grads in self._grads
                 for param, slot in zip(grads.pack.params, grads.pack.layout.slots, strict=True)
             }
-            self._options.report(wrong, groups, names)
+            self._options.report(wrong, self._originals.groups, names)
 
     def _group_power(self, number: int, by_pack: Sequence[Tensor]) -> Tensor:
         """The power of this rank's spans of one group."""

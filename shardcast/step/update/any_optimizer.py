@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
+from shardcast.plan.originals import Groups
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.combine.decision import Decision
+from shardcast.step.update import muon
 
 PROBATION = 10  # steps in which an unknown class is watched
 
@@ -27,8 +30,10 @@ class AnyOptimizerUpdate:
     shape, under ``even`` they are 1-d.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool) -> None:
-        self._optimizer, self._comm = optimizer, comm
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, groups: Groups, comm: Comm, elementwise: bool
+    ) -> None:
+        self._optimizer, self._groups, self._comm = optimizer, groups, comm
         self.elementwise = elementwise
         foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._unproven = PROBATION if foreign else 0  # steps after which options are compared
@@ -40,6 +45,10 @@ class AnyOptimizerUpdate:
             setattr(self._inner, hooks, OrderedDict())  # they run on the sharded optimizer
         self._inner.state = defaultdict(dict)
         self._inner.param_groups = []
+        if isinstance(optimizer, torch.optim.Muon):
+            self._step: Callable[[], Any] = partial(muon.step_, self._inner)
+        else:
+            self._step = _compat.bare_step(self._inner)
 
     def add(self, master: Shard) -> None:
         """Update ``master`` too, from now on."""
@@ -57,15 +66,15 @@ class AnyOptimizerUpdate:
 
     def _read_groups(self) -> None:
         """Give the inner groups the outer ones' present options, masters as parameters."""
-        for index, outer in enumerate(self._optimizer.param_groups):
-            if index == len(self._inner.param_groups):
-                self._inner.param_groups.append({})
-            inner = self._inner.param_groups[index]
+        while len(self._inner.param_groups) < len(self._groups):
+            self._inner.param_groups.append({})
+        pairs = zip(self._groups.items(), self._inner.param_groups, strict=True)
+        for (number, outer), inner in pairs:
             inner.update((key, value) for key, value in outer.items() if key != "params")
             inner["params"] = [
                 param
                 for master, params in self._params.items()
-                if master.pack.layout.group == index
+                if master.pack.layout.group == number
                 for param in params
             ]
 
@@ -89,7 +98,7 @@ class AnyOptimizerUpdate:
                     grad = exact[master.local(part.start, part.stop)]
                     param.grad = grad.view(param.shape)
         with torch.enable_grad():  # some optimizers compute with autograd
-            _compat.bare_step(self._inner)()
+            self._step()
         if self._unproven and self._comm.size > 1:
             self._unproven -= 1
             self._compare_options(decision.skip.device)
@@ -101,7 +110,7 @@ class AnyOptimizerUpdate:
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
-        groups = zip(self._optimizer.param_groups, self._inner.param_groups, strict=True)
+        groups = zip(self._groups.values(), self._inner.param_groups, strict=True)
         for outer, inner in groups:
             outer.update((key, value) for key, value in inner.items() if key != "params")
 
@@ -113,7 +122,7 @@ class AnyOptimizerUpdate:
         """
         mine = {
             f"{key!r} of group {number}": float(value)
-            for number, group in enumerate(self._inner.param_groups)
+            for number, group in zip(self._groups, self._inner.param_groups, strict=True)
             for key, value in group.items()
             if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
         }

@@ -12,6 +12,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.forms import Rounded, moment, row_of
 from shardcast.memory.shard import Shard
 from shardcast.memory.stores import Place, Store
+from shardcast.plan.originals import Groups
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
@@ -132,9 +133,10 @@ class FusedUpdate:
 
     elementwise = True  # state tensors have one element per element of the parameter
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> None:
-        self._optimizer = optimizer
-        self._kind = type(optimizer)
+    def __init__(
+        self, kind: type[torch.optim.Optimizer], groups: Groups, config: ShardcastConfig
+    ) -> None:
+        self._kind, self._groups = kind, groups
         self._config = config
         self._states: dict[Shard, ShardState] = {}
         self._steps: dict[int, Tensor] = {}  # by cohort, 0-dim fp32
@@ -202,7 +204,7 @@ class FusedUpdate:
 
     def _prepared(self, number: int, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
         """The rule of a group, and its numbers in this step."""
-        group = self._optimizer.param_groups[number]
+        group = self._groups[number]
         if not self._kernel.on_host:
             rule = rules.rule_of(self._kind, group)
             return rule, rules.as_tensors(rule.numbers(group, step.double()), step)
@@ -226,7 +228,7 @@ class FusedUpdate:
         A cohort of which some fragments take part and others do not is split. SGD counts only
         while it has momentum: the first step with a buffer is special.
         """
-        groups = self._optimizer.param_groups
+        groups = self._groups
         counted = [
             bool(groups[shard.pack.layout.group].get("momentum", True)) for shard in self._states
         ]

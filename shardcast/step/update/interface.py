@@ -10,6 +10,7 @@ import torch
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
+from shardcast.plan.originals import Groups
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
@@ -49,14 +50,19 @@ class Update(Protocol):
         """Overwrite the state of one fragment by tensors of its length."""
 
 
-def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm) -> Update:
+def make_update(
+    optimizer: torch.optim.Optimizer, groups: Groups, config: ShardcastConfig, comm: Comm
+) -> Update:
     """The update for the class of ``optimizer``, whose groups it reads in every step.
+
+    Args:
+        groups: those of the optimizer, by number; may grow.
 
     Raises:
         ValueError: a form of masters or moments, or offload, for a class that keeps its own state.
     """
     if type(optimizer) in rules.STATE_NAMES:
-        return FusedUpdate(optimizer, config)
+        return FusedUpdate(type(optimizer), groups, config)
     plain = ShardcastConfig()
     for name in ("master", "moments", "offload"):
         if getattr(config, name) != getattr(plain, name):
@@ -66,4 +72,4 @@ def make_update(optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm:
                 f"{getattr(plain, name)!r}"
             )
     elementwise = type(optimizer) in ELEMENTWISE
-    return AnyOptimizerUpdate(optimizer, comm, elementwise)
+    return AnyOptimizerUpdate(optimizer, groups, comm, elementwise)

@@ -1,0 +1,65 @@
+"""The optimizers that were given to :func:`shardcast.shard`, with their groups numbered through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Groups = Mapping[int, dict[str, Any]]  # parameter groups by number
+
+
+class Originals:
+    """One optimizer, or several over disjoint parameters of one model.
+
+    Attributes:
+        optimizers: in the order in which they were given.
+        groups: the parameter groups of all of them; the number of a group is its place here.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self.groups: list[dict[str, Any]] = []
+        self._owners: list[int] = []  # of each group, the place of its optimizer
+        for place, optimizer in enumerate(self.optimizers):
+            self.groups += optimizer.param_groups
+            self._owners += [place] * len(optimizer.param_groups)
+
+    @classmethod
+    def of(
+        cls, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Originals
+    ) -> Originals:
+        """One optimizer, a sequence of them, or what is that already."""
+        if isinstance(optimizers, Originals):
+            return optimizers
+        one = isinstance(optimizers, torch.optim.Optimizer)
+        return cls([optimizers] if one else optimizers)  # type: ignore[list-item, arg-type]
+
+    @property
+    def name(self) -> str:
+        """Their classes, for people."""
+        return " + ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+
+    def owner(self, number: int) -> torch.optim.Optimizer:
+        """The optimizer of a group."""
+        return self.optimizers[self._owners[number]]
+
+    def numbers(self, place: int) -> list[int]:
+        """The numbers of the groups of the optimizer at ``place``."""
+        return [number for number, owner in enumerate(self._owners) if owner == place]
+
+    def numbered(self) -> Iterator[tuple[int, torch.optim.Optimizer, dict[str, Any]]]:
+        """Every group with its number and its optimizer."""
+        for number, group in enumerate(self.groups):
+            yield number, self.owner(number), group
+
+    def option_names(self) -> tuple[str, ...]:
+        """The options of their classes; whatever else is in a group is a script's own note."""
+        return tuple(dict.fromkeys(n for o in self.optimizers for n in o.defaults))
+
+    def append(self, place: int, group: dict[str, Any]) -> None:
+        """Note a group that was added to the optimizer at ``place``."""
+        self.optimizers[place].param_groups.append(group)
+        self.groups.append(group)
+        self._owners.append(place)

@@ -1,0 +1,106 @@
+"""Muon on whole matrices, those of equal shape in one batch.
+
+The arithmetic is that of ``torch.optim.Muon`` (Jordan et al., 2024; "original" learning rates) and
+of Moonshot's variant (Liu et al., 2025, arXiv 2502.16982; ``match_rms_adamw``). What differs is the
+number of kernel calls: torch orthogonalises one matrix after another, here every shape is one
+batched Newton-Schulz iteration, so that the calls do not grow with the depth of a model.
+
+Beyond torch's class, a parameter may be a stack of matrices, ``(experts, rows, columns)``, added
+with ``add_param_group``; and a group may have ``row_splits``, sizes of blocks of rows that are
+matrices of their own (fused query, key and value projections).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BATCH = 1 << 26  # elements that are orthogonalised at a time, which bounds the memory of it
+
+
+@torch.no_grad()
+def step_(optimizer: torch.optim.Optimizer) -> None:
+    """One step of all groups of a ``torch.optim.Muon``, in place; parameters need gradients."""
+    for group in optimizer.param_groups:
+        params = [param for param in group["params"] if param.grad is not None]
+        if params:
+            _step_group(params, optimizer.state, group)
+
+
+def _step_group(
+    params: Sequence[Tensor], state: Mapping[Any, dict[str, Any]], group: Mapping[str, Any]
+) -> None:
+    grads = [param.grad for param in params if param.grad is not None]
+    buffers = []
+    for param in params:
+        if "momentum_buffer" not in state[param]:
+            state[param]["momentum_buffer"] = torch.zeros_like(param)
+        buffers.append(state[param]["momentum_buffer"])
+    torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+    updates: Sequence[Tensor] = buffers
+    if group["nesterov"]:
+        updates = torch._foreach_lerp(grads, buffers, group["momentum"])
+    lr = group["lr"]
+    torch._foreach_mul_(list(params), 1 - lr * group["weight_decay"])
+    by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for param, update in zip(params, updates, strict=True):
+        for master, direction in _matrices(param, update, group.get("row_splits")):
+            by_shape[master.shape[0], master.shape[1]].append((master, direction))
+    for (rows, columns), pairs in by_shape.items():
+        rate = lr * rate_factor(group["adjust_lr_fn"], rows, columns)
+        many = max(1, BATCH // (rows * columns))
+        for start in range(0, len(pairs), many):
+            masters, directions = zip(*pairs[start : start + many], strict=True)
+            orthogonal = orthogonalize(
+                torch.stack(directions), group["ns_coefficients"], group["ns_steps"], group["eps"]
+            )
+            torch._foreach_add_(
+                list(masters), list(orthogonal.to(masters[0].dtype).unbind()), alpha=-rate
+            )
+
+
+def _matrices(
+    param: Tensor, update: Tensor, splits: Sequence[int] | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The matrices of a parameter, views, each with its update."""
+    *_, rows, columns = param.shape
+    sizes = list(splits or [rows])
+    if sum(sizes) != rows:
+        raise ValueError(
+            f"row_splits: expected sizes that add up to the {rows} rows of a parameter of shape "
+            f"{tuple(param.shape)}, got {sizes}; put parameters with other rows into another group"
+        )
+    stacked = (param.view(-1, rows, columns), update.reshape(-1, rows, columns))
+    for matrix, direction in zip(*stacked, strict=True):
+        yield from zip(matrix.split(sizes), direction.split(sizes), strict=True)
+
+
+def rate_factor(adjust: str | None, rows: int, columns: int) -> float:
+    """By what the learning rate of a matrix is multiplied, as ``torch.optim.Muon`` does."""
+    if adjust is None or adjust == "original":
+        return math.sqrt(max(1, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))  # match_rms_adamw
+
+
+def orthogonalize(
+    batch: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """The nearest semi-orthogonal matrix of each of a ``(k, rows, columns)`` batch, in bf16.
+
+    A quintic Newton-Schulz iteration whose singular values end within about (0.7, 1.2).
+    """
+    a, b, c = coefficients
+    tall = batch.shape[1] > batch.shape[2]
+    x = batch.bfloat16()
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        mixed = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, mixed, x, beta=a)
+    return x.mT if tall else x
