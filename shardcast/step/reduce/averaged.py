@@ -18,7 +18,10 @@ INSIDE_NO_SYNC = (
 
 
 class AveragedReducer:
-    """What :class:`Reducer` is to a sharded model, for one whose gradients DDP makes equal."""
+    """What ``Reducer`` is to a sharded model, for one whose gradients DDP makes equal.
+
+    It has no hooks: what a backward brings is DDP's, and is copied when a step asks for it.
+    """
 
     averaged = True
     touched = False  # a backward after a clip shows as an edit
@@ -26,32 +29,23 @@ class AveragedReducer:
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._syncs = True
-        self._full: list[FullGradients] = []
-        self._edits = Edits(self._full)
-
-    @property
-    def grads(self) -> Sequence[GradPack]:
-        """The gradients of the packs, in the order of :meth:`add`; it grows."""
-        return self._full
+        self.grads: list[FullGradients] = []
+        self._edits = Edits(self.grads)
 
     @property
     def grad_version(self) -> int:
-        """See :attr:`Reducer.grad_version`."""
         return self._edits.version()
 
     def add(self, pack: Pack) -> GradPack:
         """Take the gradients of ``pack`` from now on."""
         grads = FullGradients(pack, self._precision.grad_dtype(pack.layout.dtype))
         set_grad_dtype(pack, grads.dtype)
-        self._full.append(grads)
+        self.grads.append(grads)
         return grads
-
-    def begin(self) -> None:
-        """Nothing: what a backward brings is DDP's until it ends."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it no step is allowed; DDP's own ``no_sync`` holds back the averaging."""
+        """Within it no step is allowed; DDP's own holds back the averaging."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -62,22 +56,17 @@ class AveragedReducer:
         """Copy the gradients in."""
         if not self._syncs:
             raise RuntimeError(INSIDE_NO_SYNC)
-        for grads in self._full:
+        for grads in self.grads:
             grads.take()
 
-    def used(self) -> None:
-        """Nothing: the next step copies anew."""
-
-    def cleared(self) -> None:
-        """Nothing."""
+    def begin(self) -> None: ...
+    def used(self) -> None: ...
+    def cleared(self) -> None: ...
+    def close(self) -> None: ...
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
-        """As :meth:`Reducer.show`."""
-        for grads in self._full:
+        for grads in self.grads:
             show_others(grads, present[grads.pack])
-
-    def close(self) -> None:
-        """Nothing: there are no hooks."""
 
 
 def show_others(grads: GradPack, present: Sequence[bool]) -> list[int]:

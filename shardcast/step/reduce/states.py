@@ -1,14 +1,4 @@
-"""Reduce: the two states of a reducer, and what may follow what.
-
-::
-
-    LEARNING ──first clean end──► EAGER            LOCAL ──round──► REDUCED ◄──round── CONSUMED
-        │                           │                ▲─no_sync()──────┤ ▲                 ▲  ▲
-        └────► DEFERRED, for good ◄─┘                                 │ └──round──┐       │  │
-                                             LOCAL ──zero_grad()──────┼───────────┼───────┘  │
-                                                  zero_grad() ──► DISCARDED ──step, no_sync()┤
-                                                                      └──────────── step ────┘
-"""
+"""Reduce: the two states of a reducer, and what may follow what."""
 
 from __future__ import annotations
 
@@ -43,16 +33,20 @@ class Gradients(Enum):
 
 S = TypeVar("S", Launch, Gradients)
 
-LAUNCH: Mapping[Launch, frozenset[Launch]] = {
-    Launch.LEARNING: frozenset({Launch.EAGER, Launch.DEFERRED}),
-    Launch.EAGER: frozenset({Launch.DEFERRED}),
-    Launch.DEFERRED: frozenset(),
+LAUNCH: Mapping[Launch, tuple[Launch, ...]] = {
+    Launch.LEARNING: (Launch.EAGER, Launch.DEFERRED),  # the first clean end; nested, crowded
+    Launch.EAGER: (Launch.DEFERRED,),
+    Launch.DEFERRED: (),
 }
-GRADIENTS: Mapping[Gradients, frozenset[Gradients]] = {
-    Gradients.LOCAL: frozenset({Gradients.REDUCED, Gradients.CONSUMED}),
-    Gradients.REDUCED: frozenset({Gradients.LOCAL, Gradients.CONSUMED, Gradients.DISCARDED}),
-    Gradients.CONSUMED: frozenset({Gradients.REDUCED}),
-    Gradients.DISCARDED: frozenset({Gradients.CONSUMED}),
+GRADIENTS: Mapping[Gradients, tuple[Gradients, ...]] = {
+    Gradients.LOCAL: (Gradients.REDUCED, Gradients.CONSUMED),  # a round; zero_grad() or a step
+    Gradients.REDUCED: (
+        Gradients.LOCAL,  # the next backward begins, or no_sync()
+        Gradients.CONSUMED,  # a step
+        Gradients.DISCARDED,  # zero_grad()
+    ),
+    Gradients.CONSUMED: (Gradients.REDUCED,),
+    Gradients.DISCARDED: (Gradients.CONSUMED,),  # a backward begins, no_sync(), or a step
 }
 
 
@@ -123,7 +117,7 @@ class States:
             self._gradients = _checked(GRADIENTS, self._gradients, state)
 
 
-def _checked(table: Mapping[S, frozenset[S]], now: S, then: S) -> S:
+def _checked(table: Mapping[S, tuple[S, ...]], now: S, then: S) -> S:
     if then is not now and then not in table[now]:
         raise RuntimeError(f"reduce: {then} cannot follow {now}; please report this")
     return then
