@@ -98,8 +98,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: there are ``options``.
-            RuntimeError: inside :meth:`no_sync`; or with a loss scale in use and a loss that was
-                not scaled; or after ``max_skipped_steps`` skips in a row.
+            RuntimeError: inside :meth:`no_sync`; or after ``max_skipped_steps`` skips in a row; or,
+                on all ranks, if one of them did not scale its loss though a scale is in use, or
+                they differ in options of the groups (on an accelerator a step or two later, all
+                steps until then are skipped).
         """
         engine = self.engine
         self._together.check_whole()
