@@ -32,9 +32,9 @@ class PNorm:
         """The power of a 1-d span, 0-dim."""
         if own.device.type != "cpu":
             whole = own.numel() - own.numel() % ROW
-            norms = [by_rows(own[:whole].view(-1, ROW), self._p)] if whole else []
+            norms = [by_rows(own[:whole].view(-1, ROW), self._p)]
             norms += [by_rows(own[None, whole:], self._p)] if whole < own.numel() else []
-            rows = torch.cat(norms) if norms else own.new_zeros(1, dtype=torch.float64)
+            rows = torch.cat(norms) if own.numel() else own.new_zeros(1, dtype=torch.float64)
             rows = rows.to(self._device)
             return rows.amax() if self.is_maximum else rows.pow(self._p).sum()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
