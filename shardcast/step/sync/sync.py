@@ -27,13 +27,16 @@ class Sync:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._ways: list[Strategy] = []  # in the order in which their packs are synced
-        self.packs: list[Pack] = []  # of the ways
         self.started: list[Pack] = []  # those that wait() has to look at
+
+    @property
+    def packs(self) -> list[Pack]:
+        """What is synced, in order."""
+        return [way.pack for way in self._ways]
 
     def add(self, pack: Pack) -> None:
         """Sync ``pack`` too; every rank must add the same packs."""
         if self._comm.size > 1:
-            self.packs.append(pack)
             self._ways.append(WAYS[pack.layout.route.sync](pack, self._comm))
 
     def __call__(self) -> None:
