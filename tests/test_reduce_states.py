@@ -239,6 +239,21 @@ def test_random_sequences_with_sharded_gradients_take_every_transition(taken: se
 
 
 @pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("begun", ["quiet", "failed"])
+def test_means_that_were_begun_upon_are_dropped_where_gradients_are_cleared_by_hand(
+    begun: str, grads: str
+):
+    every = (frozenset(range(COUNT)),) * 2
+    apart = (frozenset({0, 2, 4}), frozenset({1, 2, 3}))
+    later: Action = (Side.backward, (1, every, True))
+    if begun == "failed":
+        later = (Side.failed, (1, every, 1))
+    for first in (every, apart):
+        actions = [(Side.backward, (0, first)), later, (Side.clear, ("model",))]
+        compare([*actions, (Side.backward, (2, apart)), (Side.step, ())], 2, grads)
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
 def test_sequences_find_a_round_that_a_failed_backward_leaves_undone(
     grads: str, monkeypatch: pytest.MonkeyPatch, taken: set[Any]
 ):

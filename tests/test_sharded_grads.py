@@ -96,7 +96,7 @@ def test_backwards_are_added_up_in_fp32():
     assert abs(full - exact) / exact > 1e-5, "the control: bf16 accumulation is worse"
 
 
-def held(group: Any, grads: str, micro: int) -> tuple[int, int, int]:
+def held(group: Any, grads: str, micro: int, to_none: bool = True) -> tuple[int, int, int]:
     """Gradient bytes after backward, most full-size storages at once, elements of the model."""
     model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(12)])
     optimizer = shardcast.shard(
@@ -112,7 +112,7 @@ def held(group: Any, grads: str, micro: int) -> tuple[int, int, int]:
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(look)
     for _ in range(2):
-        optimizer.zero_grad()
+        optimizer.zero_grad(to_none)
         for _ in range(micro):
             model(torch.ones(2, 32)).float().square().mean().backward()
         bytes_after = sum(pack.nbytes for pack in packs)
@@ -125,6 +125,8 @@ def held(group: Any, grads: str, micro: int) -> tuple[int, int, int]:
 def test_a_rank_keeps_its_share_and_a_window_of_packs(size: int):
     after, most, numel = ThreadedWorld(size).run(lambda group: held(group, "sharded", 1))[0]
     assert after == 2 * numel // size, "bf16, as it was reduced"
+    zeroed, _, _ = ThreadedWorld(size).run(lambda group: held(group, "sharded", 1, False))[0]
+    assert zeroed == after, "zeros need not be added to"
     assert most <= WINDOW + 2
     after, most, _ = ThreadedWorld(size).run(lambda group: held(group, "sharded", 2))[0]
     assert after == 4 * numel // size, "fp32, once means are added up"
@@ -191,6 +193,25 @@ def test_gradients_that_are_zeroed_are_zero(zero: Any):
     check(
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), script, tol=1e-6,
         grads="sharded",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_what_is_unused_after_zero_grad_moves_by_momentum_and_decay_or_not_at_all(
+    set_to_none: bool,
+):
+    def script(model: Any, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for step in range(4):
+            hidden = model[:2](batch)
+            model[2:](hidden.detach() if step % 2 else hidden).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    check(
+        lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01
+        ),
+        script, tol=1e-6, grads="sharded",
     )  # fmt: skip
 
 
