@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 # torch's and other packages' private interfaces are used here only, so that a new release of
 # theirs is looked at in one file each.
 ALLOWED = {"_compat.py"}
-LONGEST = 340  # lines of code; docstrings, comments and empty lines aside
+LONGEST = 360  # lines of code; docstrings, comments and empty lines aside
 
 
 def modules() -> dict[str, Path]:
@@ -116,6 +116,7 @@ def foreign(read: str) -> bool:
 # version that the README names, where the adapter that reads it is.
 FOREIGN: frozenset[str] = frozenset(
     {
+        "_replace",  # of a NamedTuple, which is public
         "_C", "_schema", "_version", "_amp_update_scale_", "_foreach_copy_",  # torch
         "_foreach_zero_", "_foreach_lerp", "_foreach_lerp_", "_foreach_mul_", "_foreach_add_",
         "_parameters", "_buffers", "_non_persistent_buffers_set",  # torch.nn.Module
