@@ -20,7 +20,7 @@ from shardcast.step.update.rules import Flat, Rule
 from shardcast.step.update.windows import Windows
 
 CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
-WINDOW = 1 << 15  # the same where there are buffers of decoded values too
+WINDOW = 1 << 16  # the same where there are buffers of decoded values too
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
 COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 

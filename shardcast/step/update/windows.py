@@ -103,7 +103,7 @@ class Windows:
             root.sqrt_().mul_(form.steps).round_()
             codes.copy_(root.copysign_(values))
         else:
-            least = torch.mul(root.sqrt_().sqrt_(), 1e30, out=values).clamp_(max=1)
+            least = torch.sign(root.sqrt_().sqrt_(), out=values)  # 1 for all but zeros
             torch.maximum(root.mul_(form.steps).round_(), least, out=root)
             whole = self._bits[: values.numel()]
             codes.copy_(whole.copy_(root))  # from integers it is 3 times as fast
@@ -129,8 +129,10 @@ def _split(raw: Raw, row: int, values: Tensor) -> None:
     published.copy_(values)
     rest.copy_(bits)  # the lower half is the distance from the upper one, but for its carry
     ties.zero_()
-    if rest.amin() == -TIE:
-        there = (rest == -TIE).nonzero().view(-1)
-        upper = published[there].to(MASTER_DTYPE).view(torch.int32)
-        there = there[bits[there] - upper == TIE]
-        ties.index_add_(0, there // row, (1 << there % row).to(ties.dtype))
+    rows = (rest.view(-1, row).amin(1) == -TIE).nonzero()
+    if rows.numel():  # a distance of +TIE or -TIE; of each 65,536 elements one
+        inside = rows * row + torch.arange(row)
+        upper = published[inside].to(MASTER_DTYPE).view(torch.int32)
+        tie = bits[inside] - upper == TIE
+        lanes = torch.arange(row, dtype=ties.dtype)
+        ties[rows[:, 0]] = (tie.to(ties.dtype) << lanes).sum(1, dtype=ties.dtype)
