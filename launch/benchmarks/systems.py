@@ -196,6 +196,11 @@ OWN: dict[str, Build] = {
     "shardcast, configs/lean.yaml": partial(
         Shardcast, grads="sharded", master="split16", moments="bf16"
     ),
+    "shardcast, lean.yaml, fuse=compile": partial(
+        Shardcast, grads="sharded", master="split16", moments="bf16", fuse="compile"
+    ),
+    "shardcast, int8 moments": partial(Shardcast, moments="int8"),
+    "shardcast, int8 moments, fuse=compile": partial(Shardcast, moments="int8", fuse="compile"),
     "crude floor": Crude,
 }
 PEERS: dict[str, Build] = {
