@@ -47,6 +47,7 @@ class Snapshot:
         self.rank, self.size = self._comm.rank, self._comm.size
         self.partition = optimizer.layout.partition
         self.slots: dict[str, Slot] = {slot.name: slot for _, slot in optimizer.layout.slots()}
+        self._cut = {slot.name: p.partition == "even" for p, slot in optimizer.layout.slots()}
         held = {param for shard in self._shards for param in shard.pack.params}
         outside = {n: p for n, p in self.model.named_parameters() if p not in held}
         buffers = _persistent(self.model)
@@ -124,11 +125,16 @@ class Snapshot:
                 {**group, "params": [names[param] for param in group["params"]]}
                 for group in self._optimizer.param_groups
             ],
+            "places": list(self._engine.originals.places),
             "scaler": self._engine.combine.state_dict(),
             "ties": {name: names[param] for name, param in every if names[param] != name},
             "trained": list(self.slots),
             "extra_state": self._extra,
         }
+
+    def cuts(self, name: str) -> bool:
+        """Whether several ranks may own a part of this parameter."""
+        return self._cut[name]
 
     # -- in ---------------------------------------------------------------------------------
 
@@ -182,7 +188,7 @@ class Snapshot:
                     path, shape = state_path(slot.name, key), stored.shape
                     widened = stored.dtype.is_floating_point and shape and not source.exact
                     dtype = MASTER_DTYPE if widened else stored.dtype
-                    cut = shape and (shape == slot.shape or self.partition == "even")
+                    cut = shape and (shape == slot.shape or self.cuts(slot.name))
                     value = torch.empty((stop - start,) if cut else shape, dtype=dtype)
                     parts.append(Part(path, shape, start if cut else 0, value.view(-1)))
                     states[-1][key] = value

@@ -19,6 +19,7 @@ from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import chosen
 from shardcast.checkpoint.storage import HashingFile
+from shardcast.optimizer.state_dict import split_state
 
 OPTIMIZER = "optimizer.pt"
 DTYPES = {
@@ -42,7 +43,8 @@ def export(
     an index where it is larger than ``max_shard_mb``: trained parameters in fp32, under every name
     that ``model.state_dict()`` has. It is streamed, one parameter in memory at a time. The
     optimizer becomes ``optimizer.pt``, which loads into the plain torch optimizer with
-    ``weights_only=True``; its state is in memory as a whole while it is written.
+    ``weights_only=True``; its state is in memory as a whole while it is written. Several that were
+    sharded together become ``optimizer-0.pt`` and so on, in the order in which they were given.
 
     Args:
         out: a directory that is new or empty. It is there with all files, or not at all.
@@ -71,15 +73,24 @@ def export(
     try:
         written = _export_model(reader, head["ties"], writing, int(max_shard_mb * 2**20))
         if optimizer:
-            written.append(writing / OPTIMIZER)
-            with storage.SYSTEM.create(written[-1]) as file:
-                file.save(plain_state(reader))
+            for name, state in _optimizer_files(reader, head).items():
+                written.append(writing / name)
+                with storage.SYSTEM.create(written[-1]) as file:
+                    file.save(state)
         storage.SYSTEM.flush_directory(writing)
         storage.SYSTEM.rename(writing, target)
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
     return [target / path.name for path in written]
+
+
+def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    state, places = plain_state(reader), head.get("places", [0])  # as before there were several
+    if max(places) == 0:
+        return {OPTIMIZER: state}
+    states = split_state(state, places)
+    return {f"optimizer-{place}.pt": state for place, state in enumerate(states)}
 
 
 def plain_state(reader: Reader) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def _compare_state(snapshot: Snapshot, source: Source) -> None:
             )
         for key, value in values.items():
             shape = value.shape if isinstance(value, Stored) else ()
-            if shape and math.prod(shape) != slot.numel and snapshot.partition == "even":
+            if shape and math.prod(shape) != slot.numel and snapshot.cuts(name):
                 raise ValueError(
                     f"{source.where}: {key!r} of parameter {name!r} has shape {shape}, expected "
                     f"{slot.shape}; such a state cannot be cut, use partition 'whole'"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardcast.checkpoint.access import Snapshot
 from shardcast.checkpoint.loading import import_from
 from shardcast.checkpoint.source import Source, from_tensors
+from shardcast.optimizer.state_dict import join_states
 
 Values = str | os.PathLike[str] | Mapping[str, Any]
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
@@ -27,7 +28,7 @@ def load_plain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     weights: Values,
-    state: Values | None = None,
+    state: Values | Sequence[Values] | None = None,
 ) -> None:
     """Load a plain torch model, and the state of the plain optimizer, into a sharded pair.
 
@@ -38,8 +39,9 @@ def load_plain(
         weights: ``model.state_dict()``, or where it is: a ``torch.save`` or safetensors file, or a
             directory with ``model.safetensors`` or an index as the Hub has it. All files of
             ``torch.save`` are read with ``weights_only=True``.
-        state: the unsharded optimizer's ``state_dict()``, or its file; ``None`` keeps the options
-            of the groups and begins with fresh state.
+        state: the unsharded optimizer's ``state_dict()``, or its file; a list of them, where
+            several optimizers were sharded together; ``None`` keeps the options of the groups and
+            begins with fresh state.
 
     Raises:
         ValueError: another model or other groups; names the parameter. Nothing was changed.
@@ -49,7 +51,7 @@ def load_plain(
     import_from(snapshot, lambda: _opened(snapshot, weights, state), "load_plain")
 
 
-def _opened(snapshot: Snapshot, weights: Values, state: Values | None) -> Source:
+def _opened(snapshot: Snapshot, weights: Values, state: Values | Sequence[Values] | None) -> Source:
     where = "weights" if isinstance(weights, Mapping) else f"weights {os.fspath(weights)!r}"
     snapshot.check_model()
     tensors = snapshot.by_name(_unwrapped(_tensors(weights)))
@@ -57,15 +59,26 @@ def _opened(snapshot: Snapshot, weights: Values, state: Values | None) -> Source
     return dataclasses.replace(from_tensors(where, tensors, named or {}), groups=groups)
 
 
-def _named(snapshot: Snapshot, state: Values) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """torch's numbered state by name, and its groups; the order within the groups decides."""
+def _plain_state(state: Values) -> Mapping[str, Any]:
     loaded = state if isinstance(state, Mapping) else torch_file(Path(state))
     if "state" not in loaded or "param_groups" not in loaded:
         raise ValueError(
             "state: expected a torch optimizer's state_dict with 'state' and 'param_groups', "
             f"got {', '.join(map(repr, list(loaded)[:5]))}"
         )
-    groups, others = snapshot.head()["groups"], loaded["param_groups"]
+    return loaded
+
+
+def _named(
+    snapshot: Snapshot, state: Values | Sequence[Values]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """torch's numbered state by name, and its groups; the order within the groups decides."""
+    head = snapshot.head()
+    if isinstance(state, (str, os.PathLike, Mapping)):
+        loaded = _plain_state(state)
+    else:
+        loaded = join_states([_plain_state(one) for one in state], head["places"])
+    groups, others = head["groups"], loaded["param_groups"]
     sizes, theirs = ([len(group["params"]) for group in some] for some in (groups, others))
     if sizes != theirs:
         raise ValueError(

@@ -137,12 +137,10 @@ def _cost(
     name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any], config: ShardcastConfig,
 ) -> float:  # fmt: skip
+    validate.check_matrices(name, param.shape, optimizer, group)
     if config.cost_fn is not None:
         return float(config.cost_fn(name, param))
-    try:
-        return update_cost(optimizer, group, param.shape)
-    except ValueError as error:
-        raise ValueError(f"optimizer: parameter {name!r}: {error}") from None
+    return update_cost(optimizer, group, param.shape)
 
 
 def _precision(

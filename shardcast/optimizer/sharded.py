@@ -15,7 +15,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.original import OptimizerHandle, StepTogether, retire, take_hooks
-from shardcast.optimizer.state_dict import StateDict
+from shardcast.optimizer.state_dict import StateDict, split_state
 from shardcast.optimizer.state_view import StateView, apart
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout
@@ -136,8 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.reduce.used()
         engine.comm.steps += 1
         self._clip = None
-        for original in engine.originals.optimizers:
-            _compat.note_step_called(original)
+        for scheduled in (*engine.originals.optimizers, *self.optimizers):
+            _compat.note_step_called(scheduled)
         engine.combine.skips.poll(self.param_groups)  # last: it may raise
 
     def _pending_clip(self) -> Clip | None:
@@ -386,9 +386,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The state as the unsharded optimizer's own ``state_dict`` would be; on rank 0.
 
         Every rank must call it; the others get an empty one. Loads into the plain optimizer,
-        whose next step on the masters' values is then identical.
+        whose next step on the masters' values is then identical. Groups of several optimizers are
+        numbered through; :meth:`full_state_dicts` has one state for each.
         """
         return self._states.gather()
+
+    def full_state_dicts(self) -> list[dict[str, Any]]:
+        """:meth:`full_state_dict` of each of the optimizers that were given; empty off rank 0."""
+        state = self._states.gather()
+        return split_state(state, self.engine.originals.places) if state else []
 
     # -- the rest ---------------------------------------------------------------------------
 

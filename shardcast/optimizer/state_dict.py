@@ -252,6 +252,52 @@ def plain_groups(groups: Groups) -> list[dict[str, Any]]:
     return [{**group, "params": [index[param] for param in group["params"]]} for group in groups]
 
 
+def split_state(state: Mapping[str, Any], places: Sequence[int]) -> list[dict[str, Any]]:
+    """A plain state of several optimizers as one of each, numbered as torch does.
+
+    Args:
+        places: of each group, the place of its optimizer.
+    """
+    found = []
+    for place in range(max(places) + 1):
+        groups = [
+            g for g, other in zip(state["param_groups"], places, strict=True) if other == place
+        ]
+        index = {old: new for new, old in enumerate(n for g in groups for n in g["params"])}
+        values = {new: state["state"][old] for old, new in index.items() if old in state["state"]}
+        numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
+        found.append({"state": values, "param_groups": numbered})
+    return found
+
+
+def join_states(states: Sequence[Mapping[str, Any]], places: Sequence[int]) -> dict[str, Any]:
+    """The inverse of :func:`split_state`.
+
+    Raises:
+        ValueError: another number of states, or of groups in one of them.
+    """
+    sizes = [len(state["param_groups"]) for state in states]
+    expected = [list(places).count(place) for place in range(max(places) + 1)]
+    if sizes != expected:
+        raise ValueError(
+            f"state: expected the states of {len(expected)} optimizers with {expected} groups, got "
+            f"{len(sizes)} with {sizes}; give one for each optimizer, in the order of shard()"
+        )
+    remaining = [list(state["param_groups"]) for state in states]
+    groups: list[dict[str, Any]] = []
+    values: dict[int, Any] = {}
+    start = 0
+    for place in places:
+        group = remaining[place].pop(0)
+        numbers = range(start, start + len(group["params"]))
+        for new, old in zip(numbers, group["params"], strict=True):
+            if old in states[place]["state"]:
+                values[new] = states[place]["state"][old]
+        groups.append({**group, "params": list(numbers)})
+        start += len(numbers)
+    return {"state": values, "param_groups": groups}
+
+
 def check_groups(groups: Groups, loaded: Groups) -> None:
     """Raise for groups that are not of the same sizes.
 

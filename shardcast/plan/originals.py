@@ -16,15 +16,16 @@ class Originals:
     Attributes:
         optimizers: in the order in which they were given.
         groups: the parameter groups of all of them; the number of a group is its place here.
+        places: of each group, the place of its optimizer.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         self.groups: list[dict[str, Any]] = []
-        self._owners: list[int] = []  # of each group, the place of its optimizer
+        self.places: list[int] = []
         for place, optimizer in enumerate(self.optimizers):
             self.groups += optimizer.param_groups
-            self._owners += [place] * len(optimizer.param_groups)
+            self.places += [place] * len(optimizer.param_groups)
 
     @classmethod
     def of(
@@ -43,11 +44,11 @@ class Originals:
 
     def owner(self, number: int) -> torch.optim.Optimizer:
         """The optimizer of a group."""
-        return self.optimizers[self._owners[number]]
+        return self.optimizers[self.places[number]]
 
     def numbers(self, place: int) -> list[int]:
         """The numbers of the groups of the optimizer at ``place``."""
-        return [number for number, owner in enumerate(self._owners) if owner == place]
+        return [number for number, other in enumerate(self.places) if other == place]
 
     def numbered(self) -> Iterator[tuple[int, torch.optim.Optimizer, dict[str, Any]]]:
         """Every group with its number and its optimizer."""
@@ -62,4 +63,4 @@ class Originals:
         """Note a group that was added to the optimizer at ``place``."""
         self.optimizers[place].param_groups.append(group)
         self.groups.append(group)
-        self._owners.append(place)
+        self.places.append(place)

@@ -67,23 +67,16 @@ def update_cost(
 
     Muon's are those of its Newton-Schulz iterations: of an m x n matrix, m <= n, each multiplies
     m x n by n x m, m x m by m x m and m x m by m x n. All other classes: by elements.
-
-    Raises:
-        ValueError: a parameter without matrices in Muon.
     """
     elements = math.prod(shape)
     if not isinstance(optimizer, torch.optim.Muon):
         return ELEMENT * elements
-    if len(shape) < 2:
-        raise ValueError(
-            f"a parameter of shape {tuple(shape)} is no matrix, which Muon needs; give it to "
-            "another optimizer, such as AdamW"
-        )
-    *_, rows, columns = shape
-    small, large = sorted((rows, columns))
-    product = 4 * small * small * large + 2 * small**3
-    matrices = elements / max(1, rows * columns)
-    return ELEMENT * elements + float(group["ns_steps"]) * product * matrices
+    *stack, rows, columns = shape
+    products = 0
+    for block in group.get("row_splits") or [rows]:
+        small, large = sorted((block, columns))
+        products += 4 * small * small * large + 2 * small**3
+    return ELEMENT * elements + float(group["ns_steps"]) * products * math.prod(stack)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -14,6 +14,7 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.precision import MASTER_DTYPE, is_packable
 
 _NOT_PLAIN = object()
+OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
 
 
 def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
@@ -90,6 +91,30 @@ def check_embeddings(
                 f"that in every step; pass keep_fp32=(torch.nn.{kind},), or master='split16' with "
                 "bf16"
             )
+
+
+def check_matrices(
+    name: str, shape: Sequence[int], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> None:
+    """Raise for a parameter that Muon cannot update: torch's class looks at its first groups only.
+
+    Raises:
+        ValueError: fewer than two dimensions, or ``row_splits`` that are not its rows.
+    """
+    if not isinstance(optimizer, torch.optim.Muon):
+        return
+    if len(shape) < 2:
+        raise ValueError(
+            f"optimizer: parameter {name!r} of shape {tuple(shape)} is no matrix, which Muon "
+            "needs; give it to another optimizer, such as AdamW"
+        )
+    splits, rows = group.get("row_splits"), shape[-2]
+    if splits and (sum(splits) != rows or min(splits) < 1):
+        raise ValueError(
+            f"row_splits: expected sizes above 0 that add up to the {rows} rows of parameter "
+            f"{name!r} of shape {tuple(shape)}, got {list(splits)}; put parameters with other rows "
+            "into another group"
+        )
 
 
 def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: int) -> None:
@@ -242,7 +267,7 @@ def describe_groups(
     for number, group in enumerate(groups, first):
         for key in sorted(group):
             value = _plain(group[key])
-            ours = key in optimizer.defaults or key == "max_grad_norm"  # not a script's own notes
+            ours = key in optimizer.defaults or key in OURS  # not a script's own notes
             if ours and value is not _NOT_PLAIN:
                 lines.append(f"group {number}: {key} = {value!r}")
     return lines

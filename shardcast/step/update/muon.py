@@ -70,11 +70,6 @@ def _matrices(
     """The matrices of a parameter, views, each with its update."""
     *_, rows, columns = param.shape
     sizes = list(splits or [rows])
-    if sum(sizes) != rows:
-        raise ValueError(
-            f"row_splits: expected sizes that add up to the {rows} rows of a parameter of shape "
-            f"{tuple(param.shape)}, got {sizes}; put parameters with other rows into another group"
-        )
     stacked = (param.view(-1, rows, columns), update.reshape(-1, rows, columns))
     for matrix, direction in zip(*stacked, strict=True):
         yield from zip(matrix.split(sizes), direction.split(sizes), strict=True)
