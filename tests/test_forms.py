@@ -186,3 +186,19 @@ def test_a_skipped_pass_changes_no_bit_of_any_form(moments: str):
 def test_parameters_in_fp16_are_for_the_other_kernel():
     flat = Range("adamw", Exact(), "fp32").flat(gradients(1, torch.float16)[0], 1)
     assert not native.supports(flat)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        WholeKernel(compile=False),
+        ChunkedKernel(),
+        pytest.param(NativeKernel(), marks=needs_compiler),
+    ],
+)
+def test_ties_survive_an_update_that_changes_no_weight(kernel: Any):
+    found = Range("sgd", Split(), "fp32")
+    before = found.bits()
+    assert found.master[2].any(), "there are ties"
+    found._call(kernel, found.flat(torch.zeros(NUMEL, dtype=BF16), 1).cut(0, 1344), 1, False)
+    assert same(found.bits(), before)
