@@ -1,4 +1,4 @@
-"""Masters: the fp32 copy of the elements that this rank owns.
+"""Shards: one pack's part on this rank, its masters among it.
 
 A low-precision pack has fp32 masters for its own span: 4 bytes per owned element, or 2 where the
 published bf16 is the other half. A pack stored in fp32 is its own master: the update writes
@@ -26,7 +26,7 @@ SPLITTING = 29  # bytes that each takes on the way
 
 
 class Shard:
-    """Masters of one pack on this rank.
+    """What this rank keeps for one pack: masters, gradients and the parameters' parts.
 
     Attributes:
         store: the own span in full precision; it is the pack's own memory if that is fp32.
@@ -125,17 +125,17 @@ class Shard:
 def build_shard(
     layout: PackLayout, params: list[nn.Parameter], comm: Comm, config: ShardcastConfig
 ) -> Shard:
-    """One pack and its masters: stage in fp32, broadcast from rank 0, keep, cast, free.
+    """One pack and its shard: stage in fp32, broadcast from rank 0, keep, cast, free.
 
     Originals are freed when they are staged, so no more than one pack is held twice.
     Every rank must call it, with equal layouts.
     """
     pack = Pack(layout, params, layout.spans[comm.rank])
-    master = Shard(pack, config)
+    shard = Shard(pack, config)
     if comm.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()
-        master.fill(pack.data)
-        return master
+        shard.fill(pack.data)
+        return shard
     device = params[0].device
     staged = torch.zeros(layout.numel, dtype=MASTER_DTYPE, device=device)
     torch._foreach_copy_(pack.views(staged), [param.detach() for param in params])
@@ -144,5 +144,5 @@ def build_shard(
         param.data = nothing
     comm.broadcast(staged, 0)
     pack.fill(staged)
-    master.fill(staged)
-    return master
+    shard.fill(staged)
+    return shard

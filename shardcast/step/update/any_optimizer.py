@@ -50,17 +50,17 @@ class AnyOptimizerUpdate:
         else:
             self._step = _compat.bare_step(self._inner)
 
-    def add(self, master: Shard) -> None:
-        """Update ``master`` too, from now on."""
-        if master.fragments:
-            self._params[master] = [
-                self._master_parameter(master, part) for part in master.fragments
+    def add(self, shard: Shard) -> None:
+        """Update ``shard`` too, from now on."""
+        if shard.fragments:
+            self._params[shard] = [
+                self._master_parameter(shard, part) for part in shard.fragments
             ]
             self._read_groups()
 
     @staticmethod
-    def _master_parameter(master: Shard, fragment: Fragment) -> nn.Parameter:
-        flat = master.data[master.local(fragment.start, fragment.stop)]
+    def _master_parameter(shard: Shard, fragment: Fragment) -> nn.Parameter:
+        flat = shard.data[shard.local(fragment.start, fragment.stop)]
         whole = fragment.numel == fragment.slot.numel
         return nn.Parameter(flat.view(fragment.slot.shape) if whole else flat)
 
@@ -73,8 +73,8 @@ class AnyOptimizerUpdate:
             inner.update((key, value) for key, value in outer.items() if key != "params")
             inner["params"] = [
                 param
-                for master, params in self._params.items()
-                if master.pack.layout.group == number
+                for shard, params in self._params.items()
+                if shard.pack.layout.group == number
                 for param in params
             ]
 
@@ -88,14 +88,14 @@ class AnyOptimizerUpdate:
         if decision.skip.tolist():
             return
         self._read_groups()
-        for master, params in self._params.items():
-            assert master.grads is not None
-            factor = decision.factors[master.pack.layout.group]
-            exact = master.grads.own.to(MASTER_DTYPE)
+        for shard, params in self._params.items():
+            assert shard.grads is not None
+            factor = decision.factors[shard.pack.layout.group]
+            exact = shard.grads.own.to(MASTER_DTYPE)
             exact = exact if factor is None else exact * factor
-            for param, part, here in zip(params, master.fragments, present[master], strict=True):
+            for param, part, here in zip(params, shard.fragments, present[shard], strict=True):
                 if here:
-                    grad = exact[master.local(part.start, part.stop)]
+                    grad = exact[shard.local(part.start, part.stop)]
                     param.grad = grad.view(param.shape)
         with torch.enable_grad():  # some optimizers compute with autograd
             self._step()
@@ -139,13 +139,13 @@ class AnyOptimizerUpdate:
 
     def publish(self) -> None:
         """Cast the masters into the packs; takes in what an optimizer put elsewhere."""
-        for master, params in self._params.items():
-            for param, part in zip(params, master.fragments, strict=True):
-                flat = master.data[master.local(part.start, part.stop)]
+        for shard, params in self._params.items():
+            for param, part in zip(params, shard.fragments, strict=True):
+                flat = shard.data[shard.local(part.start, part.stop)]
                 if param.data_ptr() != flat.data_ptr():  # it assigned param.data
                     flat.copy_(param.detach().reshape(-1))
                     param.data = flat.view(param.shape)
-            master.publish()
+            shard.publish()
 
     def switch(self, mode: str) -> bool:
         """Call ``train`` or ``eval`` of optimizers that have it (schedule-free ones).
@@ -171,17 +171,17 @@ class AnyOptimizerUpdate:
             if isinstance(value, Tensor) and value.dim()
         )
 
-    def fragment_state(self, master: Shard, position: int) -> dict[str, Any]:
+    def fragment_state(self, shard: Shard, number: int) -> dict[str, Any]:
         """The inner optimizer's own state of one fragment."""
-        if master not in self._params:
+        if shard not in self._params:
             return {}
-        return dict(self._inner.state.get(self._params[master][position], {}))
+        return dict(self._inner.state.get(self._params[shard][number], {}))
 
-    def load_fragment(self, master: Shard, position: int, state: Mapping[str, Any]) -> None:
+    def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment; tensors of its length take its master's shape."""
-        if master not in self._params:  # frozen: it has none
+        if shard not in self._params:  # frozen: it has none
             return
-        param = self._params[master][position]
+        param = self._params[shard][number]
         loaded = {}
         for name, value in state.items():
             if isinstance(value, Tensor):

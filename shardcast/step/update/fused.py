@@ -144,13 +144,13 @@ class FusedUpdate:
         self._kernel: Kernel = ChunkedKernel()
         self._lanes: Lanes | None = None
 
-    def add(self, master: Shard) -> None:
-        """Update ``master`` too, from now on."""
-        if master.fragments:
+    def add(self, shard: Shard) -> None:
+        """Update ``shard`` too, from now on."""
+        if shard.fragments:
             if not self._states:
-                self._kernel = choose_kernel(self._config, master.published.device)
-                self._lanes = make_lanes(self._config, master.published.device)
-            self._states[master] = ShardState(master, self._config)
+                self._kernel = choose_kernel(self._config, shard.published.device)
+                self._lanes = make_lanes(self._config, shard.published.device)
+            self._states[shard] = ShardState(shard, self._config)
             self._common = None
 
     @torch.no_grad()
@@ -272,30 +272,30 @@ class FusedUpdate:
         """Bytes of the flat state; the 0-dim steps aside."""
         return sum(s.nbytes for state in self._states.values() for s in state.stores.values())
 
-    def fragment_state(self, master: Shard, position: int) -> dict[str, Tensor]:
+    def fragment_state(self, shard: Shard, number: int) -> dict[str, Tensor]:
         """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use."""
-        state = self._states.get(master)
-        cohort = None if state is None else state.cohorts[position]
+        state = self._states.get(shard)
+        cohort = None if state is None else state.cohorts[number]
         if state is None or cohort is None:
             return {}
         step = self._steps[cohort]
-        fragment = master.fragments[position]
-        part = master.local(fragment.start, fragment.stop)
+        fragment = shard.fragments[number]
+        part = shard.local(fragment.start, fragment.stop)
         views = {name: store.read(part) for name, store in state.stores.items()}
         if self._kind is torch.optim.SGD:  # torch keeps no step for it
             return views if float(step) else {}
         return {"step": step, **views}
 
-    def load_fragment(self, master: Shard, position: int, state: Mapping[str, Any]) -> None:
+    def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by 1-d tensors of its length."""
-        mine = self._states.get(master)
+        mine = self._states.get(shard)
         if mine is None:  # frozen: it has none
             return
         self._common = None
-        fragment, device = master.fragments[position], master.published.device
-        part = master.local(fragment.start, fragment.stop)
+        fragment, device = shard.fragments[number], shard.published.device
+        part = shard.local(fragment.start, fragment.stop)
         if not state:
-            mine.cohorts[position] = None
+            mine.cohorts[number] = None
             for store in mine.stores.values():
                 store.write(part, torch.zeros(fragment.numel, device=device))
             return
@@ -306,7 +306,7 @@ class FusedUpdate:
         started = 2.0  # of SGD, which keeps no step: its buffer is past the first one
         if self._kind is torch.optim.SGD and state.get("momentum_buffer") is None:
             started = 0.0
-        mine.cohorts[position] = self._cohort_of(float(state.get("step", started)), device)
+        mine.cohorts[number] = self._cohort_of(float(state.get("step", started)), device)
 
     def _cohort_of(self, value: float, device: torch.device) -> int:
         """The cohort of the fragments that have taken as many steps."""

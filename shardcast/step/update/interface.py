@@ -23,8 +23,8 @@ class Update(Protocol):
 
     elementwise: bool
 
-    def add(self, master: Shard) -> None:
-        """Update ``master`` too, from now on."""
+    def add(self, shard: Shard) -> None:
+        """Update ``shard`` too, from now on."""
 
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
         """Update, cast and publish the own spans.
@@ -43,10 +43,10 @@ class Update(Protocol):
     def nbytes(self) -> int:
         """Bytes of the state; 0-dim tensors aside."""
 
-    def fragment_state(self, master: Shard, position: int) -> dict[str, Any]:
+    def fragment_state(self, shard: Shard, number: int) -> dict[str, Any]:
         """torch's state of one fragment; empty before its first step."""
 
-    def load_fragment(self, master: Shard, position: int, state: Mapping[str, Any]) -> None:
+    def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by tensors of its length."""
 
 
