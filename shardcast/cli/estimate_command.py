@@ -27,13 +27,14 @@ from shardcast.estimate import (
     step_time,
     units_of,
 )  # fmt: skip
+from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
 
 Row = dict[str, Any]  # the figures of one world size
 
 KINDS = ("parameters", "gradients", "masters", "state", "outside")
 BYTES = (*KINDS, "total", "host", "setup_peak", "sent")
-COUNTS = ("sender", "packs", "collectives", "imbalance")
+COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
 STAGES = ("compute", "reduce", "combine", "update", "sync", "in_backward", "in_forward", "step")
 # Stages as they are drawn, one upon the other, and what of each lies under another one.
 STACKED = {
@@ -56,6 +57,7 @@ LEGEND = {
     "sent": "what leaves the rank that sends most, number sender, in a step",
     "collectives": "launches of a step, the small all-reduce by which all ranks decide included",
     "imbalance": "what the fullest rank holds of masters and state, over the mean; 1 at best",
+    "cost_imbalance": "the same of what the update computes: whole matrices have one owner",
     "compute": "forward and backward: 6 operations per parameter and token",
     "reduce": "gradients to their owners and the fp32 sum there",
     "combine": "the norm, and the all-reduce of what all ranks must agree on",
@@ -78,11 +80,11 @@ def run(arguments: list[str]) -> int:
     if parsed.plot is not None:
         _figure()  # told before the work is done
     machine = Machine.load(parsed.machine)
-    model, optimizer = _build(parsed.model, parsed.optimizer)
+    model, originals = _build(parsed.model, parsed.optimizer)
     config = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())
-    title = f"{numel:,} parameters, {type(optimizer).__name__}"
-    job = (model, optimizer, config, machine, parsed.tokens)
+    title = f"{numel:,} parameters, {originals.name}"
+    job = (model, originals, config, machine, parsed.tokens)
     rows = rows_of(parsed.world_size, *job)
     if parsed.plot is not None:
         plot(rows_of(PLOTTED, *job), title, parsed.plot)
@@ -129,8 +131,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _build(name: str, kind: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What the function ``name`` returns; an optimizer ``kind`` unless it returns one."""
+def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
+    """What the function ``name`` returns; an optimizer ``kind`` unless it returns some."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m does
     try:
@@ -142,28 +144,29 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, torch.optim.Optimize
         ) from error
     with torch.device("meta"):
         built = build()
-    model, *more = built if isinstance(built, tuple) else (built,)
+    model, *given = built if isinstance(built, tuple) else (built,)
+    several = len(given) == 1 and isinstance(given[0], (list, tuple))
+    more = list(given[0]) if several else given
     optimizers = [it for it in more if isinstance(it, torch.optim.Optimizer)]
-    if not isinstance(model, nn.Module) or len(more) > 1 or len(optimizers) != len(more):
+    if not isinstance(model, nn.Module) or len(given) > 1 or len(optimizers) != len(more):
         got = ", ".join(type(it).__name__ for it in (model, *more))
         raise ValueError(
             f"model: expected that {name} returns a torch.nn.Module, or one and its "
-            f"torch.optim.Optimizer, got {got}"
+            f"torch.optim.Optimizer or a list of them, got {got}"
         )
     if optimizers and kind is not None:
         raise ValueError(
             f"optimizer: {name} returns one ({type(optimizers[0]).__name__}); leave out "
             f"--optimizer {kind}"
         )
-    if optimizers:
-        return model, optimizers[0]
-    return model, getattr(torch.optim, kind or "AdamW")(model.parameters(), lr=0.1)
+    kind = kind or "AdamW"
+    return model, Originals(optimizers or [getattr(torch.optim, kind)(model.parameters(), lr=0.1)])
 
 
 def rows_of(
     sizes: Sequence[int],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    originals: Originals,
     config: ShardcastConfig,
     machine: Machine,
     tokens: int,
@@ -173,14 +176,15 @@ def rows_of(
     ``time`` has the :data:`STAGES` of shardcast in seconds, ``peer_times`` those of others.
     """
     numel = sum(param.numel() for param in model.parameters())
-    moments = state_of(optimizer, optimizer.param_groups[0]).moments
+    moments = _moments(originals)
     units = units_of(model)
     rows = []
     for size in sizes:
-        found = estimate(model, optimizer, size, config, machine.fabric)
+        found = estimate(model, originals.optimizers, size, config, machine.fabric)
         row: Row = {"world_size": size, **{name: getattr(found, name) for name in BYTES}}
         row |= {"sender": found.sender, "packs": len(found.layout.packs)}
         row |= {"collectives": found.collectives, "imbalance": found.imbalance}
+        row["cost_imbalance"] = found.cost_imbalance
         row["routes"] = _routes(found)
         row["others"] = peers(numel, moments, size)
         row |= {"machine": machine.name, "tokens": tokens}
@@ -189,6 +193,16 @@ def rows_of(
         row["other_times"] = {name: _stages(time) for name, time in others.items()}
         rows.append(row)
     return rows
+
+
+def _moments(originals: Originals) -> float:
+    """State tensors per parameter, in the mean over all elements."""
+    elements = moments = 0
+    for _, owner, group in originals.numbered():
+        numel = sum(param.numel() for param in group["params"])
+        elements += numel
+        moments += numel * state_of(owner, group).moments
+    return moments / max(1, elements)
 
 
 def _routes(found: Estimate) -> list[Row]:
@@ -221,7 +235,7 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
     counts = ("sender", "packs", "collectives")
     lines += _columns(sizes, [
         {"sent": f"{row['sent'] / scale:,.1f}", **{n: f"{row[n]:,}" for n in counts},
-         "imbalance": f"{row['imbalance']:.3f}"}
+         **{n: f"{row[n]:.3f}" for n in ("imbalance", "cost_imbalance")}}
         for row in rows
     ])  # fmt: skip
     lines += [

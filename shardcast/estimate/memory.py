@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory import forms
 from shardcast.memory.shard import FILL, SPLITTING
 from shardcast.optimizer.setup import Plan, plan_for
-from shardcast.plan.layout import Layout, PackLayout, Span
+from shardcast.plan.layout import Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import routed
 from shardcast.plan.partition import ELEMENTWISE
@@ -22,6 +22,8 @@ from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 from shardcast.step.update.several import Updates
+
+KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known before they run
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Estimate:
         collectives: launches per step, the small all-reduce included.
         imbalance: what the fullest rank holds of masters, state and sharded gradients, over the
             mean of all ranks; 1 at best.
+        cost_imbalance: the same of what the update computes, as owners of whole parameters are
+            chosen by it (the units of ``cost_fn``, or operations).
         traffic: of the packs that train, in the order of the layout.
         updated: bytes that the update reads and writes on the rank that updates most.
         normed: bytes that the norm reads there.
@@ -75,6 +79,7 @@ class Estimate:
     sender: int
     collectives: int
     imbalance: float
+    cost_imbalance: float
     traffic: tuple[Traffic, ...]
     updated: int
     normed: int
@@ -87,7 +92,7 @@ class Estimate:
 
 def estimate(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
     fabric: Fabric = Fabric("nccl", 8),  # noqa: B008, it is a constant
@@ -96,7 +101,8 @@ def estimate(
 
     Args:
         model: usually built on ``meta``.
-        optimizer: an elementwise one of torch over its parameters; unchanged.
+        optimizer: an elementwise one of torch over its parameters, or Muon, or a list of them;
+            unchanged.
         config: a config or a mapping; ``None`` reads the environment.
         fabric: for which routes are chosen: the backend, and how many ranks share a node.
 
@@ -104,26 +110,29 @@ def estimate(
         ValueError: another optimizer, whose state depends on more than the number of elements.
         TypeError, ValueError: what ``shard`` refuses too.
     """
-    if type(optimizer) not in ELEMENTWISE:
-        known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-        raise ValueError(
-            f"optimizer: expected one of {known}, got {type(optimizer).__name__}; the state of "
-            "others is not known before they run: see optimizer.memory_report() after a step"
-        )
+    originals = Originals.of(optimizer)
+    for one in originals.optimizers:
+        if type(one) not in KNOWN:
+            known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
+            raise ValueError(
+                f"optimizer: expected one of {known}, got {type(one).__name__}; the state of "
+                "others is not known before they run: see optimizer.memory_report() after a step"
+            )
     if world_size < 1:
         raise ValueError(f"world_size: expected a number of ranks >= 1, got {world_size}")
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
-    Updates(Originals([optimizer]), config, Comm(None))  # refuses what shard() does
-    plan = plan_for(model, optimizer, config, world_size)
+    Updates(originals, config, Comm(None))  # refuses what shard() does
+    plan = plan_for(model, originals, config, world_size)
     fabric = Fabric(fabric.backend, min(world_size, fabric.node))
     layout = routed(plan.layout, config, fabric)
-    states = [state_of(optimizer, group) for group in optimizer.param_groups]
+    states = [state_of(owner, group) for _, owner, group in originals.numbered()]
     cast_peak, live = _convert_outside(plan)
     return Estimate(
         layout,
         outside=live - sum(param.nbytes for param in plan.params.values()),
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
+        cost_imbalance=_over_mean(_costs(layout, plan.costs)),
         **_summed(layout, plan.precision, config, states, fabric.backend),
     )
 
@@ -144,8 +153,10 @@ class StateOf:
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateOf:
-    """The state that an elementwise optimizer of torch keeps with the options of ``group``."""
+    """The state that one of the :data:`KNOWN` optimizers keeps with the options of ``group``."""
     kind: Any = type(optimizer)
+    if kind is torch.optim.Muon:
+        return StateOf(1, flat=False)
     if kind in STATE_NAMES:
         return StateOf(len(rule_of(kind, group).state), flat=True)
     one = nn.Parameter(torch.zeros(1, dtype=MASTER_DTYPE))  # as the masters that it will run on
@@ -239,7 +250,7 @@ def _summed(
         "sent": sent[sender] if size > 1 else 0,
         "sender": sender,
         "collectives": 1 + sum(map(launches, traffic)) if size > 1 else 0,
-        "imbalance": held[most] * size / sum(held) if any(held) else 1.0,
+        "imbalance": _over_mean(held),
         "traffic": tuple(traffic),
         "updated": max(updated),
         "normed": max(normed),
@@ -247,20 +258,42 @@ def _summed(
 
 
 def _elements(pack: PackLayout) -> list[int]:
-    """Per rank, how many elements of its span are a parameter's; the others are padding.
+    """Per rank, how many elements of its span are a parameter's; the others are padding."""
+    found = [0] * len(pack.spans)
+    for rank, _, count in _parts(pack):
+        found[rank] += count
+    return found
+
+
+def _parts(pack: PackLayout) -> Iterator[tuple[int, Slot, int]]:
+    """Owner, slot and elements of each part of a parameter.
 
     One walk along slots and spans: ``pack.fragments()`` of each of a thousand ranks takes long.
     """
-    found = [0] * len(pack.spans)
     position = 0
     for span in pack.spans:
         while position < len(pack.slots):
             slot = pack.slots[position]
-            found[span.owner] += max(0, min(slot.end, span.stop) - max(slot.offset, span.start))
+            count = min(slot.end, span.stop) - max(slot.offset, span.start)
+            if count > 0:
+                yield span.owner, slot, count
             if slot.end > span.stop:  # the rest of it is the next rank's
                 break
             position += 1
+
+
+def _costs(layout: Layout, costs: Mapping[str, float]) -> list[float]:
+    """What the update costs each rank."""
+    found = [0.0] * layout.world_size
+    for pack in layout.packs:
+        if pack.requires_grad:
+            for rank, slot, count in _parts(pack):
+                found[rank] += costs[slot.name] * count / slot.numel
     return found
+
+
+def _over_mean(values: Sequence[float]) -> float:
+    return max(values) * len(values) / sum(values) if any(values) else 1.0
 
 
 def _packing_peak(plan: Plan) -> int:

@@ -17,7 +17,7 @@ DDP_BUCKET = 25 * 2**20  # bytes; torch's default bucket_cap_mb
 FP32, LOW = 4, 2  # bytes
 
 
-def peers(numel: int, moments: int, world_size: int) -> dict[str, float]:
+def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
     """Bytes per rank that others hold for ``numel`` parameters in mixed precision.
 
     Persistent tensors after a backward; activations, buckets in flight and temporary casts aside.
@@ -35,7 +35,7 @@ def peers(numel: int, moments: int, world_size: int) -> dict[str, float]:
 
 
 def peer_times(
-    units: Sequence[int], moments: int, group: Group, tokens: int
+    units: Sequence[int], moments: float, group: Group, tokens: int
 ) -> dict[str, StepTime]:
     """Seconds of their steps, without accumulation or activation checkpointing.
 
@@ -76,7 +76,7 @@ def units_of(model: nn.Module) -> list[int]:
     return [rest, *found] if rest else found
 
 
-def _ddp(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
+def _ddp(numel: int, moments: float, group: Group, tokens: int) -> StepTime:
     """All-reduce of fp32 gradients, bucket by bucket; everything else on every rank."""
     machine = group.machine
     forward, backward = compute_times(numel, tokens, machine)
@@ -96,7 +96,7 @@ def _ddp(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
     )
 
 
-def _fsdp2(units: Sequence[int], moments: int, group: Group, tokens: int) -> StepTime:
+def _fsdp2(units: Sequence[int], moments: float, group: Group, tokens: int) -> StepTime:
     """Layers gathered in forward and again in backward, gradients scattered, all in bf16."""
     machine, numel = group.machine, sum(units)
     forward, backward = compute_times(numel, tokens, machine)
@@ -120,7 +120,7 @@ def _fsdp2(units: Sequence[int], moments: int, group: Group, tokens: int) -> Ste
     )
 
 
-def _megatron(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
+def _megatron(numel: int, moments: float, group: Group, tokens: int) -> StepTime:
     """Its distributed optimizer with ``--overlap-grad-reduce``: fp32 gradients scattered.
 
     Buckets of max(40 M, 1 M * ranks) parameters (megatron/core/distributed). Parameters are
@@ -144,7 +144,7 @@ def _megatron(numel: int, moments: int, group: Group, tokens: int) -> StepTime:
     )
 
 
-def _update(moments: int) -> int:
+def _update(moments: float) -> float:
     """Bytes per parameter: its fp32 gradient is read, weight and moments are read and written."""
     return FP32 + 2 * FP32 * (1 + moments)
 

@@ -42,6 +42,7 @@ class Plan:
         layout: all packs of the optimizer.
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
+        costs: of their updates, in units that only compare.
         facts: what all ranks must have planned alike, a line each.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     layout: Layout
     new: tuple[PackLayout, ...]
     params: Mapping[str, nn.Parameter]
+    costs: Mapping[str, float]
     facts: tuple[str, ...]
 
     def outside(self) -> dict[str, nn.Parameter]:
@@ -87,7 +89,8 @@ def plan_for(
     for number, owner, group in originals.numbered():
         facts += validate.describe_groups(owner, [group], number)
     facts += [f"{key} = {value}" for key, value in config.to_dict().items()]
-    return Plan(inner, averaged, config, precision, layout, layout.packs, params, tuple(facts))
+    packs = layout.packs
+    return Plan(inner, averaged, config, precision, layout, packs, params, costs, tuple(facts))
 
 
 def plan_group(
@@ -113,14 +116,14 @@ def plan_group(
     validate.check_limit(group, optimizer.defaults, number)
     precision = _precision(model, params, config)
     groups = dict.fromkeys(params.values(), number)
-    costs = {param: _cost(name, param, optimizer, group, config) for name, param in params.items()}
+    costs = {name: _cost(name, param, optimizer, group, config) for name, param in params.items()}
     infos = describe(params, config, groups, precision.storage_dtype, costs)
     own = plan_packs(infos, before.world_size, partition_of(optimizer, config), config)
     first = len(before.packs)
     new = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in own.packs)
     layout = dataclasses.replace(before, packs=before.packs + new)
     facts = layout.lines() + validate.describe_groups(optimizer, [group], number)
-    return Plan(model, False, config, precision, layout, new, params, tuple(facts))
+    return Plan(model, False, config, precision, layout, new, params, costs, tuple(facts))
 
 
 def _costs(
@@ -128,9 +131,9 @@ def _costs(
     groups: Mapping[nn.Parameter, int],
     originals: Originals,
     config: ShardcastConfig,
-) -> dict[nn.Parameter, float]:
+) -> dict[str, float]:
     owners = {number: (owner, group) for number, owner, group in originals.numbered()}
-    return {p: _cost(name, p, *owners[groups[p]], config) for name, p in params.items()}
+    return {name: _cost(name, p, *owners[groups[p]], config) for name, p in params.items()}
 
 
 def _cost(

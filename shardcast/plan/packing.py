@@ -26,7 +26,7 @@ def describe(
     config: ShardcastConfig,
     groups: Mapping[nn.Parameter, int],
     storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
-    costs: Mapping[nn.Parameter, float] | None = None,
+    costs: Mapping[str, float] | None = None,
 ) -> list[ParamInfo]:
     """The planner's view of parameters, in the order of ``named`` (model order).
 
@@ -51,7 +51,7 @@ def describe(
             param.requires_grad,
             groups[param],
             "" if config.group_fn is None else repr(config.group_fn(name, param)),
-            None if costs is None else costs[param],
+            None if costs is None else costs[name],
         )
         for name, param in named.items()
     ]
