@@ -8,7 +8,6 @@ around a sharded one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,15 +56,14 @@ class ModelHooks:
         averaged: bool,
     ) -> None:
         self._model, self._shards = model, shards
+        self._begin, self._averaged = begin, averaged
         self._stale = False
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = [
-            model.register_forward_hook(Hook(partial(_on_backward, begin))),
-            model.register_forward_pre_hook(Hook(self._refuse_converted)),
-            model.register_forward_hook(Hook(self._refuse_conversion_inside)),
+            # One of each kind: Dynamo keeps few graphs for hooks, which share their code.
+            model.register_forward_pre_hook(Hook(self._before_forward)),
+            model.register_forward_hook(Hook(self._after_forward)),
         ]
-        if not averaged:
-            self._handles.append(model.register_forward_pre_hook(Hook(_refuse_ddp)))
         for module in model.modules():
             self._handles += [
                 module.register_load_state_dict_pre_hook(Hook(self._before_load)),
@@ -91,20 +89,33 @@ class ModelHooks:
             handle.remove()
         self._handles.clear()
 
-    def _refuse_converted(self, module: nn.Module, _args: Any) -> None:
-        """Before torch stops at some operation or gradient without saying why."""
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-            return  # a model that is only to be used may be converted
-        for shard in self._shards:
-            if shard.pack.converted:
-                shard.pack.check()
-
-    def _refuse_conversion_inside(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        """After the first forward: some routers do ``self.classifier.to(torch.float32)`` in it."""
-        trains = module.training and torch.is_grad_enabled()
-        if self._looked or not trains or torch.compiler.is_compiling():
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        """Refuse what torch would stop at somewhere without saying why."""
+        if torch.compiler.is_compiling():
             return
-        self._looked = True
+        if not self._averaged and _compat.inside_ddp(module):
+            raise RuntimeError(
+                "model: a sharded model was wrapped in DistributedDataParallel, so gradients "
+                "would be averaged twice; use the model as shardcast.shard left it, without DDP"
+            )
+        if module.training and torch.is_grad_enabled():  # else it may be converted to be used
+            for shard in self._shards:
+                if shard.pack.converted:
+                    shard.pack.check()
+
+    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():  # the first gradient hook begins the backward then
+            return
+        if module.training and torch.is_grad_enabled() and not self._looked:
+            self._looked = True
+            self._refuse_conversion_inside()
+        begin = self._begin  # not all of this object: a graph may be kept
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _grad: begin())
+
+    def _refuse_conversion_inside(self) -> None:
+        """After the first forward: some routers do ``self.classifier.to(torch.float32)`` in it."""
         for shard in self._shards:
             pack = shard.pack
             for slot, param in zip(pack.layout.slots, pack.params, strict=True):
@@ -150,22 +161,6 @@ class ModelHooks:
                 for _, fragment, param in shard.owned():
                     if param in params:
                         yield param, shard, fragment
-
-
-def _on_backward(begin: Callable[[], None], _module: nn.Module, _args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():  # the first gradient hook begins it then
-        return
-    for tensor in _tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _grad: begin())
-
-
-def _refuse_ddp(module: nn.Module, _args: Any) -> None:
-    if not torch.compiler.is_compiling() and _compat.inside_ddp(module):
-        raise RuntimeError(
-            "model: a sharded model was wrapped in DistributedDataParallel, so gradients would be "
-            "averaged twice; use the model as shardcast.shard left it, without DDP"
-        )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
