@@ -61,7 +61,7 @@ class ShardcastConfig:
     keep_fp32: tuple[KeepRule, ...] = _option(
         (),
         "modules kept in fp32: 'norms', glob patterns of parameter names, module classes or "
-        "predicates (name, parameter) -> bool; whoever owns a matching parameter is kept whole",
+        "predicates (name, parameter) -> bool; a module with a matching parameter is kept whole",
     )
     cast_forward_inputs: bool = _option(
         True, "cast floating-point inputs of the root module to param_dtype"
@@ -124,7 +124,7 @@ class ShardcastConfig:
         2000, "steps without overflow after which the dynamic loss scale doubles"
     )
     max_skipped_steps: int = _option(
-        50, "raise after this many steps in a row were skipped for non-finite gradients"
+        50, "raise after this many steps in a row were skipped because of non-finite gradients"
     )
     grads: str = _option(
         "full",
@@ -145,18 +145,18 @@ class ShardcastConfig:
         choices=("fp32", "bf16", "int8"),
     )
     offload: bool = _option(
-        False, "keep masters and moments in host memory and send the update windows of them"
+        False, "keep masters and moments in host memory; the update fetches windows of them"
     )
     reduce: str = _option(
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: what "
-        "takes least time and is rounded once",
+        "is fastest and rounds once",
         choices=("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = _option(
         "auto",
         "how updated parameters reach everybody; all_gather needs the even partition; auto: what "
-        "takes least time, as print(optimizer.layout) shows",
+        "is fastest, as print(optimizer.layout) shows",
         choices=("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = _option(

@@ -60,8 +60,8 @@ def _tell_unused() -> None:
     else:
         return
     print(
-        f"shardcast: WARNING: {problem}. Doors that read it: shardcast.shard(), "
-        "ShardcastAccelerator, ShardcastTrainer, Lightning's strategy 'shardcast', and "
+        f"shardcast: WARNING: {problem}. It is read by shardcast.shard(), "
+        "ShardcastAccelerator, ShardcastTrainer, Lightning's strategy 'shardcast', and under "
         "`shardcast launch` or `python -m shardcast.run` for unedited scripts of Accelerate",
         file=sys.stderr,
         flush=True,

@@ -274,7 +274,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "shape": (lambda: Wider(width=12), None, r"'a\.weight' has shape \(13, 7\), expected \(12, 7"),
     "missing": (lambda: Wider(extra=True), None, r"lacks 2 .*'d\.bias'"),
-    "extra": (Fewer, None, r"has not, 2 .*'c\.bias'"),
+    "extra": (Fewer, None, r"does not have, 2 .*'c\.bias'"),
     "optimizer": (Wider, adam, "state of AdamW, expected Adam"),
     "groups": (Wider, two_groups, "expected 2 param_groups, got 1"),
 }

@@ -139,7 +139,7 @@ def wrong(what: str) -> tuple[Any, Any]:
 
 WRONG = {
     "missing": "lacks 1 .*'ln.weight'",
-    "extra": "has not, 1 .*'ln.other'",
+    "extra": "does not have, 1 .*'ln.other'",
     "shape": r"'ln.weight' has shape \(19,\), expected \(18,\)",
     "no tensor": "got dict at 'ln.weight'",
     "groups": "expected groups with",

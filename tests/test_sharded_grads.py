@@ -316,4 +316,4 @@ def beside_ddp(group: Any) -> str:
 
 def test_beside_ddp_it_is_refused(gloo: SpawnedWorld):
     for told in gloo.run(beside_ddp):
-        assert "grads: 'sharded' has no meaning beside DDP" in told
+        assert "grads: 'sharded' cannot be combined with DDP" in told

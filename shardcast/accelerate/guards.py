@@ -103,9 +103,9 @@ def _refuse_handlers(accelerator: Any) -> None:
     asked = {} if handler is None else handler.to_kwargs()
     if asked:
         raise RuntimeError(
-            f"accelerate: GradScalerKwargs({', '.join(asked)}) has no effect: the loss scale is "
-            "shardcast's; set loss_scale, loss_scale_init or loss_scale_growth_interval in the "
-            "shardcast configuration"
+            f"accelerate: GradScalerKwargs({', '.join(asked)}) has no effect: shardcast "
+            "scales the loss itself; set loss_scale, loss_scale_init or loss_scale_growth_interval "
+            "in the shardcast configuration"
         )
 
 

@@ -137,7 +137,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     if match and int(match[1]) != manifest["step"]:
         raise DamagedCheckpointError(
             f"checkpoint {str(folder)!r}: it holds step {manifest['step']}; the directory was "
-            "renamed, give it its name back"
+            "renamed; restore its name"
         )
     return manifest
 

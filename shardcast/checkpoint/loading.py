@@ -132,7 +132,7 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
     given = source.weights.keys() - mine["ties"].keys()
     for what, names in (
         ("lacks", expected.keys() - given),
-        ("has, and this model has not,", given - expected.keys()),
+        ("has, and this model does not have,", given - expected.keys()),
     ):
         if names:
             shown = ", ".join(repr(name) for name in sorted(names)[:5])

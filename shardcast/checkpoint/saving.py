@@ -223,7 +223,7 @@ def begin(
     everyone = snapshot.collect(lambda: (arguments, nbytes), call)
     if any(theirs != arguments for theirs, _ in everyone):
         raise ValueError(
-            "save: the ranks give other arguments (directory, step, keep): "
+            "save: the ranks gave different arguments (directory, step, keep): "
             + "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
         )
     target = folders.folder_of(base, step)

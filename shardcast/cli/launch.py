@@ -111,7 +111,7 @@ def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str
     if several and not on_cpu and not torch.accelerator.is_available():
         raise ValueError(
             f"distributed_type: MULTI_GPU with {processes} processes, but this machine has no GPU "
-            "that torch can use; for processes on the CPU say use_cpu: true in the file, as "
+            "that torch can use; for processes on the CPU set use_cpu: true in the file, as "
             "configs/accelerate/shardcast_cpu.yaml does, or set ACCELERATE_USE_CPU=true"
         )
 

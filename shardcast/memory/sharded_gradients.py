@@ -105,7 +105,7 @@ def _plain(item: Any) -> Any:
 
 def _lost(edit: str) -> RuntimeError:
     return RuntimeError(
-        f"{edit}: with grads 'sharded' .grad is only a mark after backward, and an edit of it "
+        f"{edit}: with grads 'sharded' .grad is a placeholder after backward, and an edit of it "
         "would be lost; use optimizer.clip_grad_norm_ or clip_grad_value_, edit gradients in hooks "
         "(register_post_accumulate_grad_hook), or use grads 'full'"
     )

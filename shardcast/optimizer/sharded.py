@@ -462,8 +462,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _evaluated(closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
     if options:
         raise TypeError(
-            f"step: expected nothing but a closure, got {', '.join(options)}=; the update is "
-            "shardcast's: loss scale, clipping and learning rate are its options and groups"
+            f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast "
+            "makes the update: set loss scale, clipping and learning rate in its options and groups"
         )
     if closure is None:
         return None

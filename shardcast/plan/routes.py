@@ -124,7 +124,7 @@ def choose(
 def _check_two_level(size: int, equal: bool, fabric: Fabric) -> None:
     if not equal:
         raise ValueError(
-            "reduce: two_level needs equal spans, which partition 'whole' has not; use 'auto'"
+            "reduce: two_level needs equal spans, which partition 'whole' does not have; use 'auto'"
         )
     if fabric.node < size and not can_two_level(size, fabric):
         raise ValueError(

@@ -243,7 +243,7 @@ def check_ddp(
     """
     if config.grads == "sharded":
         raise ValueError(
-            "grads: 'sharded' has no meaning beside DDP, whose buckets hold all gradients; pass "
+            "grads: 'sharded' cannot be combined with DDP, whose buckets hold all gradients; pass "
             "the bare model"
         )
     for name, param in named.items():

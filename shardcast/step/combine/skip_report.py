@@ -119,7 +119,7 @@ class SkipReport:
         where = self._locate([int(position) - 1 for position in bad])
         if raising:
             raise RuntimeError(
-                f"{int(in_row)} steps in a row were skipped for non-finite gradients "
+                f"{int(in_row)} steps in a row were skipped because of non-finite gradients "
                 f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
                 "or look at the data of these steps."
             )

@@ -34,7 +34,7 @@ class Edits:
             self._warn_once(
                 "gradients were edited in place after backward; only the part of a gradient that "
                 "this rank owns is the mean over ranks, so torch.nn.utils.clip_grad_norm_ and "
-                "whatever else looks at several gradients gives another result on each rank: use "
+                "whatever else looks at several gradients gives each rank another result: use "
                 "optimizer.clip_grad_norm_ (edits of each element by itself are fine)"
             )
 
