@@ -60,9 +60,9 @@ def _tell_unused() -> None:
     else:
         return
     print(
-        f"shardcast: WARNING: {problem}. It is read by shardcast.shard(), "
-        "ShardcastAccelerator, ShardcastTrainer, Lightning's strategy 'shardcast', and under "
-        "`shardcast launch` or `python -m shardcast.run` for unedited scripts of Accelerate",
+        f"shardcast: WARNING: {problem}. A configuration is read by shardcast.shard(), "
+        "ShardcastAccelerator, ShardcastTrainer, Lightning's strategy 'shardcast', and, for "
+        "unedited scripts of Accelerate, `shardcast launch` and `python -m shardcast.run`",
         file=sys.stderr,
         flush=True,
     )
