@@ -112,6 +112,27 @@ def test_real_processes_give_the_same_bits(gloo: SpawnedWorld, sync: str):
         assert_same_bits(own, their_own)
 
 
+def steps_without_a_batch(group: Any, fields: dict[str, Any]) -> Tensors:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sharded(model, group, **SMALL, **fields)
+    for step in range(4):
+        if step != 2 or optimizer.engine.comm.rank == 0:
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_sync()
+    return values(model)
+
+
+def test_a_rank_without_a_batch_launches_what_the_others_launch(gloo: SpawnedWorld):
+    """It cannot overlap, for it has shown no forward; on gloo a plain sync is other calls."""
+    plain = gloo.run(steps_without_a_batch, {"param_dtype": FP32})
+    overlapped = gloo.run(steps_without_a_batch, {"param_dtype": FP32, "overlap_sync": True})
+    for mine, theirs in zip(plain, overlapped, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 # -- that it overlaps, and who waits ------------------------------------------------------------
 
 

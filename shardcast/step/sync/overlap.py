@@ -69,13 +69,15 @@ class Overlap:
     def __call__(self) -> None:
         """Sync: start it, if the forwards so far show who is to wait. Collective.
 
-        Whether a rank only starts or also waits is its own business; it launches the same.
+        Whether a rank only starts or also waits is its own business; it launches the same. So no
+        rank calls ``sync``, which on gloo sends messages where what is started are broadcasts.
         """
         modules, self._called = self._called, set()
         eager, self._backward = self._backward, False
         # A compiled graph would not wait, a captured one must end what it starts.
         if not eager or self._traced or _capturing(self._sync.packs):
-            self._sync()
+            self._sync.start()
+            self._sync.wait()
             return
         if len(self._sync.packs) != self._mapped:
             self._map()
