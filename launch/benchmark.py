@@ -8,6 +8,7 @@
     python launch/benchmark.py worlds                      # the host's part, of 8 to 1,024 ranks
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
+    python launch/benchmark.py matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
 
 Everything of a command runs in one process per rank, in interleaved rounds: each round runs every
 candidate once, in a rotated order. Times are medians over rounds of the slowest rank; ratios (`x`)
@@ -26,6 +27,7 @@ from benchmarks import (
     cost,
     costmodel,
     flatten,
+    matrix,
     report,
     step,
     update,
@@ -62,11 +64,16 @@ def main() -> None:
         sizes = args.elements // args.packs, args.packs, args.rounds
         lines = collectives.rows(spawn(collectives.measure, args.ranks, *sizes, timeout=TIMEOUT)[0])
         columns = ("collective", "ms", "x")
+    elif args.command == "matrix":
+        title = f"Muon + AdamW, {WORKLOADS[args.model].title}, {args.ranks} ranks"
+        run = args.model, args.rounds
+        lines = matrix.rows(spawn(matrix.measure, args.ranks, *run, timeout=TIMEOUT)[0])
+        columns = matrix.COLUMNS
     elif args.command == "costmodel":
         title = f"predicted and measured: {WORKLOADS[args.model].title}, {args.ranks} ranks"
         title += "" if args.clock == "wall" else f", {args.clock} time"
-        run = args.model, args.rounds, args.clock
-        result = spawn(costmodel.measure, args.ranks, *run, timeout=TIMEOUT)[0]
+        timed = args.model, args.rounds, args.clock
+        result = spawn(costmodel.measure, args.ranks, *timed, timeout=TIMEOUT)[0]
         lines, columns = costmodel.rows(result), costmodel.COLUMNS
         print(f"# for shardcast estimate --machine\n{costmodel.as_yaml(result.machine)}\n")
     else:
@@ -98,7 +105,7 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "flatten": 15, "cost": 5, "worlds": 9, "collectives": 9, "costmodel": 15,
-        "step": 15, "peers": 15,
+        "matrix": 9, "step": 15, "peers": 15,
     }  # fmt: skip
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
@@ -124,6 +131,8 @@ def parse() -> argparse.Namespace:
             sub.add_argument("--packs", type=int, default=4)
             continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
+        if name == "matrix":
+            continue
         sub.add_argument(
             "--clock", choices=step.CLOCKS, default="wall",
             help="what times are of; on a busy machine: processor",
