@@ -13,7 +13,7 @@ computed here: every number is the core's.
 
 Collective, so to be called by every rank: ``prepare``, ``backward`` of the last micro-batch,
 ``clip_grad_norm_``, ``clip_grad_value_``, the optimizer's ``step``, ``save_state``,
-``load_state``. One model with one optimizer per accelerator; further models may be frozen.
+``load_state``. One model with its optimizers per accelerator; further models may be frozen.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.accelerate import guards, state
-from shardcast.accelerate.optimizer import ShardcastOptimizer
+from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
@@ -106,7 +107,8 @@ class ShardcastAccelerator(Accelerator):
         """As ``Accelerator.prepare``; models are placed, and their optimizer is sharded.
 
         Every rank must call it. Models come first, whatever the order of the arguments, because
-        the optimizer is sharded over parameters that are on their device.
+        the optimizer is sharded over parameters that are on their device. Several optimizers of
+        one model are sharded together: step all of them, one after the other.
         """
         placement: list[Any] = device_placement or [None] * len(args)
         if len(placement) == len(args):  # else Accelerate says what is wrong
@@ -114,6 +116,14 @@ class ShardcastAccelerator(Accelerator):
                 self.prepare_model(item, wanted) if isinstance(item, nn.Module) else item
                 for item, wanted in zip(args, placement, strict=True)
             )
+        plain = [it for it in args if isinstance(it, torch.optim.Optimizer) and _is_plain(it)]
+        if len(plain) > 1 and len({guards.model_of(it, self._models) for it in plain}) == 1:
+            guards.refuse_second(self._sharded, plain[0])
+            prepared = self._shard(guards.model_of(plain[0], self._models), plain)
+            handles = zip(plain, prepared.optimizer.optimizers, strict=True)
+            these = {id(one): ShardcastHandle(prepared, handle) for one, handle in handles}
+            self._optimizers += these.values()
+            args = tuple(these.get(id(item), item) for item in args)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -144,13 +154,18 @@ class ShardcastAccelerator(Accelerator):
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> ShardcastOptimizer:
+    ) -> ShardcastOptimizer | ShardcastHandle:
         """Shard ``optimizer`` over its model, which must be prepared before or beside it.
 
         Raises:
             ValueError: its model was not prepared by this accelerator.
             RuntimeError: another pair is sharded already, or the model with another optimizer.
         """
+        if isinstance(optimizer, ShardcastHandle):
+            self.prepare_optimizer(optimizer.prepared)
+            super().prepare_optimizer(optimizer)
+            self._optimizers = [it for it in self._optimizers if it is not optimizer.prepared]
+            return optimizer
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
             guards.refuse_second(self._sharded, optimizer.optimizer)
             super().prepare_optimizer(optimizer)
@@ -159,6 +174,11 @@ class ShardcastAccelerator(Accelerator):
             return optimizer
         guards.refuse_second(self._sharded, optimizer)
         model = guards.model_of(optimizer, self._models)
+        prepared = self._shard(model, optimizer)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _shard(self, model: nn.Module, optimizer: Any) -> ShardcastOptimizer:
         if isinstance(optimizer, ShardedOptimizer):  # by hand, with shardcast.shard
             sharded = optimizer
         else:
@@ -168,10 +188,8 @@ class ShardcastAccelerator(Accelerator):
         watch = self._unsharded.pop(model, None)
         if watch is not None:
             watch.remove()
-        prepared = ShardcastOptimizer(sharded, model)
-        self._optimizers.append(prepared)
         self._sharded, self._model = sharded, model
-        return prepared
+        return ShardcastOptimizer(sharded, model)
 
     # -- backward and step --------------------------------------------------------------------
 
@@ -333,6 +351,10 @@ class ShardcastAccelerator(Accelerator):
         self._unsharded = {}
         self._sharded = self._model = None
         return super().free_memory(*objects)
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    return not isinstance(optimizer, (AcceleratedOptimizer, ShardedOptimizer))
 
 
 def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> ShardcastAccelerator:

@@ -40,6 +40,24 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         return norm is not None and not bool(norm.isfinite())
 
 
+class ShardcastHandle(AcceleratedOptimizer):
+    """Stands for one of several optimizers that ``prepared`` steps together.
+
+    ``optimizer`` is its :class:`~shardcast.optimizer.original.OptimizerHandle`.
+    """
+
+    def __init__(self, prepared: ShardcastOptimizer, handle: torch.optim.Optimizer) -> None:
+        super().__init__(handle, device_placement=False, scaler=None)
+        self._is_accelerate_prepared = True
+        self.prepared = prepared
+        self.close = prepared.close
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """As :attr:`ShardcastOptimizer.step_was_skipped`, of all of them."""
+        return self.prepared.step_was_skipped
+
+
 def _outputs_to_fp32(_module: nn.Module, _args: Any, output: Any) -> Any:
     return convert_to_fp32(output)
 

@@ -53,9 +53,7 @@ class AnyOptimizerUpdate:
     def add(self, shard: Shard) -> None:
         """Update ``shard`` too, from now on."""
         if shard.fragments:
-            self._params[shard] = [
-                self._master_parameter(shard, part) for part in shard.fragments
-            ]
+            self._params[shard] = [self._master_parameter(shard, part) for part in shard.fragments]
             self._read_groups()
 
     @staticmethod
