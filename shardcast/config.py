@@ -61,7 +61,7 @@ class ShardcastConfig:
     keep_fp32: tuple[KeepRule, ...] = _option(
         (),
         "modules kept in fp32: 'norms', glob patterns of parameter names, module classes or "
-        "predicates (name, parameter) -> bool; a module with a matching parameter is kept whole",
+        "predicates (name, parameter) -> bool; a module keeps all of its own parameters, or none",
     )
     cast_forward_inputs: bool = _option(
         True, "cast floating-point inputs of the root module to param_dtype"
