@@ -183,6 +183,27 @@ def test_a_skipped_pass_changes_no_bit_of_any_form(moments: str):
     assert not same(found.bits(), before), "the control: a step that is not skipped does"
 
 
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_where_nothing_can_be_compiled_the_update_is_eager(
+    moments: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A compiler that fails, or a cache directory that is read-only, on one rank perhaps."""
+
+    def fails(_source: str) -> Any:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(native._compat, "native_library", fails)
+    monkeypatch.setattr(native, "_library", native._library.__wrapped__)
+    tried, eager = (Range("adamw", Split(), moments) for _ in range(2))
+    kernel = NativeKernel()
+    with pytest.warns(UserWarning, match="could not be compiled .read-only file system") as told:
+        for step, grad in enumerate(gradients(3), 1):
+            tried.run(kernel, grad, step)
+            eager.run(ChunkedKernel(), grad, step)
+            assert same(tried.bits(), eager.bits())
+    assert len(told) == 1
+
+
 def test_parameters_in_fp16_are_for_the_other_kernel():
     flat = Range("adamw", Exact(), "fp32").flat(gradients(1, torch.float16)[0], 1)
     assert not native.supports(flat)

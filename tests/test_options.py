@@ -255,8 +255,8 @@ class Event:
 
     asked = False
 
-    def record(self) -> None:
-        assert not self.asked
+    def record(self, stream: Any) -> None:
+        assert stream == "of the model's device" and not self.asked
 
     def query(self) -> bool:
         self.asked, before = True, self.asked
@@ -265,7 +265,9 @@ class Event:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {torch.device("cuda"): "of the model's device"}
     monkeypatch.setattr(mailboxes.torch.cuda, "Event", Event)
+    monkeypatch.setattr(mailboxes.torch.cuda, "current_stream", streams.get)
     monkeypatch.setattr(mailboxes.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
         mailboxes.torch,

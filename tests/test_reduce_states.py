@@ -11,6 +11,7 @@ import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import shardcast
 from shardcast.step.reduce import round as rounds
 from shardcast.step.reduce import states
 from shardcast.step.reduce.states import GRADIENTS, LAUNCH, Gradients, Launch, States
+from shardcast.step.reduce.user_edits import Edits
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)
@@ -298,3 +300,21 @@ def test_a_failed_backward_leaves_nothing_behind():
     finally:
         gc.enable()
     assert not rounds._CROWDS
+
+
+def test_another_gradient_in_the_place_of_the_last_one_is_another_version():
+    """CPython gives the same address, so the same id, again and again."""
+
+    def grads(param: nn.Parameter) -> Any:
+        return SimpleNamespace(pack=SimpleNamespace(params=[param]))
+
+    param = nn.Parameter(torch.zeros(3))
+    edits, ids = Edits([grads(param)]), []
+    versions = [edits.version(), edits.version()]
+    for _ in range(4):
+        param.grad = torch.ones(3)
+        ids.append(id(param.grad))
+        versions += [edits.version(), edits.version()]
+        param.grad = None
+    assert len(set(ids)) < len(ids), "the control: ids do come again"
+    assert versions == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]

@@ -309,7 +309,8 @@ class WholeStep(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             norms = [param.grad.norm() for param in group["params"] if param.grad is not None]
-            group["d"] = float(sum(norms))
+            if norms:  # a rank that owns nothing knows nothing of it, and raises all the same
+                group["d"] = float(sum(norms))
         super().step(closure)
 
 
@@ -325,6 +326,16 @@ def test_a_class_whose_step_size_comes_from_all_parameters_is_refused():
     ThreadedWorld(1).run(run)
     with pytest.raises(RuntimeError, match=r"WholeStep computed 'd' of group 0 as .* with DDP"):
         ThreadedWorld(2).run(run)
+    told = []
+
+    def caught(group: Any) -> None:
+        try:
+            run(group)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    ThreadedWorld(8).run(caught)
+    assert len(told) == 8 and len(set(told)) == 1
 
 
 def odd_buffers(group: Any) -> list[Tensor]:

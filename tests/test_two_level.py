@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shardcast.comm import Comm, Exchanged, TwoLevel, group
 from shardcast.comm.flight import MANY
+from shardcast.estimate.network import PRESETS
 from shardcast.plan.layout import PackLayout, Slot, Span
-from shardcast.plan.routes import Fabric
+from shardcast.plan.routes import Fabric, sync_costs
 from shardcast.testing import assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
@@ -169,3 +170,11 @@ def test_pieces_of_many_ranks_are_summed_by_one_call_and_as_exactly(world: int):
     for rank, (total, by_rank) in enumerate(ranks):
         assert torch.equal(total, everything[rank * 3 : (rank + 1) * 3])
         assert by_rank == (world < MANY)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 16])
+def test_a_ring_takes_the_choice_of_routes_as_long_as_the_estimate(nodes: int):
+    machine, size, nbytes = PRESETS["h100"], 8 * nodes, 1 << 34  # so much that only bytes count
+    ring = machine.group(size).gather(nbytes)
+    chosen = sync_costs(nbytes, nbytes, size, size, True, machine.fabric)["all_gather"]
+    assert chosen == pytest.approx(ring, rel=0.1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcast.plan.routes import GROUPED, INSIDE, Fabric
+from shardcast.plan.routes import GROUPED, INSIDE, WIDENED, Fabric
 
 US, GB = 1e-6, 1e9
 
@@ -249,11 +249,11 @@ class Group:
         return self._fastest(through)
 
     def two_level(self, nbytes: float) -> float:
-        """An exchange inside each node, and one of sums, twice as long, between nodes."""
+        """An exchange inside each node, and one of sums, which are longer, between nodes."""
         machine, number = self.machine, self.per_node
         within = dataclasses.replace(self, size=number).exchange(nbytes)
         far = math.ceil((self.nodes - 1) / machine.exchanged)
-        sums = 2 * nbytes / number * (self.nodes - 1) / self.nodes
+        sums = WIDENED * nbytes / number * (self.nodes - 1) / self.nodes
         between = self._fastest(lambda p: far * p.between + sums / machine.between)
         return within + 2 * nbytes / machine.memory + between
 

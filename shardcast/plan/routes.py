@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from shardcast.config import ShardcastConfig
-from shardcast.plan.precision import MASTER_DTYPE, sum_dtype, wire_dtype
+from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
 
 GROUPED = ("nccl", "fake", "strict")  # backends that launch a group of calls as one; mocks too
 
@@ -59,6 +59,7 @@ class Link(NamedTuple):
 # shows them for large sizes, latencies as in NCCL's own tuning. ``estimate`` knows more machines.
 INSIDE = Link(begin=15e-6, call=8e-6, hop=2e-6, byte=1 / 350e9)
 BETWEEN = Link(begin=15e-6, call=8e-6, hop=4e-6, byte=1 / 48e9)
+WIDENED = 2  # bytes of a sum for each of what is summed, see sum_dtype
 COPY = 2 / 2.8e12  # seconds per byte that is read and written on the device
 
 
@@ -105,10 +106,8 @@ def choose(
     elif equal and wire == MASTER_DTYPE and fabric.backend == "nccl":
         reduce, why = "reduce_scatter", "NCCL sums fp32 in fp32"
     else:
-        widened = sum_dtype(wire).itemsize / wire.itemsize
-        reduce, why = _cheapest(
-            reduce_costs(numel * wire.itemsize, widened, size, equal, fabric), "rounded once"
-        )
+        ways = reduce_costs(numel * wire.itemsize, size, equal, fabric)
+        reduce, why = _cheapest(ways, "rounded once")
     itemsize = storage.itemsize
     costs = sync_costs(numel * itemsize, sum(owned) * itemsize, len(owned), size, equal, fabric)
     if config.sync == "auto":
@@ -152,7 +151,9 @@ def sync_costs(
         owners: the number of those spans.
         equal: whether all spans have one length.
     """
-    link = INSIDE if fabric.node >= world_size else BETWEEN
+    link = INSIDE
+    if fabric.node < world_size:  # rings between nodes use the network cards of all their ranks
+        link = BETWEEN._replace(byte=max(INSIDE.byte, BETWEEN.byte / fabric.node))
     if fabric.backend == "gloo":
         return {"messages": link.begin + (world_size - 1) * link.hop + owned * link.byte}
     hops = link.begin + (world_size - 1) * link.hop
@@ -164,14 +165,11 @@ def sync_costs(
     return found
 
 
-def reduce_costs(
-    nbytes: int, widened: float, world_size: int, equal: bool, fabric: Fabric
-) -> dict[str, float]:
+def reduce_costs(nbytes: int, world_size: int, equal: bool, fabric: Fabric) -> dict[str, float]:
     """Seconds of each way in which a pack can be reduced and rounded once on ``fabric``.
 
     Args:
         nbytes: of the pack on the wire.
-        widened: by how much a sum is longer than what is summed.
         equal: whether all spans have one length.
     """
     size, node = world_size, fabric.node
@@ -185,7 +183,7 @@ def reduce_costs(
     if equal and can_two_level(size, fabric) and fabric.backend != "gloo":  # not measured there
         nodes = size // node
         first = INSIDE.begin + near + nbytes * ((node - 1) / node * INSIDE.byte + 2 * COPY)
-        sums = widened * nbytes / node * (nodes - 1) / nodes
+        sums = WIDENED * nbytes / node * (nodes - 1) / nodes
         second = BETWEEN.begin + (nodes - 1) * BETWEEN.hop + sums * BETWEEN.byte
         found["two_level"] = first + second
     return found

@@ -28,8 +28,9 @@ class Mailbox:
             self._letter = torch.zeros_like(numbers, device="cpu", pin_memory=pinned)
         self._letter.copy_(numbers, non_blocking=True)
         if self._device.type == "cuda" and not capturing:
+            # Of the model's device: another one may be the current one.
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def read(self) -> list[float] | None:
         """The letter, or ``None`` while it is on its way."""

@@ -27,7 +27,7 @@ from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.mean import choose_mean
 from shardcast.step.reduce.round import Round, land_all
 from shardcast.step.reduce.states import States
-from shardcast.step.reduce.user_edits import Edits
+from shardcast.step.reduce.user_edits import Edits, nothing
 
 
 class Reducer:
@@ -50,7 +50,7 @@ class Reducer:
         self._states = States(self._sharded)
         self._edits = Edits(self.grads)
         self._syncs = True
-        self._round: Callable[[], Round | None] = _nothing  # weak: the engine holds it
+        self._round: Callable[[], Round | None] = nothing  # weak: the engine holds it
         self._handles: list[Any] = []
 
     @property
@@ -81,12 +81,10 @@ class Reducer:
         self.grads.append(grads)
         me = weakref.ref(self)
         for position, param in enumerate(pack.params):
-            if param.requires_grad:
-                self._handles.append(param.register_hook(_hook(me, bucket, position)))
-            else:  # it takes no hooks, and may be unfrozen later
-                param.requires_grad_(True)
-                self._handles.append(param.register_hook(_hook(me, bucket, position)))
-                param.requires_grad_(False)
+            trained = param.requires_grad
+            param.requires_grad_(True)  # a frozen one takes no hooks, and may be unfrozen later
+            self._handles.append(param.register_hook(_hook(me, bucket, position)))
+            param.requires_grad_(trained)
         if not self._states.due:
             bucket.collect()
             if self._comm.size > 1:
@@ -228,7 +226,3 @@ def _hook(me: weakref.ref[Reducer], bucket: Bucket, position: int) -> Callable[[
             reducer._arrive(bucket, position, running)
 
     return hook
-
-
-def _nothing() -> None:
-    """A weak reference to nothing."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from shardcast.memory.gradients import GradPack
 
@@ -19,7 +22,7 @@ class Edits:
         self._grads = grads
         self._noted: dict[GradPack, int] = {}  # versions when the last backward had ended
         self._warned: set[str] = set()
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[tuple[Callable[[], Tensor | None], int]] = []
         self._version = 0
 
     def note(self) -> None:
@@ -67,9 +70,19 @@ class Edits:
 
     def version(self) -> int:
         """Another number after any gradient came, was edited in place, replaced or cleared."""
-        found = (param.grad for grads in self._grads for param in grads.pack.params)
-        seen = [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]
-        if seen != self._seen:
-            self._seen = seen
+        found = [param.grad for grads in self._grads for param in grads.pack.params]
+        if len(found) != len(self._seen) or any(
+            before() is not grad or version != (0 if grad is None else grad._version)
+            for grad, (before, version) in zip(found, self._seen, strict=True)
+        ):
+            # Weakly, not by id, which a later gradient may have again.
+            self._seen = [
+                (nothing, 0) if grad is None else (weakref.ref(grad), grad._version)
+                for grad in found
+            ]
             self._version += 1
         return self._version
+
+
+def nothing() -> None:
+    """A weak reference to nothing."""

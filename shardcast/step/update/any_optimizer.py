@@ -125,7 +125,8 @@ class AnyOptimizerUpdate:
             if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
         }
         everyone = self._comm.exchange(mine, device)
-        for option in mine:
+        # Of all ranks: one that owns nothing may know fewer, and has to raise with the others.
+        for option in dict.fromkeys(option for theirs in everyone for option in theirs):
             values = [theirs[option] for theirs in everyone if option in theirs]
             if any(value != values[0] for value in values):
                 raise RuntimeError(

@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import os
 import shutil
+import subprocess
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.update import native, rules
-from shardcast.step.update.rules import Flat, Rule
+from shardcast.step.update.rules import Flat, Numbers, Rule
 from shardcast.step.update.windows import Windows
 
 CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
@@ -34,12 +36,7 @@ class ChunkedKernel:
     on_host = True
 
     def __call__(
-        self,
-        rule: Rule,
-        flat: Flat,
-        numbers: tuple[Any, ...],
-        factor: Tensor | None,
-        skip: Tensor,
+        self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
     ) -> None:
         """See :func:`.rules.update_`; a skipped step is not to come here."""
         numel, row, threads = flat.grad.numel(), flat.forms.row, torch.get_num_threads()
@@ -70,12 +67,7 @@ class WholeKernel:
         self._run: Callable[..., None] = _compiled() if compile else _by_pieces
 
     def __call__(
-        self,
-        rule: Rule,
-        flat: Flat,
-        numbers: tuple[Any, ...],
-        factor: Tensor | None,
-        skip: Tensor,
+        self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
     ) -> None:
         """See :func:`.rules.update_`.
 
@@ -108,21 +100,37 @@ class WholeKernel:
 
 
 class NativeKernel:
-    """The update on CPU by a C++ compiler; gradients or parameters in fp16 go a longer way."""
+    """The update on CPU by a C++ compiler; gradients or parameters in fp16 go a longer way.
+
+    Where nothing can be compiled it is eager, after a warning: an error on one rank alone would
+    leave the others waiting in the sync.
+    """
 
     on_host = True
 
+    def __init__(self) -> None:
+        self._fallback: ChunkedKernel | None = None
+
     def __call__(
-        self,
-        rule: Rule,
-        flat: Flat,
-        numbers: tuple[Any, ...],
-        factor: Tensor | None,
-        skip: Tensor,
+        self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
     ) -> None:
         """See :func:`.rules.update_`; a skipped step is not to come here."""
-        if native.supports(flat):
-            native.update(rule, flat, numbers, factor)
+        if self._fallback is None and native.supports(flat):
+            try:
+                native.update(rule, flat, numbers, factor)
+                return
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                # Nothing is updated yet. Elements have one owner each, so that no two ranks need
+                # the same bits of an update.
+                self._fallback = ChunkedKernel()
+                warnings.warn(
+                    f"fuse: the update could not be compiled ({error}); it runs eagerly on this "
+                    "rank. See that the C++ compiler works and the cache directory of "
+                    "torch.compile (TORCHINDUCTOR_CACHE_DIR) can be written, or use fuse 'eager'",
+                    stacklevel=2,
+                )
+        if self._fallback is not None:
+            self._fallback(rule, flat, numbers, factor, skip)
             return
         tensors = rules.as_tensors(numbers, skip)
         WholeKernel(compile=True)(rule, flat, tensors, factor, skip)

@@ -37,6 +37,8 @@ STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: ("momentum_buffer",),
 }
 SALT = 0x27D4EB2F  # from one state tensor's seed to that of the next, and of the next pack's
+State = tuple[Tensor, ...]  # of one range, fp32, in the order of ``rule.state``
+Numbers = tuple[Any, ...]  # of one step, from ``rule.numbers``
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
@@ -160,7 +162,7 @@ class AdamRule:
         """Whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or (self.coupled and self.decays)
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: Mapping[str, Any], step: Any) -> Numbers:
         """The numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
         lr, decay = group["lr"], group["weight_decay"]
         beta1, beta2 = group["betas"]
@@ -170,12 +172,7 @@ class AdamRule:
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
 
     def apply_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: tuple[Tensor, ...],
-        numbers: tuple[Any, ...],
-        scratch: Tensor,
+        self, master: Tensor, grad: Tensor, state: State, numbers: Numbers, scratch: Tensor
     ) -> None:
         """Update master and state in place; ``scratch`` is another buffer of their length."""
         step_size, weight1, beta2, weight2, root, eps, decay = numbers
@@ -212,7 +209,7 @@ class SGDRule:
         """Whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or self.decays or self.nesterov
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: Mapping[str, Any], step: Any) -> Numbers:
         """The numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
         return (
             -group["lr"], group["weight_decay"], group["momentum"], 1 - group["dampening"],
@@ -220,12 +217,7 @@ class SGDRule:
         )  # fmt: skip
 
     def apply_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: tuple[Tensor, ...],
-        numbers: tuple[Any, ...],
-        scratch: Tensor,
+        self, master: Tensor, grad: Tensor, state: State, numbers: Numbers, scratch: Tensor
     ) -> None:
         """Update master and state in place."""
         negative_lr, decay, momentum, weight, first = numbers
@@ -262,7 +254,7 @@ class TorchAdamRule:
     def state(self) -> tuple[str, ...]:
         return STATE_NAMES[torch.optim.Adam][: 3 if self.amsgrad else 2]
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: Mapping[str, Any], step: Any) -> Numbers:
         """The numbers of one step; ``step`` is a float."""
         options = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         beta1, beta2 = group["betas"]
@@ -273,12 +265,7 @@ class TorchAdamRule:
         }
 
     def apply_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: tuple[Tensor, ...],
-        numbers: tuple[Any, ...],
-        scratch: Tensor,
+        self, master: Tensor, grad: Tensor, state: State, numbers: Numbers, scratch: Tensor
     ) -> None:
         """Update master and state in place."""
         step, options = numbers
@@ -302,18 +289,13 @@ class TorchSGDRule:
     def state(self) -> tuple[str, ...]:
         return STATE_NAMES[torch.optim.SGD] if self.momentum else ()
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: Mapping[str, Any], step: Any) -> Numbers:
         """The numbers of one step; ``step`` is a float."""
         names = ("lr", "weight_decay", "momentum", "dampening")
         return step <= 1, {name: float(group[name]) for name in names}
 
     def apply_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        state: tuple[Tensor, ...],
-        numbers: tuple[Any, ...],
-        scratch: Tensor,
+        self, master: Tensor, grad: Tensor, state: State, numbers: Numbers, scratch: Tensor
     ) -> None:
         """Update master and state in place."""
         first, options = numbers
@@ -356,7 +338,7 @@ def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
 def update_in_chunks_(
     rule: Rule,
     flat: Flat,
-    numbers: tuple[Any, ...],
+    numbers: Numbers,
     factor: Tensor | None,
     scratch: Sequence[Tensor],
 ) -> None:
