@@ -222,6 +222,29 @@ class Fragile(torch.autograd.Function):
         return grads[0]
 
 
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_closing_after_a_failed_backward_waits_for_what_it_sent(grads: str):
+    """Its buffers are freed with the optimizer; the strict world refuses what nobody waits for."""
+
+    def fail(_grad: Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, sgd(model), process_group=group, param_dtype="fp32", pack_params=1, grads=grads
+        )
+        hidden = model[:2](BATCH)
+        hidden.register_hook(fail)
+        with pytest.raises(MemoryError):
+            model[2:](hidden).square().mean().backward()
+        optimizer.close()
+
+    world = ThreadedWorld(2)
+    world.run(run)
+    assert any(call.async_op for call in world.logs[0])  # something was on the way
+
+
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 def test_a_backward_that_failed_everywhere_may_be_tried_again(clear: str):
     def script(model: Any, optimizer: Any, batch: Tensor, _sharded: bool) -> None:

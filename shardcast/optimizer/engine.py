@@ -162,9 +162,11 @@ class Engine:
 
     def close(self) -> None:
         """Remove all hooks from the model and its parameters."""
-        self.reduce.close()
         unmark(self.model)
-        self._unhook()
+        try:
+            self._unhook()
+        finally:
+            self.reduce.close()
 
     def _hook(self) -> None:
         begin = self.reduce.begin

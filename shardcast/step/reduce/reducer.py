@@ -105,10 +105,11 @@ class Reducer:
             self._syncs = before
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters, and wait for what a failed backward has sent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        land_all(self._comm, self._buckets.values())  # last: it raises where a rank was lost
 
     def begin(self) -> None:
         """Have the round flushed when the running backward ends.
