@@ -169,7 +169,8 @@ class ShardcastStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers: strategy 'shardcast' expects one optimizer, got "
-                f"{len(self.optimizers)}; use one with several parameter groups"
+                f"{len(self.optimizers)}; use one with several parameter groups, or train without "
+                "Lightning: shardcast.shard(model, [muon, adamw]) takes several"
             )
         module, optimizer = self.lightning_module, self.optimizers[0]
         if not optimizer.param_groups:  # configure_optimizers returned None: nothing is trained

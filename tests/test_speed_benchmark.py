@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import cost, counters, report, step, systems
+from benchmarks import cost, counters, matrix, report, step, systems
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
@@ -187,3 +187,13 @@ def test_every_command_prints_its_table(arguments: list[str]):
         own = [row for row in rows if row.split("|")[1].strip() in OWN]
         place = 1 + report.COLUMNS.index("casts 1 / 4")
         assert all(row.split("|")[place].strip() == "0 / 0" for row in own), "casts of parameters"
+
+
+def test_the_benchmark_of_matrices_compares_each_clock_with_that_of_ddp():
+    def times(wall: float, processor: float) -> dict[str, list[float]]:
+        return {f"{clock} {part}": [seconds, 2 * seconds] for part in ("step", "phase")
+                for clock, seconds in (("wall", wall), ("processor", processor))}  # fmt: skip
+
+    found = {"shardcast": times(0.1, 0.3), matrix.BASE: times(0.2, 0.1)}
+    ratios = [row[3] for row in matrix.rows((found, dict.fromkeys(found, 1.0)))]
+    assert ratios == ["0.50", "1.00", "3.00", "1.00"]
