@@ -28,7 +28,7 @@ tar -x -z -C "$work/unpacked" --strip-components=1 -f "$(ls -t "$output"/*.tar.g
 cd "$work/unpacked"
 if [[ ${1:-} == --quick ]]; then
     bash launch/quickstart.sh --steps 20 --warmup-steps 2
-    bash launch/test.sh tests/test_layout.py tests/test_config.py tests/test_precision.py
+    bash launch/test.sh tests/plan/test_layout.py tests/test_config.py tests/plan/test_precision.py
 else
     bash launch/quickstart.sh
     bash launch/test.sh

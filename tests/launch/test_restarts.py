@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from shardcast import checkpoint
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = 60
 RUN = (
     f"--device cpu --steps {STEPS} --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 "

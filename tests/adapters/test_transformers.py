@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 
 

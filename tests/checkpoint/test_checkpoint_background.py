@@ -209,7 +209,7 @@ save_async(sys.argv[1], model, optimizer, step=1)
 
 
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path):
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root}
     command = [sys.executable, "-c", SCRIPT, tmp_path]
     subprocess.run(command, check=True, timeout=50, cwd=root, env=environment)

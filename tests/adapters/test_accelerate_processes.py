@@ -438,7 +438,7 @@ def test_a_damaged_state_is_passed_over_or_told_on_all_ranks(
 
 # -- the launcher -------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = (
     "--sequences 96 --validation_sequences 10 --context 32 --width 32 --depth 1 --batch_size 4 "
     "--accumulation 3 --log_interval 1 --corpus_mb 4 --with_tracking --epochs 1"

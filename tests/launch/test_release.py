@@ -12,7 +12,7 @@ from long_description import RELATIVE, prepare, without_relative_links
 from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

@@ -19,7 +19,7 @@ from train import parse_arguments, schedule
 
 import shardcast
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = GPTConfig(context=16, width=32, depth=2, heads=2)
 TINY_RUN = (
     "--device cpu --steps 6 --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 "

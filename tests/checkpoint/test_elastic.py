@@ -25,7 +25,7 @@ from shardcast import checkpoint
 from shardcast.checkpoint import directory
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RUN = (
     "--device cpu --steps 400 --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 "
     "--batch-size 4 --log-interval 5 --validation-interval 400 --validation-sequences 8 "

@@ -1,7 +1,7 @@
 """Kill two processes that save checkpoints, at chosen points or random times; look what is left.
 
-    python tests/kill_saves.py --random 100
-    python tests/kill_saves.py --points 1        # at every point, in every way; 50: at fewer
+    python tests/checkpoint/kill_saves.py --random 100
+    python tests/checkpoint/kill_saves.py --points 1   # at every point, in every way; 50: at fewer
 
 The processes are forked, so that a kill costs a fraction of a second. After each one the directory
 must hold a whole old or a whole new checkpoint: every value says which step it is of.

@@ -21,7 +21,7 @@ from shardcast.cli.launch import split_config
 from shardcast.config import ShardcastConfig
 
 pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BOTH = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "MULTI_GPU",

@@ -145,7 +145,7 @@ def test_overwriting_in_place_would_not_survive_this(tmp_path: Path):
 
 @pytest.mark.slow
 def test_killed_processes_leave_one_step_whole():
-    """Two gloo processes; `python tests/kill_saves.py --random 100 --points 1` does more."""
+    """Two gloo processes; `kill_saves.py --random 100 --points 1` does more."""
     script = Path(__file__).with_name("kill_saves.py")
     finished = subprocess.run(
         [sys.executable, script, "--random=10", "--points=150"],

@@ -19,7 +19,7 @@ from gpu.bench import Bench
 from gpu.report import write
 from gpu.step_profile import STEP, summary
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow

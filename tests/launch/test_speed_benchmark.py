@@ -24,7 +24,7 @@ from shardcast.testing import spawn
 
 pytestmark = pytest.mark.timeout(60)
 
-LAUNCH = Path(__file__).parent.parent / "launch"
+LAUNCH = Path(__file__).parents[2] / "launch"
 
 
 def test_casts_of_parameters_are_counted_and_those_of_activations_are_not():
