@@ -75,12 +75,16 @@ def shard(
         with _compat.swapped_params():
             materialize(_compat.unwrapped(model))
     comm = Comm.resolve(process_group)
-    plan = setup.plan_for(model, originals, config, comm.size)
-    validate.check_memory(plan.params)
-    Updates(originals, config, comm)  # what it refuses, before the model is converted
-    device = next(iter(plan.params.values())).device
-    plan = setup.check(plan, comm, device)
-    compiles(config, device)
+    device = _device(model)
+
+    def planned() -> setup.Plan:
+        plan = setup.plan_for(model, originals, config, comm.size)
+        validate.check_memory(plan.params)
+        Updates(originals, config, comm)  # what it refuses, before the model is converted
+        compiles(config, device)
+        return plan
+
+    plan = setup.check(comm.together(planned, device, "shard"), comm, device)
     with torch.no_grad(), setup.without_collector():
         setup.convert_rest(plan, comm)
         shards = setup.allocate(plan, comm)
@@ -88,6 +92,12 @@ def shard(
             param.grad = None
         launched.note_sharded(comm.rank)
         return ShardedOptimizer(Engine(plan, shards, comm, originals))
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the ranks tell each other how planning went; the host for what has no memory yet."""
+    first = next(model.parameters(), torch.empty(0))
+    return torch.device("cpu") if first.is_meta else first.device
 
 
 def _check(

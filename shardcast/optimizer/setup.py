@@ -89,6 +89,11 @@ def plan_for(
     for number, owner, group in originals.numbered():
         facts += validate.describe_groups(owner, [group], number)
     facts += [f"{key} = {value}" for key, value in config.to_dict().items()]
+    rest = [(n, p) for n, p in inner.named_parameters() if n not in params]
+    facts += [  # rank 0's are broadcast, so they must fit everywhere
+        f"    {n} {tuple(tensor.shape)} {tensor.dtype}, not trained by the optimizer"
+        for n, tensor in (*rest, *inner.named_buffers())
+    ]
     packs = layout.packs
     return Plan(inner, averaged, config, precision, layout, packs, params, costs, tuple(facts))
 

@@ -314,8 +314,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _extend(self, place: int, number: int) -> None:
         engine, group = self.engine, self.param_groups[number]
         owner = engine.originals.optimizers[place]
-        plan = setup.plan_group(engine.model, owner, engine.layout, number, engine.config, group)
-        validate.check_memory(plan.params)
+
+        def planned() -> setup.Plan:
+            plan = setup.plan_group(
+                engine.model, owner, engine.layout, number, engine.config, group
+            )
+            validate.check_memory(plan.params)
+            return plan
+
+        plan = engine.comm.together(planned, engine.device, "add_param_group")
         plan = setup.check(plan, engine.comm, engine.device)
         shards = setup.allocate(plan, engine.comm)
         engine.originals.append(place, group)

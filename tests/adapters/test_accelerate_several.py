@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from oracle import mlp
-from test_several_optimizers import difference, pair
+from oracle import difference, mlp, pair
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpt import GPT, GPTConfig
 from models import CASES, run_world
-from test_memory import live
+from storages import live
 from torch import Tensor, nn
 
 import shardcast

@@ -75,3 +75,18 @@ def check(
         for params in results:
             for mine, theirs in zip(params, oracle.parameters(), strict=True):
                 assert (mine - theirs).abs().max() <= tol
+
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def pair(model: nn.Module, **options: Any) -> Optimizers:
+    """Muon on the matrices, tall and wide ones, AdamW on what is left."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, **{"lr": 1e-2, **options}), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+def difference(model: nn.Module, other: nn.Module) -> float:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max((mine - theirs).abs().max().item() for mine, theirs in pairs)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import adamw, install, sharded
+from storages import live
 from torch import Tensor, nn
 
 import shardcast
@@ -17,37 +18,12 @@ from shardcast.testing import fake_world
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-Memory = tuple[int, int]  # first address, one past the last
-
-
-def memory(tensor: Tensor) -> Memory:
-    """The address range that a tensor's storage spans, whatever storage object it is."""
-    start = tensor.untyped_storage().data_ptr()
-    return start, start + tensor.untyped_storage().nbytes()
 
 
 def wide(numel: int = 64) -> nn.Module:
     """Two thirds of a million elements in twelve parameters."""
     return nn.Sequential(*(nn.Linear(numel * 5, numel * 5 + 3) if i % 2 == 0 else
                            nn.Linear(numel * 5 + 3, numel * 5) for i in range(6)))  # fmt: skip
-
-
-def live(threshold: int = 2048) -> dict[int, int]:
-    """Bytes in memory by address: all tensors whose storage is larger than ``threshold``.
-
-    Storages that overlap count once; smaller ones are the scalars of the step.
-    """
-    gc.collect()
-    kinds = (Tensor, nn.Parameter)  # no fake ones, which compiled tests may leave behind
-    tensors = [item for item in gc.get_objects() if type(item) in kinds and not item.is_meta]
-    ranges = sorted({memory(tensor) for tensor in tensors})
-    found: dict[int, int] = {}
-    end = 0
-    for start, stop in ranges:
-        if stop - start > threshold and stop > end:
-            found[max(start, end)] = stop - max(start, end)
-            end = stop
-    return found
 
 
 def held(size: int, rank: int, dtype: torch.dtype, **fields: Any) -> tuple[int, Any]:

@@ -29,7 +29,7 @@ from models import (
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.testing import SpawnedWorld, fake_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -154,7 +154,8 @@ def test_layouts_are_compared_before_any_tensor_of_the_model_is_sent():
 
     (ops, _), _ = run_world(2, start_ops)
     first = ops.index("broadcast")
-    assert ops[:first] == ["all_gather_single"] * 2, "the machines, and a digest of the layouts"
+    told = "that planning succeeded, the machines, and a digest of the layouts"
+    assert ops[:first] == ["all_gather_single"] * 3, told
     assert set(ops[first:]) == {"broadcast"}
 
 
@@ -329,3 +330,27 @@ def test_the_other_public_modules_are_imported_when_they_are_used():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout == "module 'shardcast' has no attribute 'chekpoint'\n", done.stderr
+
+
+@pytest.mark.parametrize("fault", ["refused by one rank", "another buffer"])
+def test_what_one_rank_alone_cannot_shard_is_refused_on_all(fault: str):
+    """Before anything is changed; a rank that raised alone would leave the others waiting."""
+
+    def run(group: Any) -> tuple[str, bool]:
+        model = nn.Linear(4, 4)
+        model.register_buffer("table", torch.zeros(3))
+        second = group.rank() == 1
+        if second and fault == "another buffer":
+            model.table = torch.zeros(5)
+        options: dict[str, Any] = {"lr": 0.1, "differentiable": False}
+        optimizer = torch.optim.SGD(model.parameters(), **options)
+        if second and fault == "refused by one rank":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            shardcast.shard(model, optimizer, process_group=group, param_dtype="bf16")
+        return str(caught.value), model.weight.dtype == torch.float32
+
+    found = ThreadedWorld(2).run(run)
+    assert all(unchanged for _, unchanged in found)
+    wanted = "that is not one of the model's" if fault == "refused by one rank" else "table (5,)"
+    assert all(wanted in text for text, _ in found), found

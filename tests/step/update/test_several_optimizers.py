@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import mlp, set_grads
+from oracle import Optimizers, difference, mlp, pair, set_grads
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,15 +22,7 @@ from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
 TOL = 1e-6
-Optimizers = list[torch.optim.Optimizer]
 Build = Callable[[nn.Module], Optimizers]
-
-
-def pair(model: nn.Module, **options: Any) -> Optimizers:
-    """Muon on the matrices, tall and wide ones, AdamW on what is left."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    rest = [p for p in model.parameters() if p.dim() != 2]
-    return [torch.optim.Muon(matrices, **{"lr": 1e-2, **options}), torch.optim.AdamW(rest, lr=1e-2)]
 
 
 def train(model: nn.Module, optimizers: Any, steps: range | int, per_step: Any = None) -> None:
@@ -53,11 +45,6 @@ def plain(build: Build = pair, steps: int = 10, make: Callable[[], nn.Module] = 
 def shard(model: nn.Module, optimizers: Optimizers, group: Any = None, **fields: Any) -> Any:
     fields = {"param_dtype": "fp32", "fuse": "eager", "pack_params": 2, **fields}
     return shardcast.shard(model, optimizers, process_group=group, **fields)
-
-
-def difference(model: nn.Module, other: nn.Module) -> float:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return max((mine - theirs).abs().max().item() for mine, theirs in pairs)
 
 
 def differences(
