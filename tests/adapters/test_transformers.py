@@ -21,6 +21,7 @@ from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
+HELPED = f"{ROOT}:{ROOT / 'launch'}:{ROOT / 'tests/helpers'}"
 STEPS = 6
 
 
@@ -252,7 +253,7 @@ def test_the_stock_trainer_under_shardcast_run_saves_every_shard(tmp_path: Path)
         done = subprocess.run(
             [*command, "-m", "shardcast.run", str(script)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": HELPED, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=100,

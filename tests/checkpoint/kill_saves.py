@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES, parts, sharded
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # run as a script, not by pytest
+from models import CASES, parts, sharded
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory, storage
