@@ -21,10 +21,15 @@ INPUT = torch.randn(8, 7, generator=torch.Generator().manual_seed(3))
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Accelerate keeps its state in class attributes."""
+    """Accelerate keeps its state in class attributes, and other tests may have left some."""
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset()
 
 
 def accelerator(**options: Any) -> ShardcastAccelerator:
