@@ -24,6 +24,7 @@ from shardcast.step.sync.sync import Sync
 from shardcast.testing import (
     BufferHazardError,
     Death,
+    Delay,
     RankDied,
     RankLeftError,
     SpawnedWorld,
@@ -331,7 +332,8 @@ def test_a_lost_rank_is_an_error_where_its_values_are_waited_for():
     with pytest.raises(BufferHazardError):  # nobody waits at the end: counts the collectives only
         world.run(run, False)
     with pytest.raises(RankDied):  # of rank 0, in its last broadcast of that step
-        world.run(run, True, faults=[Death(0, len(world.logs[0]) - 1)])
+        last = len(world.logs[0]) - 1
+        world.run(run, True, faults=[Delay(0, last, 0.5), Death(0, last)])  # rank 1 goes ahead
     assert told == ["forward"]
 
 
