@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import state_key
@@ -175,6 +176,9 @@ def _write_safetensors(file: HashingFile, reader: Reader, shard: Sources) -> Non
     file.write(struct.pack("<Q", len(data)))
     file.write(data)
     for _, path in order:
-        tensor = reader.tensor(path)
-        if tensor.nbytes:
-            file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+        _write_bytes(file, reader.tensor(path))  # no name for it: it is gone before the next
+
+
+def _write_bytes(file: HashingFile, tensor: Tensor) -> None:
+    if tensor.nbytes:
+        file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -140,7 +140,8 @@ print(saved, loaded, exported)
 def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model(tmp_path: Path):
     """576 MB of state are saved and loaded; extra is a chunk, and to load the state of a pack.
 
-    An export takes a parameter, and its chunk of the file.
+    An export takes a parameter, and its chunk of the file: two copies, not the parameter before
+    as well, which would make three.
     """
     finished = subprocess.run(
         [sys.executable, "-c", SAVE, tmp_path],
@@ -154,4 +155,4 @@ def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model
     assert 0.9 * LARGEST < saved < 2 * LARGEST  # pages are counted in batches
     of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
     assert of_a_pack < loaded < of_a_pack + 2 * LARGEST
-    assert LARGEST < exported < 3 * LARGEST
+    assert 1.9 * LARGEST < exported < 2.5 * LARGEST
