@@ -38,10 +38,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D); position t attends to positions <= t."""
         batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, D / heads)
+        # Head by head, so that a tensor-parallel rank's rows of qkv are whole heads.
+        qkv = self.qkv(x).view(batch, tokens, -1, 3, width // self.heads)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, D / heads)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
 
 
 class Block(nn.Module):
@@ -62,14 +63,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """The whole model, or what :meth:`keep` leaves of it."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.tokens: nn.Embedding | None = nn.Embedding(config.vocabulary, config.width)
+        self.positions: nn.Embedding | None = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.depth)})
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(config.width)
+        self.head: nn.Linear | None = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tie_head:
             self.head.weight = self.tokens.weight
         self._initialise()
@@ -82,19 +85,41 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         with torch.no_grad():
-            for block in self.blocks:
+            for block in self.blocks.values():
                 block.attention.out.weight /= (2 * self.config.depth) ** 0.5
                 block.mlp[2].weight /= (2 * self.config.depth) ** 0.5
 
+    def keep(self, stage: int, stages: int) -> GPT:
+        """Drop the layers of other pipeline stages; those of this one keep their names."""
+        depth = self.config.depth
+        if stages > depth:
+            raise ValueError(f"{stages} pipeline stages need as many blocks, there are {depth}")
+        own = range(depth * stage // stages, depth * (stage + 1) // stages)
+        for i in range(depth):
+            if i not in own:
+                del self.blocks[str(i)]
+        if stage > 0:
+            self.tokens = self.positions = None
+        if stage < stages - 1:
+            self.norm = self.head = None
+        return self
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, T) int64 -> logits (B, T, V), or the mean loss in nats per token (fp32 scalar)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(positions)
-        for block in self.blocks:
+        """(B, T) int64 -> logits (B, T, V), or the mean loss in nats per token (fp32 scalar).
+
+        A pipeline stage takes (B, T, D) from the one before it, and gives it to the one after it.
+        """
+        x = tokens
+        if self.tokens is not None and self.positions is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks.values():
             if self.config.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
+        if self.norm is None or self.head is None:
+            return x
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits

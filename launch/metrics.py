@@ -76,11 +76,30 @@ class Comparison:
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
     """The differences of run `b` relative to run `a`."""
-    corpora = [next(r["corpus"] for r in run if r["kind"] == "run") for run in (a, b)]
-    if corpora[0] != corpora[1]:
-        raise ValueError("the two runs were trained on different text: they cannot be compared")
+    _same_text(a, b)
     left, right = curve(a, "validation"), curve(b, "validation")
     steps = sorted(left.keys() & right.keys())
     if not steps:
         raise ValueError("the two runs have no step at which both wrote a validation loss")
     return Comparison(steps, [(left[step], right[step]) for step in steps])
+
+
+def largest_difference(a: list[Record], b: list[Record]) -> tuple[int, float]:
+    """The step at which the training losses of `b` are farthest from those of `a`, and how far.
+
+    Relative; over the steps that both recorded.
+    """
+    _same_text(a, b)
+    left, right = curve(a, "train"), curve(b, "train")
+    steps = left.keys() & right.keys()
+    if not steps:
+        raise ValueError("the two runs have no step at which both wrote a training loss")
+    differences = {step: abs(right[step] - left[step]) / left[step] for step in sorted(steps)}
+    step = max(differences, key=differences.__getitem__)
+    return step, differences[step]
+
+
+def _same_text(a: list[Record], b: list[Record]) -> None:
+    corpora = [next(r["corpus"] for r in run if r["kind"] == "run") for run in (a, b)]
+    if corpora[0] != corpora[1]:
+        raise ValueError("the two runs were trained on different text: they cannot be compared")

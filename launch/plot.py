@@ -35,3 +35,30 @@ def loss_curves(runs: dict[str, list[Record]], path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return f"picture: {path}"
+
+
+def agreement(runs: dict[str, list[Record]], path: Path) -> str:
+    """Draw training losses above, and their relative differences from the first run's below."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: it needs matplotlib (the extra `plot`)"
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    curves = {name: curve(records, "train") for name, records in runs.items()}
+    first = next(iter(curves.values()))
+    for number, (name, losses) in enumerate(curves.items()):
+        style = {"color": f"C{number}", "linestyle": "-" if number == 0 else (number, (2, 2))}
+        above.plot(losses.keys(), losses.values(), label=name, **style)
+        if number > 0:
+            steps = sorted(losses.keys() & first.keys())
+            apart = [abs(losses[step] - first[step]) / first[step] for step in steps]
+            below.semilogy(steps, apart, color=f"C{number}", linewidth=1)
+    above.set_ylabel("loss (nats per byte)")
+    above.legend()
+    below.set(xlabel="step", ylabel="relative difference")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return f"picture: {path}"
