@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.parts import Part, Stored, is_elementwise, model_path, state_path, whole
+from shardcast.checkpoint.region import Region
 from shardcast.checkpoint.source import Source
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -47,6 +48,7 @@ class Snapshot:
         self.rank, self.size = self._comm.rank, self._comm.size
         self.partition = optimizer.layout.partition
         self.slots: dict[str, Slot] = {slot.name: slot for _, slot in optimizer.layout.slots()}
+        self._regions = {name: Region.whole(slot.shape) for name, slot in self.slots.items()}
         self._cut = {slot.name: p.partition == "even" for p, slot in optimizer.layout.slots()}
         held = {param for shard in self._shards for param in shard.pack.params}
         outside = {n: p for n, p in self.model.named_parameters() if p not in held}
@@ -82,19 +84,20 @@ class Snapshot:
         self._engine.hooks.resync()  # weights that load_state_dict put behind the masters
         for shard, number, fragment in self._owned():
             slot, (start, _) = fragment.slot, fragment.param_range
-            yield Part(model_path(slot.name), slot.shape, start, shard.exact(fragment))
+            region = self._regions[slot.name]
+            yield Part(model_path(slot.name), region, start, shard.exact(fragment))
             for name, value in self._update.fragment_state(shard, number).items():
                 path = state_path(slot.name, name)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
                 if is_elementwise(value, slot.shape, fragment.numel):
-                    yield Part(path, slot.shape, start, value.detach().reshape(-1))
+                    yield Part(path, region, start, value.detach().reshape(-1))
                 elif start == 0:
                     yield whole(path, value)
         if self.rank == 0:
             for name, slot in self.slots.items():
                 if slot.numel == 0:
-                    yield Part(model_path(name), slot.shape, 0, torch.empty(0))
+                    yield whole(model_path(name), torch.empty(slot.shape))
         for number, (name, tensor) in enumerate(self._rest.items()):
             owner = number % self.size if name in self._outside else 0  # equal on all ranks
             if owner == self.rank:
@@ -181,16 +184,21 @@ class Snapshot:
         for fragment in shard.fragments:
             slot, (start, stop) = fragment.slot, fragment.param_range
             exact.append(shard.exact(fragment))
-            parts.append(Part(model_path(slot.name), slot.shape, start, exact[-1]))
+            region = self._regions[slot.name]
+            parts.append(Part(model_path(slot.name), region, start, exact[-1]))
             states.append(dict(source.state.get(slot.name, {})))
             for key, stored in states[-1].items():
                 if isinstance(stored, Stored):
                     path, shape = state_path(slot.name, key), stored.shape
                     widened = stored.dtype.is_floating_point and shape and not source.exact
                     dtype = MASTER_DTYPE if widened else stored.dtype
-                    cut = shape and (shape == slot.shape or self.cuts(slot.name))
-                    value = torch.empty((stop - start,) if cut else shape, dtype=dtype)
-                    parts.append(Part(path, shape, start if cut else 0, value.view(-1)))
+                    if shape and (shape == region.shape or self.cuts(slot.name)):
+                        value = torch.empty(stop - start, dtype=dtype)
+                        held = region if shape == region.shape else Region.whole(shape)
+                        parts.append(Part(path, held, start, value))
+                    else:
+                        value = torch.empty(shape, dtype=dtype)
+                        parts.append(whole(path, value))
                     states[-1][key] = value
         source.read(parts)
         for number, (own, values) in enumerate(zip(exact, states, strict=True)):

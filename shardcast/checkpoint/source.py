@@ -89,8 +89,9 @@ def from_tensors(
     def read(parts: Sequence[Part]) -> None:
         for part in parts:
             value = values[part.path]
-            whole = (value.make() if isinstance(value, Lazy) else value).reshape(-1)
-            part.flat.copy_(whole[part.start : part.start + part.flat.numel()])
+            whole = (value.make() if isinstance(value, Lazy) else value).reshape(part.shape)
+            for box, piece in part.pieces():
+                piece.copy_(whole[box.slices])
 
     shapes = {name: Stored(tuple(value.shape), value.dtype) for name, value in weights.items()}
     return Source(where, shapes, stored, read)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,7 +18,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardcast import checkpoint
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import Snapshot
-from shardcast.checkpoint.parts import boxes
 from shardcast.comm import Comm
 from shardcast.testing import SpawnedWorld
 
@@ -272,24 +269,6 @@ def test_two_processes_save_and_load(tmp_path: Path, gloo: SpawnedWorld):
     loaded = gloo.run(over_gloo, loading, str(tmp_path), "gpt", "adamw", fields)
     compare(saved, loaded)
     compare(saved, [loading(None, str(tmp_path), "gpt", "adamw", fields)])
-
-
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-@settings(max_examples=300, deadline=None)
-def test_an_interval_is_at_most_2d_minus_1_boxes(shape: list[int], data: Any):
-    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
-    begin = data.draw(st.integers(0, tensor.numel()))
-    end = data.draw(st.integers(begin, tensor.numel()))
-    found = list(boxes(tuple(shape), begin, end))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    elements = []
-    for box in found:
-        piece = tensor
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            piece = piece.narrow(dim, offset, size)
-        assert piece.flatten().tolist() == list(range(box.start, box.stop))
-        elements += piece.flatten().tolist()
-    assert elements == list(range(begin, end))
 
 
 PLAIN = """

@@ -1,0 +1,127 @@
+"""Flat intervals of local tensors as boxes of whole ones, and back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardcast.checkpoint.dcp import METADATA, Reader, data_file, metadata_of, write_part
+from shardcast.checkpoint.parts import Part
+from shardcast.checkpoint.region import Region, Run
+from shardcast.checkpoint.source import from_tensors
+from shardcast.checkpoint.storage import SYSTEM
+
+pytestmark = pytest.mark.timeout(60)
+SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def dealt(size: int, hands: Sequence[int]) -> list[tuple[Run, ...]]:
+    """Indices of a dimension, dealt to as many ranks as ``hands`` names, as runs of each."""
+    found: list[list[Run]] = [[] for _ in range(max(hands, default=0) + 1)]
+    for index in range(size):
+        runs = found[hands[index]]
+        if runs and runs[-1].first + runs[-1].size == index:
+            runs[-1] = Run(runs[-1].first, runs[-1].size + 1)
+        else:
+            runs.append(Run(index, 1))
+    return [tuple(runs) for runs in found]
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
+    """The regions of all ranks that a tensor is cut over: rows, columns, strided, uneven, empty."""
+    dims = []
+    for size in shape:
+        hands = st.lists(st.integers(0, 2), min_size=size, max_size=size)
+        dims.append(dealt(size, draw(st.one_of(st.just([0] * size), hands.map(sorted), hands))))
+    return [Region(shape, tuple(runs)) for runs in itertools.product(*dims)]
+
+
+def local_of(whole: Tensor, region: Region) -> Tensor:
+    """What a rank holds, taken index by index."""
+    for dim, runs in enumerate(region.runs):
+        index = [i for run in runs for i in range(run.first, run.first + run.size)]
+        whole = whole.index_select(dim, torch.tensor(index, dtype=torch.int64))
+    return whole.contiguous()
+
+
+def cut(draw: Any, numel: int) -> list[tuple[int, int]]:
+    """``[0, numel)`` as adjacent intervals, some of them empty."""
+    ends = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))
+    return list(zip([0, *ends], [*ends, numel], strict=True))
+
+
+@given(SHAPES, st.data())
+@settings(max_examples=80, deadline=None)
+def test_an_interval_is_at_most_2d_minus_1_contiguous_boxes(shape: tuple[int, ...], data: Any):
+    numel = math.prod(shape)
+    tensor = torch.arange(numel).view(shape)
+    for begin, end in cut(data.draw, numel):
+        found = list(Region.whole(shape).pieces(tensor.view(-1)[begin:end], begin))
+        assert len(found) <= max(1, 2 * len(shape) - 1)
+        elements: list[int] = []
+        for box, view in found:
+            assert view.is_contiguous() and torch.equal(tensor[box.slices], view)
+            elements += view.flatten().tolist()
+        assert elements == list(range(begin, end))
+
+
+@given(SHAPES, st.data())
+@settings(max_examples=120, deadline=None)
+def test_the_boxes_of_all_ranks_tile_the_whole_tensor(shape: tuple[int, ...], data: Any):
+    whole = torch.arange(math.prod(shape)).view(shape)
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for region in data.draw(grids(shape)):
+        local = local_of(whole, region)
+        assert region.local == tuple(local.shape)
+        assert region.is_whole == (local.shape == whole.shape)
+        assert region.is_first == (local.numel() > 0 and int(local.view(-1)[0]) == 0)
+        for begin, end in cut(data.draw, local.numel()):
+            for box, view in region.pieces(local.view(-1)[begin:end], begin):
+                assert torch.equal(whole[box.slices], view)
+                seen[box.slices] += 1
+    assert torch.equal(seen, torch.ones_like(seen))
+
+
+@given(SHAPES.filter(math.prod), st.data())
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@settings(max_examples=20, deadline=None)
+def test_what_one_grid_writes_any_other_one_reads(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, ...], data: Any
+):
+    folder, path = tmp_path_factory.mktemp("grid"), ("model", "w")
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    records = []
+    for rank, region in enumerate(data.draw(grids(shape))):
+        local, name = local_of(whole, region).view(-1), data_file(rank)
+        with SYSTEM.create(folder / name) as file:
+            for begin, end in cut(data.draw, local.numel()):
+                records += write_part(file, name, Part(path, region, begin, local[begin:end]))
+    SYSTEM.write(folder / METADATA, metadata_of(records))
+    check(folder, whole)
+    stored, plain = Reader(folder), from_tensors("", {"w": whole}, {})
+    for region in data.draw(grids(shape)):
+        local = local_of(whole, region).view(-1)
+        for begin, end in cut(data.draw, local.numel()):
+            for read in (stored.read, plain.read):
+                flat = torch.full((end - begin,), -1.0)
+                read([Part(path, region, begin, flat)])
+                assert torch.equal(flat, local[begin:end])
+
+
+def check(folder: Path, whole: Tensor) -> None:
+    """torch's own functions read it."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": {"w": torch.full(whole.shape, -1.0)}}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(state["model"]["w"], whole)
