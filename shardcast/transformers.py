@@ -9,12 +9,17 @@ in place of ``Trainer``, or the mixin before a Trainer class of one's own::
 Everything else is Trainer's and :mod:`shardcast.accelerate`'s: ``bf16=True`` and ``fp16=True`` of
 the arguments decide ``param_dtype``; a checkpoint directory has a committed checkpoint of every
 rank's shard in ``shardcast/`` in place of ``optimizer.pt``, and loads at any world size.
+
+Where Trainer takes an optimizer, in ``optimizers=`` or from ``create_optimizer``, it may be a list
+of them, such as ``[muon, adamw]``. The schedule that Trainer makes drives the groups of all, each
+from its own learning rate; or give a list of schedulers of your own: ``optimizers=([muon, adamw],
+[of_muon, of_adamw])``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,16 +53,34 @@ class ShardcastTrainerMixin:
     accelerator: Any
     args: Any
     lr_scheduler: Any
+    model: Any
+    optimizer: Any
     state: Any
 
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
         self._shardcast_config = shardcast_config
         super().__init__(*args, **kwargs)
+        if isinstance(self.lr_scheduler, (list, tuple)):
+            self.lr_scheduler = Schedulers(self.lr_scheduler)
+        elif isinstance(self.optimizer, (list, tuple)) and self.lr_scheduler is not None:
+            raise ValueError(
+                "optimizers: expected no scheduler, or a list of them, beside several optimizers, "
+                f"got one {type(self.lr_scheduler).__name__}, which would drive the groups of one "
+                "of them; pass optimizers=([muon, adamw], None) for the schedule that "
+                "lr_scheduler_type names, or a list with a scheduler of each"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer does; its accelerator then shards what it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         enable(self.accelerator, self._shardcast_config)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As Trainer does; of several optimizers for the groups of all, which are sharded now."""
+        if isinstance(self.optimizer, (list, tuple)):  # Trainer 5.0 prepares them after this
+            _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            optimizer = self.optimizer
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         _save(self, output_dir, super()._save_optimizer_and_scheduler)  # type: ignore[misc]
@@ -68,6 +91,31 @@ class ShardcastTrainerMixin:
 
 class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
     """``transformers.Trainer`` with a sharded optimizer; see :class:`ShardcastTrainerMixin`."""
+
+
+class Schedulers:
+    """The schedulers of several optimizers as the one that Trainer steps and saves."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedulers = schedulers
+
+    def step(self) -> None:
+        """Step all of them."""
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def get_last_lr(self) -> list[float]:
+        """Of all groups, in order; Trainer logs the first."""
+        return [rate for scheduler in self._schedulers for rate in scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all of them."""
+        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        for scheduler, state in zip(self._schedulers, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
 
 
 def adapt() -> None:

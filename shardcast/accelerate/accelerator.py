@@ -108,7 +108,8 @@ class ShardcastAccelerator(Accelerator):
 
         Every rank must call it. Models come first, whatever the order of the arguments, because
         the optimizer is sharded over parameters that are on their device. Several optimizers of
-        one model are sharded together: step all of them, one after the other.
+        one model are sharded together: step all of them, one after the other. A list of
+        optimizers among ``args`` becomes one that steps all, with the groups of all.
         """
         placement: list[Any] = device_placement or [None] * len(args)
         if len(placement) == len(args):  # else Accelerate says what is wrong
@@ -116,7 +117,8 @@ class ShardcastAccelerator(Accelerator):
                 self.prepare_model(item, wanted) if isinstance(item, nn.Module) else item
                 for item, wanted in zip(args, placement, strict=True)
             )
-        plain = [it for it in args if isinstance(it, torch.optim.Optimizer) and _is_plain(it)]
+        args = tuple(self._prepare_list(it) if _is_list(it) else it for it in args)
+        plain = [it for it in args if _is_plain(it)]
         if len(plain) > 1 and len({guards.model_of(it, self._models) for it in plain}) == 1:
             guards.refuse_second(self._sharded, plain[0])
             prepared = self._shard(guards.model_of(plain[0], self._models), plain)
@@ -177,6 +179,10 @@ class ShardcastAccelerator(Accelerator):
         prepared = self._shard(model, optimizer)
         self._optimizers.append(prepared)
         return prepared
+
+    def _prepare_list(self, optimizers: Sequence[torch.optim.Optimizer]) -> ShardcastOptimizer:
+        guards.refuse_second(self._sharded, optimizers[0])
+        return self._shard(guards.model_of(optimizers[0], self._models), optimizers)
 
     def _shard(self, model: nn.Module, optimizer: Any) -> ShardcastOptimizer:
         if isinstance(optimizer, ShardedOptimizer):  # by hand, with shardcast.shard
@@ -353,8 +359,15 @@ class ShardcastAccelerator(Accelerator):
         return super().free_memory(*objects)
 
 
-def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    return not isinstance(optimizer, (AcceleratedOptimizer, ShardedOptimizer))
+def _is_plain(item: Any) -> bool:
+    """Whether it is an optimizer that is not sharded yet."""
+    sharded = isinstance(item, (AcceleratedOptimizer, ShardedOptimizer))
+    return isinstance(item, torch.optim.Optimizer) and not sharded
+
+
+def _is_list(item: Any) -> bool:
+    """Whether it is a list of optimizers that are to be sharded together."""
+    return isinstance(item, (list, tuple)) and len(item) > 0 and all(map(_is_plain, item))
 
 
 def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> ShardcastAccelerator:

@@ -132,10 +132,10 @@ def refuse_second(sharded: torch.optim.Optimizer | None, optimizer: torch.optim.
     """Another optimizer than the one that is ``sharded`` already."""
     if sharded is not None and sharded is not optimizer:
         raise RuntimeError(
-            "prepare: this accelerator has a sharded optimizer already; expected one model "
-            f"with one optimizer, got a second one ({type(optimizer).__name__}). Put all "
-            "trained parameters in one module and one optimizer with several groups, or call "
-            "accelerator.free_memory() between two trainings"
+            "prepare: this accelerator has a sharded optimizer already; expected the optimizers of "
+            f"one model in one call, got a further one ({type(optimizer).__name__}). Call "
+            "accelerator.prepare(model, muon, adamw), put several trained models into one module, "
+            "or call accelerator.free_memory() between two trainings"
         )
 
 

@@ -362,18 +362,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return result
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
 
-        Every rank must call it: its own part, or the same plain state. The masters of a local
-        state are published and synced; a plain state has none, the present ones stay.
+        Every rank must call it: its own part, or the same plain state; of several optimizers a
+        list, as :meth:`full_state_dicts` gives. The masters of a local state are published and
+        synced; a plain state has none, the present ones stay.
 
         Raises:
             ValueError: on every rank, if the state of one is another rank's, or of another layout,
                 format or model, or plain where another's is local; nothing is changed then.
         """
         self.wait_sync()
-        loaded = dict(state_dict)
+        loaded: Any = dict(state_dict) if isinstance(state_dict, Mapping) else list(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))

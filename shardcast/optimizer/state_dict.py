@@ -81,10 +81,13 @@ class StateDict:
             },
         }
 
-    def plan(self, loaded: Mapping[str, Any]) -> Loading:
+    def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> Loading:
         """What is to be written. Every rank must call it; if one cannot load, all raise.
 
         A rank that raised alone would leave the others waiting for it where they publish.
+
+        Args:
+            loaded: a state, or a list with a plain one of each optimizer.
 
         Raises:
             ValueError: on every rank; says why.
@@ -98,13 +101,22 @@ class StateDict:
             )
         return loading
 
-    def _plan_alone(self, loaded: Mapping[str, Any]) -> Loading:
+    def _plan_alone(self, given: Mapping[str, Any] | list[Mapping[str, Any]]) -> Loading:
+        states = given if isinstance(given, list) else [given]
         for key in ("state", "param_groups"):
-            if key not in loaded:
+            if not states or any(key not in state for state in states):
                 raise ValueError(
                     f"state_dict: expected 'state' and 'param_groups', got no {key!r}; every rank "
                     "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
                 )
+        loaded = states[0]
+        if isinstance(given, list):
+            if any("shardcast" in state for state in states):
+                raise ValueError(
+                    "state_dict: expected a list of plain states, as full_state_dicts() gives, got "
+                    "a local one in it; pass what state_dict() returned without a list"
+                )
+            loaded = join_states(states, self._engine.originals.places)
         groups = loaded["param_groups"]
         check_groups(self._groups, groups)
         head = loaded.get("shardcast")

@@ -357,7 +357,7 @@ def test_models_that_are_not_trained_are_let_through() -> None:
 def test_a_second_pair_is_refused() -> None:
     accelerator = accelerator_of()
     prepared(accelerator)
-    with pytest.raises(RuntimeError, match="expected one model with one optimizer, got a second"):
+    with pytest.raises(RuntimeError, match="expected the optimizers of one model in one call"):
         prepared(accelerator)
     accelerator.free_memory()
     model, optimizer = prepared(accelerator)

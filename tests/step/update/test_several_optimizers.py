@@ -387,6 +387,30 @@ def test_full_states_load_into_the_plain_optimizers_and_back(tmp_path: Path):
     assert max(ThreadedWorld(3).run(back)) <= TOL
 
 
+def test_a_list_of_plain_states_is_loaded_by_every_rank_or_by_none():
+    expected = plain(steps=6)
+
+    def run(group: Any) -> float:
+        model, twin = mlp(), mlp()
+        optimizer, other = shard(model, pair(model), group), shard(twin, pair(twin), group)
+        optimizer.optimizers[1].param_groups[0]["lr"] = 3e-2  # options are loaded too
+        train(twin, other.optimizers, 3)
+        states = optimizer.engine.comm.exchange(other.full_state_dicts(), torch.device("cpu"))[0]
+        model.load_state_dict(twin.state_dict())
+        last = group.rank() == group.size() - 1
+        for given in (states[:1], [], [other.state_dict()]):
+            with pytest.raises(ValueError, match="state"):
+                optimizer.load_state_dict(given if last else states)
+        with pytest.raises(ValueError, match=r"'momentum_buffer' of parameter '\d.bias'"):
+            optimizer.load_state_dict(states[::-1])
+        optimizer.load_state_dict(states)
+        train(model, optimizer.optimizers, range(3, 6))
+        return difference(model, expected)
+
+    for size in (1, 2, 3):
+        assert max(ThreadedWorld(size).run(run)) <= TOL
+
+
 def test_a_checkpoint_loads_at_another_world_size_and_exports_to_plain_states(tmp_path: Path):
     expected = plain(steps=6)
 
