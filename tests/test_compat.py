@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -175,6 +177,25 @@ def test_a_ddp_wrapper_is_seen_from_outside_and_from_inside_its_forward(gloo: Sp
             "seen": [False, True, False], "is_ddp": (True, False), "compiled": True,
             "unwrapped": True, "both": True,
         }  # fmt: skip
+
+
+def test_a_thread_has_process_groups_of_its_own_under_names_of_its_own():
+    made: list[tuple[int, tuple[int, ...]]] = []
+
+    def make(number: int, ranks: tuple[int, ...]) -> FakeGroup:
+        made.append((number, ranks))
+        return FakeGroup(ranks.index(5), len(ranks))
+
+    names = []
+    for _ in range(2):
+        with _compat.separate_process_groups(), _compat.own_process_groups(5, 8, make):
+            assert dist.get_rank() == 5 and dist.get_world_size() == 8
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+            assert mesh["tp"].get_local_rank() == 1 and mesh.get_group("dp").size() == 2
+            names += [mesh.get_group("tp").group_name, hash(mesh), hash(mesh["tp"])]
+        assert not dist.is_initialized()
+    assert len(set(names)) == 6, "neither a group nor a mesh is taken for one of another world"
+    assert made[:3] == [(0, tuple(range(8))), (2, (1, 5)), (6, (4, 5, 6, 7))]
 
 
 def test_every_function_of_compat_is_exercised_here():

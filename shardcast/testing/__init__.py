@@ -21,6 +21,9 @@ A test in a few lines::
         for x in threaded_world(2, mean_of_ranks):
             assert torch.equal(x, torch.full((4,), 0.5))
 
+With the sizes of a mesh, ``threaded_world({"dp": 2, "tp": 2}, fn)`` and ``fake_world({"dp": 512,
+"tp": 8})``, they give a ``DeviceMesh`` instead, on which DTensors work.
+
 The groups of the first two worlds need no ``init_process_group``; give them to
 ``torch.distributed`` functions as ``group=``, with ranks of the group (``group_src=``).
 """

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import BufferHazardError
 from .group import Call, DoneWork, RecordedGroup, deliver
+from .mesh import Shape, rank_of_mesh, ranks_of, separate
 from .record import Collective
 
 __all__ = ["FakeGroup", "fake_world"]
 
 
+@overload
+def fake_world(world_size: int, rank: int = 0) -> AbstractContextManager[FakeGroup]: ...
+@overload
+def fake_world(
+    world_size: Mapping[str, int], rank: int = 0
+) -> AbstractContextManager[DeviceMesh]: ...
 @contextmanager
-def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeGroup]:
+def fake_world(world_size: Shape, rank: int = 0) -> Iterator[Any]:
     """Yield the process group of ``rank`` in a world of ``world_size`` that exists only here.
 
     The other ranks are *replicas*: each is taken to hold the same tensors as this one and to make
@@ -34,11 +43,22 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeGroup]:
     group would not copy, and meta tensors are welcome. For real values use
     :func:`~shardcast.testing.threaded_world`.
 
+    With the sizes of a mesh by name, outer dimension first, it yields a ``DeviceMesh`` as
+    ``rank`` sees it, and within the block this thread is that rank of a default process group:
+    ``parallelize_module``, DTensors, functional collectives and ``new_group`` work. Replicas hold
+    in each group; ``mesh.get_group("tp").rank_log`` has the collectives of all groups in order.
+    What a rank receives by scatter or broadcast keeps whatever it holds: give
+    ``src_data_rank=None`` to ``distribute_tensor`` and ``parallelize_module`` to keep the values.
+    Functional collectives on meta tensors reach no group, hence no log.
+
     Example::
 
         with fake_world(1024, rank=1023) as group:
             dist.all_reduce(tensor, group=group)
         assert [c.op for c in group.log] == ["all_reduce"]
+
+        with fake_world({"pp": 4, "dp": 32, "tp": 8}, rank=17) as mesh:
+            model = parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
 
     Raises:
         BufferHazardError: on leaving the block, when an ``async_op=True`` collective was never
@@ -46,12 +66,24 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeGroup]:
         ValueError: where a call makes no sense on this rank, or has output splits which
             peers with the same input splits would not serve.
     """
-    group = FakeGroup(rank, world_size)
-    yield group
-    if group.pending:
-        raise BufferHazardError(
-            f"rank {rank} never waited for {', '.join(map(str, group.pending.values()))}"
-        )
+    if isinstance(world_size, Mapping):
+        groups: list[FakeGroup] = []
+        rank_log: list[Collective] = []
+
+        def make(number: int, ranks: tuple[int, ...]) -> FakeGroup:
+            group = FakeGroup(ranks.index(rank), len(ranks))
+            group.rank_log = rank_log
+            groups.append(group)
+            return group
+
+        with separate(), rank_of_mesh(world_size, rank, make) as mesh:
+            yield mesh
+    else:
+        groups = [FakeGroup(rank, ranks_of(world_size))]
+        yield groups[0]
+    pending = [record for group in groups for record in group.pending.values()]
+    if pending:
+        raise BufferHazardError(f"rank {rank} never waited for {', '.join(map(str, pending))}")
 
 
 class FakeGroup(RecordedGroup):
@@ -71,7 +103,7 @@ class FakeGroup(RecordedGroup):
                     f"every peer sends {list(expected)} here, as this rank does to itself, "
                     f"but the outputs are {[list(chunk.shape) for chunk in call.outputs]}",
                 )
-        self.log.append(record)
+        self._note(record)
         if record.source in (None, rank):  # else: what comes in is what is there already
             deliver(rank, call, [call.inputs] * self.size(), _scale)
         self.pending[record.seq] = record

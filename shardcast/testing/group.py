@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -108,22 +109,44 @@ class RecordedGroup(dist.ProcessGroup):
     """
 
     log: list[Collective]
-    """What this rank has called so far, in order."""
+    """What this rank has called in this group so far, in order."""
+    rank_log: list[Collective]
+    """What this rank has called in all groups of its mesh so far, in order; else the ``log``."""
 
     def __init__(self, rank: int, world_size: int, backend: str) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         super().__init__(rank, world_size)  # type: ignore[call-arg, unused-ignore]
         self._backend_name = backend
+        self._group_name = ""
         self._coalescing: int | None = None  # seq of the first collective of the present launch
         self._works: list[dist.Work] = []  # of that launch
-        self.log = []
+        self.log = self.rank_log = []
 
     def getBackendName(self) -> str:  # noqa: N802, the name under which torch asks
         return self._backend_name
 
+    def _set_group_name(self, name: Any) -> None:
+        self._group_name = name  # torch leaves it to the backend, which there is none of
+
+    @property
+    def group_name(self) -> Any:
+        """The number under which ``torch.distributed`` finds a group of a mesh; else nothing."""
+        return self._group_name
+
     def _issue(self, call: Call) -> dist.Work:
         raise NotImplementedError
+
+    def _note(self, record: Collective) -> None:
+        self.log.append(record)
+        if self.rank_log is not self.log:
+            self.rank_log.append(record)
+
+    def _name(self) -> str:
+        """As a mesh or ``new_group(group_desc=...)`` has named it; nothing for a default group."""
+        name = self.group_desc
+        unnamed = ("", "undefined", "default_pg", "mesh_default")
+        return "" if name in unnamed else name.removeprefix("mesh_")
 
     # The methods below are what torch.distributed calls, aliases included: those are the names
     # in torch 2.11. Options are optional because ``group.barrier()`` and the like are in use too.
@@ -216,6 +239,35 @@ class RecordedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", [], [], opts)
 
+    # What functional collectives call, with one tensor or several: collectives of one launch.
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._together([partial(self.allreduce, [tensor], opts) for tensor in tensors])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([partial(self.all_gather_single, *pair, opts) for pair in pairs])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([partial(self.reduce_scatter_single, *pair, opts) for pair in pairs])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _together(self, launches: Sequence[Callable[[], dist.Work]]) -> dist.Work:
+        if len(launches) == 1:
+            return launches[0]()
+        self._coalescing, self._works = len(self.log), []
+        for launch in launches:
+            launch()
+        return self._end_coalescing(torch.device("cpu"))
+
     # What torch calls around the collectives of one launch.
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -242,6 +294,7 @@ class RecordedGroup(dist.ProcessGroup):
             op,
             launched_with=self._coalescing,
             async_op=bool(getattr(opts, "asyncOp", False)),
+            group=self._name(),
             nbytes=max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)),
             **details,
         )

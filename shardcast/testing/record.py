@@ -20,7 +20,7 @@ class Collective:
     """
 
     seq: int
-    """Position in this rank's order, from 0."""
+    """Position in this rank's order in this group, from 0."""
     op: str
     shape: tuple[int, ...] = ()
     """Shape of the tensor that this rank sends; for ``broadcast``, ``scatter`` and
@@ -40,6 +40,8 @@ class Collective:
     async_op: bool = False
     nbytes: int = 0
     """Bytes of the larger side: what this rank sends or what it receives."""
+    group: str = ""
+    """Dimension of the mesh, or the ``group_desc`` of the group; nothing for the default group."""
     launched_with: int | None = None
     """``seq`` of the first collective of the group that was launched as one; ``None``: alone."""
 
@@ -56,7 +58,7 @@ class Collective:
         it waits at once (``async_op``) and how far it counts (``seq``).
         """
         shape = None if self.op.startswith("all_to_all") else self.shape
-        return (self.op, shape, self.dtype, self.source, self.dest, self.reduce_op)
+        return (self.op, shape, self.dtype, self.source, self.dest, self.reduce_op, self.group)
 
     def __str__(self) -> str:
         tensor = "" if self.dtype is None else f"{_short(self.dtype)}{list(self.shape)}"
@@ -67,6 +69,7 @@ class Collective:
             "input_splits": self.input_splits,
             "output_splits": self.output_splits,
             "async_op": self.async_op or None,
+            "group": self.group or None,
         }
         told = [f"{name}={value}" for name, value in details.items() if value is not None]
         return f"#{self.seq} {self.op}({', '.join([tensor, *told] if tensor else told)})"

@@ -2,8 +2,9 @@
 
 Launching never blocks, as with real asynchronous collectives: a rank leaves a copy of what it
 sends in the slot of that sequence number and goes on. Waiting blocks until every rank has
-launched. That cannot deadlock: whoever waits in a slot has launched all slots before it, so the
-lowest slot that anybody waits in is filled by all who wait.
+launched. Within one group that cannot deadlock: whoever waits in a slot has launched all slots
+before it, so the lowest slot that anybody waits in is filled by all who wait. Ranks that wait for
+each other in different groups are found out at once, since all of them stand in line.
 
 A rank reads only the copies which the others left in a slot, never their memory: what a rank does
 to its tensors after the launch cannot reach another rank, it can only be found out.
@@ -11,17 +12,17 @@ to its tensors after the launch cannot reach another rank, it can only be found 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from .errors import CollectiveMismatchError, RankDied, RankLeftError, RendezvousTimeoutError
 from .faults import Death, Delay, Drop, Fault
 from .group import Call
-from .record import name_ranks
+from .record import Collective, name_ranks
 from .turns import Turns
 
-__all__ = ["Rendezvous", "Slot"]
+__all__ = ["Rendezvous", "Run", "Slot"]
 
 
 @dataclass
@@ -29,10 +30,14 @@ class Slot:
     """One collective: what each rank that has launched it left for the others."""
 
     seq: int
+    group: str
     calls: dict[int, Call] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"collective {self.seq}" + (f" of {self.group}" if self.group else "")
 
-class Rendezvous:
+
+class Run:
     """The state that the ranks of one run share."""
 
     def __init__(self, world_size: int, timeout: float, faults: Iterable[Fault]) -> None:
@@ -43,13 +48,26 @@ class Rendezvous:
         self.unreached = list(faults)
         self.failure: Callable[[], Exception] | None = None
         """Makes the error that every rank raises; each its own, with what is known by then."""
-        self._open: dict[int, Slot] = {}  # without the full ones, which only their ranks hold
-        self._attempts = [0] * world_size
+        self.attempts = [0] * world_size
+        """How many collectives each rank has come to."""
+        self.waiting: dict[int, tuple[Rendezvous, Slot]] = {}
+        self._groups: dict[int, Rendezvous] = {}
+
+    def group(self, number: int, ranks: Sequence[int]) -> Rendezvous:
+        """The rendezvous of a process group: the ``number``-th that each rank has made."""
+        group = self._groups.setdefault(number, Rendezvous(self, tuple(ranks)))
+        if group.ranks != tuple(ranks):
+            raise ValueError(
+                f"process group {number} of this rank has the {name_ranks(ranks)}, that of "
+                f"others the {name_ranks(group.ranks)}: all ranks must make all groups (new_group, "
+                "meshes) in the same order"
+            )
+        return group
 
     def inject(self, rank: int) -> bool:
         """Let the faults of this rank's present collective happen; whether to skip it."""
-        at = self._attempts[rank]
-        self._attempts[rank] += 1
+        at = self.attempts[rank]
+        self.attempts[rank] += 1
         due = [fault for fault in self.unreached if (fault.rank, fault.at) == (rank, at)]
         self.unreached = [fault for fault in self.unreached if fault not in due]
         for fault in due:
@@ -59,38 +77,11 @@ class Rendezvous:
             raise RankDied(f"rank {rank} died at its collective {at}, as injected")
         return any(isinstance(fault, Drop) for fault in due)
 
-    def launch(self, rank: int, call: Call) -> Slot:
-        """Leave ``call`` in its slot; raise if it differs from what is there already."""
-        seq = call.record.seq
-        slot = self._open.setdefault(seq, Slot(seq))
-        if self.failure is None:
-            for other, theirs in slot.calls.items():
-                difference = _difference(rank, call, other, theirs)
-                if difference is not None:
-                    self.fail(partial(self._mismatch, slot, difference))
-                    break
-        slot.calls[rank] = call
-        if len(slot.calls) == self.world_size:
-            self._open.pop(seq, None)
-        self._check(slot)
-        return slot
-
-    def wait(self, rank: int, slot: Slot) -> None:
-        """Block until the slot is full; raise if it never will be."""
-        if not self.settled(slot):
-            self.turns.wait(rank, lambda: self.settled(slot))
-        self._check(slot)
-
-    def settled(self, slot: Slot) -> bool:
-        """Whether waiting for this slot would not block."""
-        full = len(slot.calls) == self.world_size
-        return full or self.failure is not None or self._lost(slot) is not None
-
     def leave(self, rank: int, error: BaseException | None) -> None:
         """Let the others know that this rank will not come any more."""
         with self.turns.changed:
             self.left[rank] = error
-            self.turns.give(rank)
+            self.turns.leave(rank)
 
     def fail(self, failure: Callable[[], Exception]) -> None:
         """Make every rank raise: at once where it waits, else at its next collective."""
@@ -98,56 +89,129 @@ class Rendezvous:
             self.failure = self.failure or failure
             self.turns.changed.notify_all()
 
+    def fail_stuck(self) -> None:
+        """Fail: every rank that has not left waits for another one, in another group."""
+        waiting = sorted(self.waiting.items())
+        lines = [
+            f"\n  rank {rank} waits in {slot} for {name_ranks(group.missing(slot))}: "
+            f"{slot.calls[group.ranks.index(rank)].record}"
+            for rank, (group, slot) in waiting
+        ]
+        calls = {
+            rank: slot.calls[group.ranks.index(rank)].record for rank, (group, slot) in waiting
+        }
+        message = f"no rank can go on, each waits for another one:{''.join(lines)}"
+        self.fail(lambda: CollectiveMismatchError(message, calls))
+
     def fail_late(self) -> None:
         """Fail, unless failed already: the turn has not changed hands for ``timeout`` seconds."""
-        holder, slot = self.turns.holder, self._open.get(min(list(self._open), default=-1))
-        here = slot.calls if slot else self.left
-        late = tuple(rank for rank in range(self.world_size) if rank not in here)
+        holder = self.turns.holder
+        oldest = [(group, group.oldest()) for group in list(self._groups.values())]
+        slots = [(group, slot) for group, slot in oldest if slot is not None]
         if holder is not None:  # the other late ones have only been waiting for their turn
-            late = (holder,)
-        where = f"collective {slot.seq}" if slot else "any collective"
+            slots.sort(key=lambda at: holder not in at[0].missing(at[1]))
+        group, slot = slots[0] if slots else (None, None)
+        if holder is not None:
+            late: tuple[int, ...] = (holder,)
+        elif group is not None and slot is not None:
+            late = group.missing(slot)
+        else:
+            late = tuple(rank for rank in range(self.world_size) if rank not in self.left)
+        where = "any collective" if slot is None else str(slot)
         have = "has" if len(late) == 1 else "have"
         message = f"{name_ranks(late)} {have} not arrived at {where} within {self.timeout} s"
-        self.fail(lambda: RendezvousTimeoutError(message + _table(self.world_size, slot), late))
+        table = "" if group is None or slot is None else group.table(slot)
+        self.fail(lambda: RendezvousTimeoutError(message + table, late))
         self.turns.end()
 
+
+class Rendezvous:
+    """The collectives of one process group in a run; ranks are those of the group."""
+
+    def __init__(self, run: Run, ranks: tuple[int, ...]) -> None:
+        self.run = run
+        self.ranks = ranks
+        """The ranks of the world that the group has, by rank in the group."""
+        self._open: dict[int, Slot] = {}  # without the full ones, which only their ranks hold
+
+    def launch(self, rank: int, call: Call) -> Slot:
+        """Leave ``call`` in its slot; raise if it differs from what is there already."""
+        seq = call.record.seq
+        slot = self._open.setdefault(seq, Slot(seq, call.record.group))
+        if self.run.failure is None:
+            for other, theirs in slot.calls.items():
+                difference = _difference(self.ranks, rank, call, other, theirs)
+                if difference is not None:
+                    self.run.fail(partial(self._mismatch, slot, difference))
+                    break
+        slot.calls[rank] = call
+        if len(slot.calls) == len(self.ranks):
+            self._open.pop(seq, None)
+        self._check(slot)
+        return slot
+
+    def wait(self, rank: int, slot: Slot) -> None:
+        """Block until the slot is full; raise if it never will be."""
+        if not self.settled(slot):
+            me = self.ranks[rank]
+            self.run.waiting[me] = self, slot
+            self.run.turns.wait(me, lambda: self.settled(slot))
+            del self.run.waiting[me]
+        self._check(slot)
+
+    def settled(self, slot: Slot) -> bool:
+        """Whether waiting for this slot would not block."""
+        full = len(slot.calls) == len(self.ranks)
+        return full or self.run.failure is not None or self._lost(slot) is not None
+
+    def oldest(self) -> Slot | None:
+        """The first collective that not all ranks have launched."""
+        return self._open.get(min(list(self._open), default=-1))
+
+    def missing(self, slot: Slot) -> tuple[int, ...]:
+        """The ranks of the world that have not launched this collective."""
+        return tuple(r for number, r in enumerate(self.ranks) if number not in slot.calls)
+
+    def table(self, slot: Slot) -> str:
+        """What each rank called in this slot, one line each."""
+        calls = [slot.calls.get(number) for number in range(len(self.ranks))]
+        told = [str(call.record) if call else "not there yet" for call in calls]
+        lines = [f"\n  rank {r}: {line}" for r, line in zip(self.ranks, told, strict=True)]
+        return ":" + "".join(lines)
+
     def _check(self, slot: Slot) -> None:
-        if self.failure is not None:
-            raise self.failure()
+        if self.run.failure is not None:
+            raise self.run.failure()
         lost = self._lost(slot)
         if lost is None:
             return
-        error = self.left[lost]
+        error = self.run.left[lost]
         did = "returned" if error is None else f"raised {type(error).__name__}: {error}"
         raise RankLeftError(
-            f"rank {lost} has left after {self._attempts[lost]} collectives (it {did}), "
-            f"collective {slot.seq} waits for it{_table(self.world_size, slot)}",
+            f"rank {lost} has left after {self.run.attempts[lost]} collectives (it {did}), "
+            f"{slot} waits for it{self.table(slot)}",
             lost,
         ) from error
 
     def _lost(self, slot: Slot) -> int | None:
         """The first rank that left without having launched this collective."""
-        return next((rank for rank in self.left if rank not in slot.calls), None)
+        missing = self.missing(slot) if self.run.left else ()
+        return next((rank for rank in self.run.left if rank in missing), None)
 
     def _mismatch(self, slot: Slot, difference: str) -> CollectiveMismatchError:
-        calls = {rank: call.record for rank, call in sorted(slot.calls.items())}
-        message = f"collective {slot.seq} does not match: {difference}"
-        return CollectiveMismatchError(message + _table(self.world_size, slot), calls)
+        calls: dict[int, Collective] = {
+            self.ranks[number]: call.record for number, call in sorted(slot.calls.items())
+        }
+        message = f"{slot} does not match: {difference}"
+        return CollectiveMismatchError(message + self.table(slot), calls)
 
 
-def _table(world_size: int, slot: Slot | None) -> str:
-    """What each rank called in this slot, one line each."""
-    if slot is None:
-        return ""
-    calls = [slot.calls.get(rank) for rank in range(world_size)]
-    told = [str(call.record) if call else "not there yet" for call in calls]
-    return ":" + "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(told))
-
-
-def _difference(rank: int, call: Call, other: int, theirs: Call) -> str | None:
+def _difference(
+    ranks: Sequence[int], rank: int, call: Call, other: int, theirs: Call
+) -> str | None:
     """In which respect two calls cannot be the same collective, in words."""
     mine, yours = call.record, theirs.record
-    pair = name_ranks(sorted((rank, other)))
+    pair = name_ranks(sorted((ranks[rank], ranks[other])))
     for name in ("op", "dtype", "source", "dest", "reduce_op"):
         if getattr(mine, name) != getattr(yours, name):
             return f"{pair} differ in {name}"
@@ -159,7 +223,7 @@ def _difference(rank: int, call: Call, other: int, theirs: Call) -> str | None:
     ):
         if sends.shape != expects.shape:
             return (
-                f"rank {sender} sends {list(sends.shape)} to rank {receiver}, "
+                f"rank {ranks[sender]} sends {list(sends.shape)} to rank {ranks[receiver]}, "
                 f"which expects {list(expects.shape)}"
             )
     return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import BufferHazardError
 from .group import Call, DoneWork, RecordedGroup, deliver
+from .record import Collective
 from .rendezvous import Rendezvous, Slot
 
 __all__ = ["StrictGroup"]
@@ -30,28 +31,37 @@ class StrictGroup(RecordedGroup):
         """The run that this rank takes part in at present."""
         self._pending: dict[int, Call] = {}
 
-    def begin(self, meeting: Rendezvous) -> None:
-        """Take part in a new run, with an empty log."""
+    def begin(self, meeting: Rendezvous, rank_log: list[Collective] | None = None) -> None:
+        """Take part in a new run, with an empty log.
+
+        Args:
+            rank_log: of this rank of a mesh, beside that of the group.
+        """
         self.meeting, self._pending, self.log = meeting, {}, []
+        self.rank_log = self.log if rank_log is None else rank_log
         self._coalescing = None  # a run that failed may have left it
 
     def check_all_waited_for(self) -> None:
         """Raise ``BufferHazardError`` if a collective was launched and never waited for."""
         if self._pending:
             calls = ", ".join(str(call.record) for call in self._pending.values())
-            raise BufferHazardError(f"rank {self.rank()} never waited for {calls}")
+            raise BufferHazardError(f"rank {self.world_rank} never waited for {calls}")
 
     def _issue(self, call: Call) -> dist.Work:
         meeting = self.meeting
         if meeting is None:
             raise RuntimeError("this group works only inside ThreadedWorld.run")
-        if meeting.inject(self.rank()):
+        if meeting.run.inject(meeting.ranks[self.rank()]):
             return DoneWork()
-        self.log.append(call.record)
+        self._note(call.record)
         copies = [tensor.clone() for tensor in call.inputs]
         slot = meeting.launch(self.rank(), replace(call, inputs=copies))
         self._pending[slot.seq] = call
         return _StrictWork(self, meeting, slot, call)
+
+    @property
+    def world_rank(self) -> int:
+        return self.rank() if self.meeting is None else self.meeting.ranks[self.rank()]
 
     def finish(self, meeting: Rendezvous, slot: Slot) -> None:
         """Wait for the other ranks and write the outputs."""
@@ -94,14 +104,14 @@ class _StrictWork(dist.Work):
         self._group.finish(self._meeting, self._slot)
         if changed:  # told only now, so that the other ranks get what they wait for
             raise BufferHazardError(
-                f"rank {self._group.rank()}: an {changed[0]} of {self._record} was written "
+                f"rank {self._group.world_rank}: an {changed[0]} of {self._record} was written "
                 "between its launch and wait()"
             )
         return True
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not block. Before it, the outputs hold nothing."""
-        rank, turns = self._group.rank(), self._meeting.turns
+        rank, turns = self._group.world_rank, self._meeting.run.turns
         if not self._done and not self._meeting.settled(self._slot):
             turns.wait(rank)  # who polls must let the others run
         return self._done or self._meeting.settled(self._slot)

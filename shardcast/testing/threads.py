@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
 from .errors import CollectiveMismatchError, RankLeftError, add_note
 from .faults import Fault
+from .mesh import Shape, rank_of_mesh, ranks_of, separate
 from .record import Collective
-from .rendezvous import Rendezvous
+from .rendezvous import Run
 from .strict import StrictGroup
 
 __all__ = ["ThreadedWorld", "threaded_world"]
@@ -20,7 +22,7 @@ T = TypeVar("T")
 
 
 def threaded_world(
-    world_size: int,
+    world_size: Shape,
     fn: Callable[..., T],
     *args: Any,
     timeout: float = 30.0,
@@ -28,6 +30,8 @@ def threaded_world(
     poison: bool = True,
 ) -> list[T]:
     """Run ``fn(group, *args)`` as each rank of a new :class:`ThreadedWorld`.
+
+    With the sizes of a mesh, such as ``{"dp": 2, "tp": 2}``, it is ``fn(mesh, *args)``.
 
     Returns:
         what the ranks returned, in rank order.
@@ -40,7 +44,7 @@ class ThreadedWorld:
     """``world_size`` ranks as threads of this process, with real values and strict checks.
 
     Args:
-        world_size: number of ranks.
+        world_size: number of ranks, or a mesh: the sizes of its dimensions by name, outer first.
         timeout: seconds that a rank may take from one collective to the next.
         poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits
             set) until somebody waits for them.
@@ -68,27 +72,37 @@ class ThreadedWorld:
     **Ranks that leave.** When a rank returns or raises, the ranks that wait for it, now or later,
     raise :class:`RankLeftError` at once. :meth:`run` raises the exception that came first.
 
+    **Meshes.** With ``{"dp": 2, "tp": 2}`` each rank gets a ``DeviceMesh`` of four ranks in place
+    of a group, and is a rank of a default process group of its own: ``mesh["tp"].get_group()``,
+    ``init_device_mesh``, ``new_group``, ``parallelize_module``, DTensors and functional
+    collectives work as in a process. All of the above holds in each group; faults and the turns
+    count a rank's collectives in all of them. Ranks that wait for each other in different groups
+    raise :class:`CollectiveMismatchError` at once. The groups end with the run.
+
     CPU tensors only: on accelerators, backward passes of all ranks share one thread, which a
     waiting rank would block. Threads begin with gradients enabled, whatever the caller has set.
     """
 
     groups: list[StrictGroup]
-    """The process group of each rank. They stay the same from run to run."""
+    """The process group of each rank. They stay the same from run to run; with a mesh, the default
+    one of the latest run."""
 
-    def __init__(self, world_size: int, *, timeout: float = 30.0, poison: bool = True) -> None:
-        if world_size < 1:
-            raise ValueError(f"a world needs at least one rank, got {world_size}")
-        self.world_size, self.timeout = world_size, timeout
-        self.groups = [StrictGroup(rank, world_size, poison=poison) for rank in range(world_size)]
+    def __init__(self, world_size: Shape, *, timeout: float = 30.0, poison: bool = True) -> None:
+        self.world_size, self.timeout, self.poison = ranks_of(world_size), timeout, poison
+        self.mesh = dict(world_size) if isinstance(world_size, Mapping) else None
+        everyone = range(self.world_size)
+        self.groups = [StrictGroup(rank, self.world_size, poison=poison) for rank in everyone]
         self._stuck: tuple[int, ...] = ()
 
     @property
     def logs(self) -> list[list[Collective]]:
-        """What each rank called in the latest run, whether or not it succeeded."""
-        return [list(group.log) for group in self.groups]
+        """What each rank called in the latest run, in all groups, whether or not it succeeded."""
+        return [list(group.rank_log) for group in self.groups]
 
     def run(self, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = ()) -> list[T]:
         """Run ``fn(group, *args)`` once per rank; ``group.rank()`` tells which one.
+
+        In a world with a mesh it is ``fn(mesh, *args)``, and ``mesh.get_rank()``.
 
         Returns:
             what the ranks returned, in rank order.
@@ -105,42 +119,40 @@ class ThreadedWorld:
         for fault in faults:
             if not 0 <= fault.rank < self.world_size or fault.at < 0:
                 raise ValueError(f"{fault} never happens in a world of {self.world_size}")
-        meeting = Rendezvous(self.world_size, self.timeout, faults)
+        run = Run(self.world_size, self.timeout, faults)
         results: dict[int, T] = {}
         random_state = torch.get_rng_state()
         try:
-            self._run_threads(meeting, fn, args, results)
+            with nullcontext() if self.mesh is None else separate():
+                self._run_threads(run, fn, args, results)
         finally:
             torch.set_rng_state(random_state)
-        self._raise_first(meeting)
-        if meeting.unreached and meeting.failure is None:
-            counts = {fault: len(self.groups[fault.rank].log) for fault in meeting.unreached}
+        self._raise_first(run)
+        if run.unreached and run.failure is None:
+            counts = {fault: run.attempts[fault.rank] for fault in run.unreached}
             told = ", ".join(f"{fault} (rank made {n})" for fault, n in counts.items())
             raise ValueError(f"never reached: {told}")
         return [results[rank] for rank in range(self.world_size)]
 
     def _run_threads(
         self,
-        meeting: Rendezvous,
+        run: Run,
         fn: Callable[..., T],
         args: tuple[Any, ...],
         results: dict[int, T],
     ) -> None:
         def live(rank: int) -> None:
-            group = self.groups[rank]
             error: BaseException | None = None
-            meeting.turns.take(rank)
+            run.turns.take(rank)
             try:
-                results[rank] = fn(group, *args)
-                if meeting.failure is None:
-                    group.check_all_waited_for()
+                with self._groups_of(run, rank) as given:
+                    results[rank] = fn(given, *args)
             except BaseException as raised:  # whatever it is, run() raises it again
                 error = raised
-            group.meeting = None
-            meeting.leave(rank, error)
+            run.leave(rank, error)
 
         for group in self.groups:
-            group.begin(meeting)
+            group.begin(run.group(0, range(self.world_size)))
         # Daemons, so that a rank that never comes back does not keep the interpreter alive.
         threads = [
             threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -149,35 +161,64 @@ class ThreadedWorld:
         for thread in threads:
             thread.start()
         try:
-            self._watch(meeting)
+            self._watch(run)
         except BaseException:  # the caller's time limit, or Ctrl-C
-            meeting.fail(lambda: RuntimeError("the run was interrupted"))
-            meeting.turns.end()
+            run.fail(lambda: RuntimeError("the run was interrupted"))
+            run.turns.end()
             raise
         finally:
-            self._stuck = tuple(r for r in range(self.world_size) if r not in meeting.left)
+            self._stuck = tuple(r for r in range(self.world_size) if r not in run.left)
         for rank, thread in enumerate(threads):
             if rank not in self._stuck:
                 thread.join()
 
-    def _watch(self, meeting: Rendezvous) -> None:
+    @contextmanager
+    def _groups_of(self, run: Run, rank: int) -> Iterator[Any]:
+        """The group of ``rank``, or its mesh; whose groups end with it."""
+        groups = [self.groups[rank]]
+
+        def make(number: int, ranks: tuple[int, ...]) -> StrictGroup:
+            if number == 0:  # the default one
+                return groups[0]
+            group = StrictGroup(ranks.index(rank), len(ranks), poison=self.poison)
+            group.begin(run.group(number, ranks), groups[0].rank_log)
+            groups.append(group)
+            return group
+
+        try:
+            if self.mesh is None:
+                yield groups[0]
+            else:
+                groups[0].rank_log = []
+                with rank_of_mesh(self.mesh, rank, make) as mesh:
+                    yield mesh
+            if run.failure is None:
+                for group in groups:
+                    group.check_all_waited_for()
+        finally:
+            for group in groups:
+                group.meeting = None
+
+    def _watch(self, run: Run) -> None:
         """Wait for all ranks, or for the time-out twice: once to fail, once to let them leave."""
-        turns = meeting.turns
+        turns = run.turns
         with turns.changed:
-            while len(meeting.left) < self.world_size:
+            while len(run.left) < self.world_size:
                 remaining = self.timeout - turns.idle()
-                if remaining > 0:
+                if turns.stuck():
+                    run.fail_stuck()
+                elif remaining > 0:
                     turns.changed.wait(remaining)
                 elif not turns.ended:
-                    meeting.fail_late()
+                    run.fail_late()
                 else:
                     return
 
-    def _raise_first(self, meeting: Rendezvous) -> None:
-        errors = {rank: error for rank, error in meeting.left.items() if error is not None}
+    def _raise_first(self, run: Run) -> None:
+        errors = {rank: error for rank, error in run.left.items() if error is not None}
         if not errors:
-            if self._stuck and meeting.failure is not None:
-                raise meeting.failure()
+            if self._stuck and run.failure is not None:
+                raise run.failure()
             return
         primary = [r for r, error in errors.items() if not isinstance(error, RankLeftError)]
         rank = (primary or list(errors))[0]

@@ -31,6 +31,7 @@ class Turns:
         # fast the threads start.
         self._waiting: dict[int, Callable[[], bool]] = dict.fromkeys(range(world_size), _always)
         self._last = world_size - 1
+        self._present = world_size
         self._since = time.monotonic()
         self._random = [
             torch.Generator().manual_seed(rank).get_state() for rank in range(world_size)
@@ -59,6 +60,12 @@ class Turns:
                 self._since = time.monotonic()
             self.changed.notify_all()
 
+    def leave(self, rank: int) -> None:
+        """Pass the turn on for good."""
+        with self.changed:
+            self._present -= 1
+            self.give(rank)
+
     def wait(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
         """Pass the turn on and stand in line again.
 
@@ -85,6 +92,10 @@ class Turns:
     def idle(self) -> float:
         """Seconds since the turn last changed hands."""
         return time.monotonic() - self._since
+
+    def stuck(self) -> bool:
+        """Whether all ranks that are left stand in line and none is ready."""
+        return 0 < self._present == len(self._waiting) and not self.ended and self._next() is None
 
     def _next(self) -> int | None:
         """The first ready rank after the one that had the last turn."""

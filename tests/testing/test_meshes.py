@@ -1,0 +1,316 @@
+"""Worlds with a mesh: torch's DeviceMesh, DTensor and functional collectives over mock groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardcast.testing import (
+    BufferHazardError,
+    CollectiveMismatchError,
+    Death,
+    RankDied,
+    RankLeftError,
+    RendezvousTimeoutError,
+    ThreadedWorld,
+    assert_same_sequence,
+    fake_world,
+    threaded_world,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+GRID = {"dp": 2, "tp": 2}
+PLAN: dict[str, Any] = {
+    "0": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+    "2": RowwiseParallel(output_layouts=Shard(0)),
+    "3": SequenceParallel(sequence_dim=0),
+}
+
+
+def mlp(width: int = 7) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, 5), nn.LayerNorm(5))
+
+
+def ones(value: float = 1.0) -> Tensor:
+    return torch.full((2,), value)
+
+
+# -- threads -------------------------------------------------------------------------------------
+
+
+def coordinates(mesh: DeviceMesh) -> Any:
+    group = mesh.get_group("tp")
+    assert mesh.get_rank() == dist.get_rank() and dist.get_world_size() == 4
+    assert dist.get_process_group_ranks(group) == mesh["tp"].mesh.tolist()
+    assert group is mesh["tp"].get_group() and group.size() == 2
+    return mesh.get_local_rank("dp"), mesh.get_local_rank("tp"), group.rank()
+
+
+def test_each_rank_has_its_place_in_the_mesh():
+    assert threaded_world(GRID, coordinates) == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
+
+
+def sums(mesh: DeviceMesh) -> Any:
+    mine = ones(2.0 ** dist.get_rank())
+    flat = mesh["dp", "tp"]._flatten("everyone")
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    twos = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    for group in (mesh.get_group("dp"), mesh.get_group("tp"), flat.get_group(), None, *twos):
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(out := mine.clone(), group=group)
+            yield int(out[0])
+    yield int(functional.all_reduce(mine, "sum", mesh["dp"])[0])
+    yield int(functional.all_reduce(mine, "sum", (pairs, 1))[0])
+    dist.broadcast(out := mine.clone(), src=3)
+    yield int(out[0])
+    dist.all_gather_object(everyone := [None] * 4, mesh.get_local_rank("tp"))
+    yield everyone
+
+
+def test_groups_of_all_kinds_add_up_their_own_ranks_exactly():
+    results = threaded_world(GRID, lambda mesh: list(sums(mesh)))
+    places = [0, 1, 0, 1]
+    assert results == [
+        [5, 3, 15, 15, 9, 5, 3, 8, places],
+        [10, 3, 15, 15, 6, 10, 3, 8, places],
+        [5, 12, 15, 15, 6, 5, 12, 8, places],
+        [10, 12, 15, 15, 9, 10, 12, 8, places],
+    ]
+
+
+def parallel_gradients(mesh: DeviceMesh) -> list[tuple[Tensor, Any]]:
+    """Gradients of a tensor-parallel model in full, and how each was placed."""
+    model = parallelize_module(mlp(), mesh["tp"], PLAN)
+    half = inputs().chunk(2)[mesh.get_local_rank("tp")]
+    model(half).square().sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    assert all(isinstance(grad, DTensor) for grad in grads)
+    return [(grad.full_tensor(), grad.placements[0]) for grad in grads]
+
+
+def inputs() -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_tensor_parallel_model_has_the_gradients_of_a_plain_one_and_runs_repeat_exactly():
+    model = mlp()
+    model(inputs()).square().sum().backward()
+    world = ThreadedWorld(GRID)
+    results = world.run(parallel_gradients)
+    for found in results:
+        for param, (grad, _) in zip(model.parameters(), found, strict=True):
+            torch.testing.assert_close(grad, param.grad)
+        placed = ["S(0)", "S(0)", "S(1)", "R", "P(sum)", "P(sum)"]
+        assert [str(placement) for _, placement in found] == placed
+    logs = world.logs
+    assert_same_sequence(logs)
+    assert {call.group for call in logs[0]} == {"tp"} and len(logs[0]) > 6
+    for found, before in zip(world.run(parallel_gradients), results, strict=True):
+        assert all(
+            torch.equal(now, then) for (now, _), (then, _) in zip(found, before, strict=True)
+        )
+    assert world.logs == logs
+
+
+def redistributed(mesh: DeviceMesh) -> Tensor:
+    whole = torch.arange(15.0).view(3, 5)
+    tensor = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+    tensor = tensor.redistribute(placements=[Shard(1), Replicate()])
+    tensor = tensor.redistribute(placements=[Shard(0), Shard(1)])
+    rows, columns = mesh.get_coordinate()
+    assert torch.equal(tensor.to_local(), whole.chunk(2)[rows].chunk(2, 1)[columns])
+    assert torch.equal(tensor.full_tensor(), whole)
+    return tensor.sum().full_tensor()
+
+
+def test_dtensors_are_redistributed_uneven_ones_too():
+    assert [float(total) for total in threaded_world(GRID, redistributed)] == [105.0] * 4
+
+
+def mixed(mesh: DeviceMesh) -> None:
+    for name in ("tp", "dp", "tp"):
+        dist.all_reduce(ones(), group=mesh.get_group(name))
+    dist.all_reduce(ones())
+    assert [call.seq for call in mesh.get_group("tp").log] == [0, 1]
+
+
+def test_a_log_names_the_group_and_counts_within_it():
+    world = ThreadedWorld(GRID)
+    world.run(mixed)
+    assert [(call.group, call.seq) for call in world.logs[3]] == [
+        *(("tp", 0), ("dp", 0), ("tp", 1), ("", 0))
+    ]
+    assert str(world.logs[3][1]) == "#0 all_reduce(float32[2], reduce_op=SUM, group=dp)"
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def shapes_differ(mesh: DeviceMesh) -> None:
+    dist.all_reduce(torch.ones(3 if dist.get_rank() == 2 else 2), group=mesh.get_group("tp"))
+
+
+def leaves(mesh: DeviceMesh) -> None:
+    if dist.get_rank() != 1:
+        dist.all_reduce(ones(), group=mesh.get_group("tp"))
+
+
+def crosses(mesh: DeviceMesh) -> None:
+    """Ranks 0 and 3 begin with their row, the others with their column: all round the square."""
+    names = ("tp", "dp") if dist.get_rank() in (0, 3) else ("dp", "tp")
+    for name in names:
+        dist.all_reduce(ones(), group=mesh.get_group(name))
+
+
+def other_order(mesh: DeviceMesh) -> None:
+    groups = ([0, 1], [0, 2])
+    for ranks in groups if dist.get_rank() else groups[::-1]:
+        dist.new_group(ranks)
+
+
+def alone(mesh: DeviceMesh) -> None:
+    dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def forgets(mesh: DeviceMesh) -> None:
+    dist.all_reduce(ones(), group=mesh.get_group("dp"), async_op=True)
+
+
+MISTAKES: list[tuple[Callable[..., None], type[Exception], str]] = [
+    (shapes_differ, CollectiveMismatchError, r"of tp does not match: ranks 2, 3 differ in shape"),
+    (leaves, RankLeftError, r"rank 1 has left after 0 collectives .* 0 of tp waits for it"),
+    (crosses, CollectiveMismatchError, r"can go on.*\n  rank 0 waits in .* 0 of tp for rank 1: #0"),
+    (other_order, ValueError, r"process group \d+ of this rank has the ranks 0, .*same order"),
+    (alone, ValueError, "use_local_synchronization=True.* is not supported"),
+    (forgets, BufferHazardError, r"rank \d never waited for #0 all_reduce\(.*group=dp\)"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[it[0].__name__ for it in MISTAKES])
+def test_a_mistake_is_named_at_once(mistake: tuple[Any, type[Exception], str]):
+    wrong, error, message = mistake
+    world, started = ThreadedWorld(GRID, timeout=50.0), time.monotonic()
+    with pytest.raises(error, match=message):
+        world.run(wrong)
+    assert time.monotonic() - started < 50.0, "found out, not timed out"
+    assert world.run(lambda mesh: mesh.ndim) == [2] * 4, "it can go on"
+
+
+def late(mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 3:
+        time.sleep(0.6)
+    dist.all_reduce(ones(), group=mesh.get_group("tp"))
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_group():
+    with pytest.raises(RendezvousTimeoutError, match=r"rank 3 has not .* collective 0 of tp"):
+        threaded_world(GRID, late, timeout=0.2)
+
+
+def test_faults_count_the_collectives_of_all_groups():
+    with pytest.raises(RankDied, match="rank 2 died at its collective 2"):
+        threaded_world(GRID, mixed, faults=[Death(2, 2)])
+    with pytest.raises(ValueError, match=r"never reached: .*\(rank made 4\)"):
+        threaded_world(GRID, mixed, faults=[Death(2, 4)])
+
+
+@pytest.mark.parametrize("shape", [{}, {"dp": 0}, {"dp": 2, 3: 1}, {"": 2}, {"dp": 1.5}, "dp", 0])
+def test_a_shape_that_makes_no_sense_is_refused(shape: Any):
+    for world in (threaded_world, fake_world):
+        with pytest.raises(ValueError, match=r"a world (is a number of ranks|needs at least one)"):
+            world(shape, coordinates) if world is threaded_world else world(shape).__enter__()
+    with pytest.raises(ValueError, match="rank 4 is not in a world of 4"), fake_world(GRID, 4):
+        pass
+
+
+def destroys(mesh: DeviceMesh) -> float:
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        return 0.0
+    group = mesh.get_group("dp") if dist.get_rank() != 2 else None
+    return float(functional.all_reduce(ones(), "sum", group)[0]) if group and group.rank() else 0.0
+
+
+def test_what_happens_in_a_world_stays_there():
+    """The process' own group is as it was, by name too; who destroys groups destroys its own."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        own = dist.group.WORLD
+        hash_before = hash(init_device_mesh("cpu", (1,)))
+        with pytest.raises(RankLeftError):
+            threaded_world(GRID, destroys)
+        with fake_world(GRID, rank=3):
+            assert dist.get_world_size() == 4 and dist.get_rank() == 3
+            assert threaded_world({"tp": 2}, lambda mesh: mesh.get_rank()) == [0, 1]
+            assert dist.get_rank() == 3
+        assert dist.group.WORLD is own and dist.get_world_size() == 1
+        assert torch.equal(functional.all_reduce(ones(), "sum", own), ones())
+        assert hash(init_device_mesh("cpu", (1,))) == hash_before
+    finally:
+        dist.destroy_process_group()
+
+
+# -- one rank of a large mesh ---------------------------------------------------------------------
+
+LARGE = {"pp": 4, "dp": 32, "tp": 8}
+
+
+def sharded_rows(rank: int) -> tuple[Any, list[int], Any]:
+    with fake_world(LARGE, rank) as mesh:
+        model = parallelize_module(mlp(50), mesh["tp"], PLAN, src_data_rank=None)
+        model(torch.ones(1, 5)).sum().backward()
+        dist.all_reduce(ones(), group=mesh.get_group("dp"))
+        rows = [param.to_local().shape[0] for param in model.parameters()]
+        return mesh.get_coordinate(), rows, mesh.get_group("pp").rank_log
+
+
+def test_a_rank_of_1024_has_its_shards_and_counts_its_collectives():
+    """In one process, one rank after the other: what DTensor has cached is of that rank."""
+    seen = {rank: sharded_rows(rank) for rank in (0, 17, 1023)}
+    assert [tuple(place) for place, _, _ in seen.values()] == [(0, 0, 0), (0, 2, 1), (3, 31, 7)]
+    # 50 rows for 8 ranks: 7 for each, and one for the last
+    assert [rows for _, rows, _ in seen.values()] == [
+        *([7, 7, 5, 5, 5, 5], [7, 7, 5, 5, 5, 5], [1, 1, 5, 5, 5, 5])
+    ]
+    assert_same_sequence([log for _, _, log in seen.values()])
+    log = seen[0][2]
+    assert [(call.group, call.op) for call in log] == [
+        ("tp", "all_gather_single"),
+        ("tp", "reduce_scatter_single"),
+        ("tp", "all_gather_single"),
+        ("dp", "all_reduce"),
+    ]
+
+
+def test_dtensors_of_a_large_mesh_need_no_memory():
+    with fake_world(LARGE, rank=9) as mesh:
+        local = torch.empty(1000, 10**6, dtype=torch.bfloat16, device="meta")
+        weight = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
+        whole = weight.redistribute(mesh["tp"], [Replicate()]).to_local()
+        assert weight.shape == whole.shape == (8000, 10**6)
+        dist.all_reduce(weight.to_local(), group=mesh.get_group("dp"))
+        assert mesh.get_group("dp").log[0].nbytes == 2 * 10**9
+
+
+def test_a_fake_group_of_a_mesh_must_be_waited_for_too():
+    waited = pytest.raises(BufferHazardError, match=r"rank 5 never waited for .*group=tp")
+    with waited, fake_world(LARGE, rank=5) as mesh:
+        dist.all_reduce(ones(), group=mesh.get_group("tp"), async_op=True)
