@@ -7,6 +7,9 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from typing import Any
 
 import torch
@@ -56,7 +59,8 @@ class Pack:
             self.data = source.to(layout.dtype)
         views = self.views(self.data)
         if source is None:
-            torch._foreach_copy_(views, [param.detach() for param in self.params])
+            with torch.no_grad():
+                torch._foreach_copy_(views, [*self.params])
         for param, view in zip(self.params, views, strict=True):
             param.data = _compat.own_storage(view)
 
@@ -69,8 +73,11 @@ class Pack:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each slot's elements of ``flat``, which is laid out like the pack, in their shape."""
-        slots = self.layout.slots  # size=: or torch looks first whether it is a dtype
-        return [flat[slot.offset : slot.end].view(size=slot.shape) for slot in slots]
+        begin = flat.storage_offset()  # one call for each slot, in place of a slice and its view
+        return [
+            flat.as_strided(slot.shape, _strides(slot.shape), begin + slot.offset)
+            for slot in self.layout.slots
+        ]
 
     def span(self, span: Span) -> Tensor:
         """The elements of one span, 1-d."""
@@ -96,3 +103,10 @@ class Pack:
         """Whether the parameters have another dtype or device now; looks at the first one only."""
         param = self.params[0]
         return param.dtype != self.layout.dtype or param.device != self.data.device
+
+
+@functools.lru_cache(maxsize=1024)  # layers repeat their shapes
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    sizes = [max(1, size) for size in shape[:0:-1]]
+    return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[: len(shape)][::-1]

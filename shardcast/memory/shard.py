@@ -138,7 +138,8 @@ def build_shard(
         return shard
     device = params[0].device
     staged = torch.zeros(layout.numel, dtype=MASTER_DTYPE, device=device)
-    torch._foreach_copy_(pack.views(staged), [param.detach() for param in params])
+    with torch.no_grad():
+        torch._foreach_copy_(pack.views(staged), [*params])
     nothing = torch.empty(0, dtype=layout.dtype, device=device)
     for param in params:
         param.data = nothing
