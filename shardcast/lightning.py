@@ -5,6 +5,9 @@
     trainer = Trainer(strategy="shardcast", precision="bf16-true", ...)
     trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
 
+Several optimizers, such as Muon and AdamW, are sharded together under manual optimization, which is
+how Lightning takes them: ``for optimizer in self.optimizers(): optimizer.step()`` makes one step.
+
 ``precision`` decides ``param_dtype`` (``32-true``, ``bf16-true``, ``16-true``) where the shardcast
 configuration does not name it; accumulation, clipping by norm and by value, schedulers and
 validation are Trainer's. A Lightning checkpoint holds fp32 weights and the plain torch optimizer
@@ -26,12 +29,13 @@ from torch import Tensor
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
+from shardcast.optimizer.original import OptimizerHandle
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan.precision import Precision as Rules
 
 try:
     from lightning.fabric.utilities.apply_func import apply_to_collection
-    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
     from lightning.pytorch.plugins.precision import HalfPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
@@ -88,6 +92,27 @@ class ShardcastPrecision(Precision):
         loss: Tensor = super().pre_backward(tensor, module)
         return loss if self.sharded is None else self.sharded.scale_loss(loss)
 
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        """As Lightning's; a handle of several optimizers steps without a closure."""
+        if isinstance(optimizer, OptimizerHandle) and closure is do_nothing_closure:
+            self._wrap_closure(model, optimizer, closure)  # its hooks
+            return optimizer.step()
+        return super().optimizer_step(optimizer, model, closure, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; see :meth:`clip_grad_by_norm` and :meth:`clip_grad_by_value`.
+
+        Raises:
+            RuntimeError: of one of several optimizers alone.
+        """
+        if isinstance(_unwrapped(optimizer), OptimizerHandle):
+            raise RuntimeError(
+                "clip_gradients: optimizers that are sharded together are clipped together, within "
+                "the step; remove the call and set max_grad_norm in the shardcast configuration, "
+                "or in a parameter group that is to have a bound of its own"
+            )
+        super().clip_gradients(optimizer, *args, **kwargs)
+
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """By the global norm over all ranks, in the coming step."""
         if self.sharded is not None:
@@ -116,8 +141,8 @@ class ShardcastStrategy(DDPStrategy):
         kwargs: those of ``DDPStrategy`` (``process_group_backend``, ``timeout`` ...).
 
     Raises:
-        ValueError: for a hook of DDP's communication; at ``fit``, for another precision, for
-            several optimizers, or for a ``param_dtype`` that contradicts ``precision``.
+        ValueError: for a hook of DDP's communication; at ``fit``, for another precision, or for a
+            ``param_dtype`` that contradicts ``precision``.
     """
 
     strategy_name = "shardcast"
@@ -166,19 +191,14 @@ class ShardcastStrategy(DDPStrategy):
         self.model_to_device()
         self.precision_plugin.sharded = None  # of a fit before; its memory is needed now
         self.setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"configure_optimizers: strategy 'shardcast' expects one optimizer, got "
-                f"{len(self.optimizers)}; use one with several parameter groups, or train without "
-                "Lightning: shardcast.shard(model, [muon, adamw]) takes several"
-            )
-        module, optimizer = self.lightning_module, self.optimizers[0]
-        if not optimizer.param_groups:  # configure_optimizers returned None: nothing is trained
+        module, originals = self.lightning_module, self.optimizers
+        if not originals[0].param_groups:  # configure_optimizers returned None: nothing is trained
             self.precision_plugin.convert_module(module)
         else:
-            sharded = shard(module, optimizer, self.precision_plugin.config)
-            vars(sharded)["optimizer"] = optimizer  # LearningRateMonitor takes it for the same
-            self.optimizers = [sharded]
+            sharded = shard(module, originals, self.precision_plugin.config)
+            for handle, original in zip(sharded.optimizers, originals, strict=True):
+                vars(handle)["optimizer"] = original  # LearningRateMonitor takes it for the same
+            self.optimizers = list(sharded.optimizers)
             self.precision_plugin.sharded = sharded
             if self.world_size > 1:
                 _warn_of_local_norms([module, *trainer.callbacks])
@@ -219,9 +239,17 @@ class ShardcastStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the unsharded optimizer, on rank 0. Collective."""
         inner = _unwrapped(optimizer)
-        if isinstance(inner, ShardedOptimizer):
+        if isinstance(inner, (ShardedOptimizer, OptimizerHandle)):
             return inner.full_state_dict()
         return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """The inverse of :meth:`optimizer_state`, of all optimizers. Collective."""
+        sharded = self.precision_plugin.sharded
+        if sharded is None or len(self.optimizers) == 1:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            sharded.load_state_dict(checkpoint["optimizer_states"])
 
     def teardown(self) -> None:
         """Take the hooks off the module, which may then be trained again.

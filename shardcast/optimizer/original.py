@@ -90,6 +90,10 @@ class OptimizerHandle(torch.optim.Optimizer):
                     else:
                         param.grad.zero_()
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """As of :class:`ShardedOptimizer`, of this optimizer alone. Every rank must call it."""
+        return self._join.gather(self._place)
+
     def state_dict(self) -> Any:
         """Refused; the state is one."""
         raise _one_state("state_dict", self.name)
@@ -109,12 +113,15 @@ class StepTogether:
     def __init__(
         self,
         originals: Originals,
+        grad_version: Callable[[], int],
         step: Callable[[], Any],
         add_group: Callable[[int, dict[str, Any]], None],
+        gather: Callable[[int], dict[str, Any]],
     ) -> None:
-        self.originals, self.add_group = originals, add_group
+        self.originals, self.add_group, self.gather = originals, add_group, gather
         self.after: list[Callable[[], None]] = []
-        self._step = step
+        self._grad_version, self._step = grad_version, step
+        self._seen = 0  # the gradients that the first handle stepped with
         self._stepped: set[int] = set()
 
     def step(self, place: int) -> None:
@@ -127,6 +134,15 @@ class StepTogether:
                 f"{', '.join(missing)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
+        version = self._grad_version()
+        if self._stepped and version != self._seen:
+            raise RuntimeError(
+                f"step() of the handle of {names[place]} came after a backward, a clip or "
+                "zero_grad() that followed the step() of another one: the optimizers step "
+                "together, with the same gradients; call step() of all handles after the last "
+                "backward. Losses of their own, as of a GAN, need models that are sharded apart"
+            )
+        self._seen = version
         self._stepped.add(place)
         if len(self._stepped) == len(names):
             self._stepped.clear()

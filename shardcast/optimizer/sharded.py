@@ -15,7 +15,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.original import OptimizerHandle, StepTogether, retire, take_hooks
-from shardcast.optimizer.state_dict import StateDict, split_state
+from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView, apart
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout
@@ -64,7 +64,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state.update(original.state)
         if state:
             self._states.apply(self._states.plan_plain(state))
-        self._together = StepTogether(originals, self.step, self._add_group)
+        self._together = StepTogether(
+            originals, lambda: engine.reduce.grad_version, self.step, self._add_group,
+            self._states.gather,
+        )  # fmt: skip
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (self,)
         if several:
             places = range(len(originals.optimizers))
@@ -401,8 +404,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
         """:meth:`full_state_dict` of each of the optimizers that were given; empty off rank 0."""
-        state = self._states.gather()
-        return split_state(state, self.engine.originals.places) if state else []
+        places = range(len(self.engine.originals.optimizers))
+        return [state for state in map(self._states.gather, places) if state]
 
     # -- the rest ---------------------------------------------------------------------------
 

@@ -201,15 +201,21 @@ class StateDict:
             engine.publish()
         load_groups(self._groups, loading.groups)
 
-    def gather(self) -> dict[str, Any]:
+    def gather(self, place: int | None = None) -> dict[str, Any]:
         """The whole state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
 
         Every rank must call it. Pack by pack, through pickled copies on the host: for hand-over,
         not for a loop.
+
+        Args:
+            place: of one of several optimizers, whose state alone is wanted.
         """
         engine, index = self._engine, numbered(self._groups)
+        places = engine.originals.places
         state: dict[int, Any] = {}
         for shard in engine.shards:
+            if place not in (None, places[shard.pack.layout.group]):
+                continue
             mine = {
                 index[param]: (
                     fragment.param_range,
@@ -226,7 +232,8 @@ class StateDict:
                         state[index[param]] = merged
         if engine.comm.rank != 0:
             return {}
-        return {"state": dict(sorted(state.items())), "param_groups": plain_groups(self._groups)}
+        found = {"state": dict(sorted(state.items())), "param_groups": plain_groups(self._groups)}
+        return found if place is None else split_state(found, places)[place]
 
     def gather_masters(self) -> dict[str, Tensor]:
         """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.

@@ -35,11 +35,10 @@ ROOT = Path(__file__).parents[2]
 class Net(LightningModule):
     """7 -> 12 -> 1 with a norm; gradients of other sizes on each rank."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.net = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 1))
-        self.count = count
         self.losses: list[float] = []
         self.norms: list[float] = []
 
@@ -57,10 +56,8 @@ class Net(LightningModule):
             self.clip_gradients(optimizer, *args, **kwargs)
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.AdamW(self.parameters(), lr=0.05) for _ in range(self.count)]
-        if self.count > 1:
-            return optimizers
-        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
 
 def loader(float64: bool = False) -> DataLoader[Any]:
@@ -316,14 +313,6 @@ def test_a_module_without_an_optimizer_runs(tmp_path: Path):
     trainer_of(str(tmp_path), 1, precision="bf16-true", max_epochs=1).fit(module, loader())
     assert len(module.losses) == 12
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-
-
-def test_several_optimizers_are_refused(tmp_path: Path):
-    module = Net(count=2)
-    module.automatic_optimization = False
-    trainer = trainer_of(str(tmp_path), 1, gradient_clip_val=None, accumulate_grad_batches=1)
-    with pytest.raises(ValueError, match="expects one optimizer, got 2"):
-        trainer.fit(module, loader())
 
 
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Optimizers, difference, mlp, pair, set_grads
+from oracle import BATCH, Optimizers, difference, mlp, pair, set_grads
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -290,6 +290,26 @@ def test_steps_that_would_count_twice_or_half_are_named():
     adamw.step()
     pairs = zip(before, model.parameters(), strict=True)
     assert not any(torch.equal(old, new) for old, new in pairs)
+
+
+@pytest.mark.parametrize("between", ["a backward", "zero_grad", "an edit", "nothing"])
+def test_gradients_that_change_between_the_steps_of_handles_are_named(between: str):
+    """With optimizers apart the first one would not have seen the change."""
+    model = mlp()
+    muon, adamw = shard(model, pair(model)).optimizers
+    model(BATCH).sum().backward()
+    muon.step()
+    if between == "a backward":
+        model(BATCH).sum().backward()
+    elif between == "zero_grad":
+        adamw.zero_grad()
+    elif between == "an edit":
+        model[0].weight.grad.mul_(0.5)
+    if between == "nothing":
+        adamw.step()
+        return
+    with pytest.raises(RuntimeError, match="handle of AdamW came after a backward, a clip or zero"):
+        adamw.step()
 
 
 @pytest.mark.parametrize(
