@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,90 @@ def own_storage(view: Tensor) -> Tensor:
     its own pointers only. Nobody here needs it: packs live as long as their parameters.
     """
     return view if view.is_meta else from_dlpack(torch._C._to_dlpack(view))
+
+
+class Placement(Protocol):
+    """How a DTensor lies along one dimension of its mesh."""
+
+    def is_replicate(self) -> bool: ...
+    def is_partial(self) -> bool: ...
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``, whose module takes long to import."""
+    return hasattr(tensor, "device_mesh")
+
+
+def placements(tensor: Any) -> dict[str, Placement]:
+    """Those of a DTensor by the name of the mesh dimension; empty for a plain tensor.
+
+    Raises:
+        TypeError: the dimensions of its mesh have no names.
+    """
+    if not is_dtensor(tensor):
+        return {}
+    names = tensor.device_mesh.mesh_dim_names
+    if names is None:
+        raise TypeError(
+            "optimizer: a parameter is a DTensor over a mesh whose dimensions have no names; give "
+            "init_device_mesh mesh_dim_names"
+        )
+    return dict(zip(names, tensor.placements, strict=True))
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """The memory of a DTensor on this rank, the very tensor; a plain one itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def set_local_tensor(tensor: Any, local: Tensor) -> None:
+    """Have a DTensor lie in ``local``, of the same shape and any dtype; it stays the same object.
+
+    ``tensor.data = ...`` would change the dtype that it shows and leave the old memory below.
+    """
+    same = tensor._spec.placements
+    wrapped = wrap_local(local, tensor, same)
+    if wrapped.dtype != tensor.dtype:
+        tensor.data = wrapped
+    tensor._local_tensor, tensor._spec = local, wrapped._spec
+
+
+def wrap_local(local: Tensor, like: Any, placements: Any) -> Any:
+    """A DTensor over ``local``, the very tensor, of the mesh and shape of ``like``."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    known = like._spec.tensor_meta
+    meta = TensorMeta(known.shape, known.stride, local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def arrived(local: Tensor) -> Tensor:
+    """What a functional collective gives, once it is here."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
+    """The group of some dimensions of a mesh, in its order; makes one for several of them.
+
+    Uses ``DeviceMesh._flatten``, as torch's own guides do.
+    """
+    if len(dims) == 1:
+        one = mesh if mesh.ndim == 1 and mesh.mesh_dim_names == tuple(dims) else mesh[dims[0]]
+        return one.get_group()  # type: ignore[no-any-return]
+    ordered = tuple(dim for dim in mesh.mesh_dim_names if dim in dims)
+    some = mesh if ordered == mesh.mesh_dim_names else mesh[ordered]
+    return some._flatten().get_group()  # type: ignore[no-any-return]
+
+
+def subgroup(group: dist.ProcessGroup | None, members: Sequence[int]) -> dist.ProcessGroup:
+    """A group of some ranks of ``group``, whom alone must call it."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group([ranks[member] for member in members], use_local_synchronization=True)
+    return made  # type: ignore[no-any-return]
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from .compare import same_everywhere
 from .flight import Exchanged, Flight, Scattered, TwoLevel
+from .grid import Grid
 from .group import REMEDY_INIT, Comm
 from .waiting import Works
 
@@ -10,6 +11,7 @@ __all__ = [
     "Comm",
     "Exchanged",
     "Flight",
+    "Grid",
     "Scattered",
     "TwoLevel",
     "Works",

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import Comm
+from shardcast.memory.local_param import LocalParam, as_in_model, as_packed
 from shardcast.plan.layout import PackLayout, Span
 
 
@@ -24,16 +26,31 @@ class Pack:
 
     Args:
         layout: the slots.
-        params: the parameters in slot order; they are moved in by :meth:`fill`.
+        params: the model's parameters in slot order; they are moved in by :meth:`fill`.
+        comm: the ranks that cut it.
+
+    Attributes:
+        params: the same, of a DTensor its :class:`LocalParam`.
         own: this rank's span.
     """
 
-    def __init__(self, layout: PackLayout, params: list[nn.Parameter], own: Span) -> None:
+    def __init__(self, layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> None:
         self.layout = layout
-        self.params = params
-        self.own = own
+        self.comm = comm
+        self.params: list[Any] = [as_packed(param) for param in params]
+        self.own = layout.spans[comm.rank]
         self.data = torch.empty(0)
         self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
+
+    @property
+    def in_model(self) -> list[nn.Parameter]:
+        """The model's own parameters."""
+        return [as_in_model(param) for param in self.params]
+
+    @property
+    def locals(self) -> list[Tensor]:
+        """What lies on this rank: the parameters, of a DTensor the local tensor."""
+        return [p.data if isinstance(p, LocalParam) else p for p in self.params]
 
     def wait(self) -> None:
         """Return when no collective uses the storage; on a GPU it is the stream that waits."""
@@ -66,7 +83,7 @@ class Pack:
 
     def _only(self) -> Tensor | None:
         """The storage of the single parameter of a pack of one, which then stays as it is."""
-        param = self.params[0]
+        param: nn.Parameter = self.params[0]
         if len(self.params) == 1 and self.layout.padding == 0 and param.is_contiguous():
             return param.detach().view(-1)
         return None
@@ -101,7 +118,7 @@ class Pack:
     @property
     def converted(self) -> bool:
         """Whether the parameters have another dtype or device now; looks at the first one only."""
-        param = self.params[0]
+        param: nn.Parameter = self.params[0]
         return param.dtype != self.layout.dtype or param.device != self.data.device
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import Comm
 from shardcast.config import GroupFn, ShardcastConfig
 from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.pack import Pack
 from shardcast.plan.layout import Layout
 from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import is_packable
+from shardcast.plan.sharing import Axes
 from shardcast.plan.validate import check_kinds, check_memory
 
 
@@ -105,13 +107,14 @@ def pack_parameters(
     )
     named = {name: param for name, param in model.named_parameters() if is_packable(param)}
     check_kinds(named)
+    Axes(1).sharings(named)  # refuses DTensors
     check_memory(named)
     infos = describe(named, config, dict.fromkeys(named.values(), 0))
     layout = plan_packs(infos, 1, "even", config)
     packs = []
     for pack_layout in layout.packs:
         params = [named[slot.name] for slot in pack_layout.slots]
-        pack = Pack(pack_layout, params, pack_layout.spans[0])
+        pack = Pack(pack_layout, params, Comm(None))
         with torch.no_grad():
             pack.fill()
         packs.append(pack)

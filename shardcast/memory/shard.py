@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from shardcast.comm import Comm
+from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.forms import Exact, Split, row_of
 from shardcast.memory.gradients import GradPack
@@ -90,7 +90,7 @@ class Shard:
 
     def owned(self) -> Iterator[tuple[int, Fragment, nn.Parameter]]:
         """Each fragment with its number and its model parameter."""
-        params = dict(zip(self.pack.layout.slots, self.pack.params, strict=True))
+        params = dict(zip(self.pack.layout.slots, self.pack.in_model, strict=True))
         for number, fragment in enumerate(self.fragments):
             yield number, fragment, params[fragment.slot]
 
@@ -123,27 +123,29 @@ class Shard:
 
 
 def build_shard(
-    layout: PackLayout, params: list[nn.Parameter], comm: Comm, config: ShardcastConfig
+    layout: PackLayout, params: list[nn.Parameter], grid: Grid, config: ShardcastConfig
 ) -> Shard:
     """One pack and its shard: stage in fp32, broadcast from rank 0, keep, cast, free.
 
     Originals are freed when they are staged, so no more than one pack is held twice.
     Every rank must call it, with equal layouts.
     """
-    pack = Pack(layout, params, layout.spans[comm.rank])
+    sharing = layout.sharing
+    pack = Pack(layout, params, grid.group(sharing.cut))
     shard = Shard(pack, config)
-    if comm.size == 1 and layout.dtype == MASTER_DTYPE:
+    if grid.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()
         shard.fill(pack.data)
         return shard
-    device = params[0].device
+    device = pack.params[0].device
     staged = torch.zeros(layout.numel, dtype=MASTER_DTYPE, device=device)
     with torch.no_grad():
-        torch._foreach_copy_(pack.views(staged), [*params])
+        torch._foreach_copy_(pack.views(staged), pack.locals)
     nothing = torch.empty(0, dtype=layout.dtype, device=device)
-    for param in params:
+    for param in pack.params:
         param.data = nothing
-    comm.broadcast(staged, 0)
+    for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
+        comm.broadcast(staged, 0)
     pack.fill(staged)
     shard.fill(staged)
     return shard

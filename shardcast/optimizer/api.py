@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardcast import _compat, launched
-from shardcast.comm import Comm
+from shardcast.comm import Comm, Grid
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.stages import joined
 from shardcast.plan import validate
 from shardcast.plan.originals import Originals
 from shardcast.step.update.execute import compiles
 from shardcast.step.update.several import Updates
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.device_mesh import DeviceMesh
 
 REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "it needs the whole gradient as one vector",
@@ -29,11 +33,18 @@ REFUSED: dict[type[torch.optim.Optimizer], str] = {
 
 
 def shard(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    dp: str | Sequence[str] = "dp",
+    pp: str = "pp",
+    tied: Sequence[Sequence[Any]] = (),
+    grad_sum_over: Mapping[str, Sequence[str]] | None = None,
+    experts: Mapping[str, Sequence[str]] | None = None,
+    divisor: float | Tensor | None = None,
     materialize: Callable[[nn.Module], Any] | None = None,
     **fields: Any,
 ) -> ShardedOptimizer:
@@ -46,7 +57,9 @@ def shard(
     Peak memory: the fp32 model, one pack and this rank's shard.
 
     Args:
-        model: on its device, materialised; usually fp32.
+        model: on its device, materialised; usually fp32. Of a pipeline, a list of the stages that
+            this rank holds, whose parameters have the names that they have in the whole model;
+            then backwards send nothing, and the one reduction of a step runs in ``step()``.
         optimizer: a torch optimizer over parameters of ``model``, or a sequence of them, such as
             ``[muon, adamw]``, that hold every trained parameter once. Elementwise ones are cut
             evenly, parameters of the others have one owner each; one reduction, one norm, one
@@ -56,6 +69,20 @@ def shard(
             :meth:`ShardcastConfig.load`.
         process_group: the ranks to shard over; default: the default group, or this process alone
             where ``torch.distributed`` is not initialised.
+        mesh: of a job that is more than data-parallel, instead of ``process_group``. Dimensions
+            other than ``dp`` are model-parallel; along them norms, skips and clips are agreed on,
+            and parameters are DTensors (``Shard`` or ``Replicate``), or plain copies.
+        dp: the data-parallel dimension of ``mesh``, also a flattened one (with context
+            parallelism); or two of them, (replicas, shards).
+        pp: the dimension along which each rank has other parameters, if ``mesh`` has it.
+        tied: weights that two pipeline stages hold, ``(name on one, name on the other)`` or with
+            the process group of their holders as a third: they begin equal and stay so, their
+            gradients are added up.
+        grad_sum_over: per model-parallel dimension, patterns of names of plain parameters whose
+            gradient on each rank is a part of the sum, as of norms on parts of a sequence.
+        experts: per data-parallel dimension, patterns of names of parameters that only its ranks
+            share: ``{"edp": ["*.experts.*"]}``. Like all they are divided by ``divisor``.
+        divisor: what sums over ranks are divided by, see :attr:`ShardedOptimizer.divisor`.
         materialize: gives a model built on ``meta`` its storage and values, for example
             ``lambda model: model.to_empty(device="cuda").apply(initialise)``; parameters keep
             their identity. Only rank 0's values count.
@@ -70,41 +97,73 @@ def shard(
             the ranks hold different models or options.
     """
     config = ShardcastConfig.load(config, **fields)
-    originals = _check(model, optimizer)
+    stages = _stages(model)
+    originals = _check(stages, optimizer)
     if materialize is not None:
         with _compat.swapped_params():
-            materialize(_compat.unwrapped(model))
-    comm = Comm.resolve(process_group)
-    device = _device(model)
+            for stage in stages:
+                materialize(stage)
+    device = _device(stages)
+    if mesh is None:
+        _check_no_mesh(tied=tied, grad_sum_over=grad_sum_over, experts=experts)
+        grid = Grid.flat(Comm.resolve(process_group))
+    elif process_group is not None:
+        raise ValueError("process_group: expected None beside mesh=, which names the groups")
+    else:
+        names = {name for stage in stages for name, _ in stage.named_parameters()}
+        grid = Grid.of(
+            mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied, names=names
+        )
 
     def planned() -> setup.Plan:
-        plan = setup.plan_for(model, originals, config, comm.size)
+        whole = model if isinstance(model, nn.Module) else joined(stages)
+        plan = setup.plan_for(whole, originals, config, grid.axes)
+        if plan.averaged and mesh is not None:
+            raise ValueError("mesh: expected the bare model, got one in DDP; leave DDP out")
         validate.check_memory(plan.params)
-        Updates(originals, config, comm)  # what it refuses, before the model is converted
+        Updates(originals, config, grid.dp)  # what it refuses, before the model is converted
         compiles(config, device)
         return plan
 
-    plan = setup.check(comm.together(planned, device, "shard"), comm, device)
+    plan = setup.check(grid.everyone.together(planned, device, "shard"), grid, device)
     with torch.no_grad(), setup.without_collector():
-        setup.convert_rest(plan, comm)
-        shards = setup.allocate(plan, comm)
+        setup.convert_rest(plan, grid)
+        shards = setup.allocate(plan, grid)
         for param in plan.params.values():
             param.grad = None
-        launched.note_sharded(comm.rank)
-        return ShardedOptimizer(Engine(plan, shards, comm, originals))
+        launched.note_sharded(grid.everyone.rank)
+        optimizer = ShardedOptimizer(Engine(plan, stages, shards, grid, originals))
+        optimizer.divisor = divisor
+        return optimizer
 
 
-def _device(model: nn.Module) -> torch.device:
+def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    given: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    for stage in given:
+        if not isinstance(stage, nn.Module):
+            raise TypeError(
+                f"model: expected a torch.nn.Module, or a list of them, got {type(stage).__name__}"
+            )
+    if not given:
+        raise ValueError("model: expected at least one pipeline stage, got an empty list")
+    return [_compat.unwrapped(stage) for stage in given]
+
+
+def _check_no_mesh(**options: Any) -> None:
+    for option, value in options.items():
+        if value:
+            raise ValueError(f"{option}: expected a mesh beside it; pass mesh=")
+
+
+def _device(stages: Sequence[nn.Module]) -> torch.device:
     """Where the ranks tell each other how planning went; the host for what has no memory yet."""
-    first = next(model.parameters(), torch.empty(0))
+    first = next((param for stage in stages for param in stage.parameters()), torch.empty(0))
     return torch.device("cpu") if first.is_meta else first.device
 
 
 def _check(
-    model: nn.Module, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    stages: Sequence[nn.Module], given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ) -> Originals:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -127,7 +186,7 @@ def _check(
     if not optimizers:
         raise ValueError("optimizer: expected at least one, got an empty list")
     sharded = any(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers)
-    if sharded or is_marked(_compat.unwrapped(model)):
+    if sharded or any(map(is_marked, stages)):
         raise RuntimeError(
             "shard() was called before on this model or optimizer; call it once, with one "
             "optimizer or a list of them that has all parameters: shard(model, [muon, adamw])"

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardcast.comm import Comm
+from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
@@ -30,7 +31,9 @@ class Engine:
 
     Attributes:
         originals: what was given to ``shard``; its groups are the present ones.
-        model: the root module, without wrappers.
+        model: the root module, without wrappers; of several pipeline stages what holds them.
+        stages: what is called: that module, or the stages.
+        grid: the ranks; ``comm`` are the data-parallel ones of them.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, combine, update, sync: the stages of a step.
     """
@@ -38,21 +41,24 @@ class Engine:
     _overlap: Overlap | None = None
 
     def __init__(
-        self, plan: Plan, shards: Sequence[Shard], comm: Comm, originals: Originals
-    ) -> None:
-        self.originals, self.model = originals, plan.model
+        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard], grid: Grid,
+        originals: Originals,
+    ) -> None:  # fmt: skip
+        self.originals, self.model, self.stages = originals, plan.model, tuple(stages)
         self.layout: Layout = plan.layout
         self.config: ShardcastConfig = plan.config
         self.precision: Precision = plan.precision
-        self.comm = comm
+        self.grid, self.comm = grid, grid.dp
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
-        self.reduce = make_reducer(comm, plan.precision, plan.config, plan.averaged)
-        self.combine = Combine(self.reduce.grads, comm, plan.config, self.device, originals)
-        self.update = Updates(originals, plan.config, comm)
-        self.sync = Sync(comm)
+        at_step = len(self.stages) > 1
+        self.reduce = make_reducer(grid, plan.precision, plan.config, plan.averaged, at_step)
+        self.combine = Combine(self.reduce.grads, grid, plan.config, self.device, originals)
+        self.update = Updates(originals, plan.config, grid.dp)
+        self.sync = Sync()
         self._add(shards)
-        mark(self.model)
+        for stage in self.stages:
+            mark(stage)
         self._hook()
 
     def extend(self, plan: Plan, shards: Sequence[Shard]) -> None:
@@ -128,7 +134,7 @@ class Engine:
             [
                 param
                 for pack, slots in decision.present.items()
-                for param, there in zip(pack.params, slots, strict=True)
+                for param, there in zip(pack.in_model, slots, strict=True)
                 if there
             ]
         )
@@ -136,7 +142,7 @@ class Engine:
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""
         self.sync.wait()
-        everything = Sync(self.comm)  # packs that are still frozen too
+        everything = Sync()  # packs that are still frozen too
         for shard in self.shards:
             shard.publish()
             everything.add(shard.pack)
@@ -162,7 +168,8 @@ class Engine:
 
     def close(self) -> None:
         """Remove all hooks from the model and its parameters."""
-        unmark(self.model)
+        for stage in self.stages:
+            unmark(stage)
         try:
             self._unhook()
         finally:
@@ -173,8 +180,10 @@ class Engine:
         if self.config.overlap_sync and self.comm.size > 1:
             self._overlap = Overlap(self.model, self.sync)
             begin = self._overlap.noting(begin)
-        self.hooks = ModelHooks(self.model, self.shards, begin, self.reduce.averaged)
-        self._casts: list[Any] = self.precision.install_casts(self.model)
+        self.hooks = ModelHooks(self.stages, self.shards, begin, self.reduce.averaged)
+        self._casts: list[Any] = [
+            handle for stage in self.stages for handle in self.precision.install_casts(stage)
+        ]
 
     def _unhook(self) -> None:
         if self._overlap is not None:

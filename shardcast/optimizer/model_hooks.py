@@ -42,7 +42,7 @@ class ModelHooks:
     """Hooks of one model.
 
     Args:
-        model: the unwrapped root module.
+        stages: the unwrapped root module, or those of the pipeline stages that are here.
         shards: those of all packs; the list may grow.
         begin: called when a backward reaches an output of the model.
         averaged: a DDP wrapper was there first, and is to stay.
@@ -50,32 +50,34 @@ class ModelHooks:
 
     def __init__(
         self,
-        model: nn.Module,
+        stages: Sequence[nn.Module],
         shards: Sequence[Shard],
         begin: Callable[[], None],
         averaged: bool,
     ) -> None:
-        self._model, self._shards = model, shards
+        self._stages, self._shards = stages, shards
         self._begin, self._averaged = begin, averaged
         self._stale = False
         self._looked = False  # at what the first forward did to parameters
-        self._handles: list[Any] = [
-            # One of each kind: Dynamo keeps few graphs for hooks, which share their code.
-            model.register_forward_pre_hook(Hook(self._before_forward)),
-            model.register_forward_hook(Hook(self._after_forward)),
-        ]
-        for module in model.modules():
+        self._handles: list[Any] = []
+        for stage in stages:
             self._handles += [
-                module.register_load_state_dict_pre_hook(Hook(self._before_load)),
-                module.register_load_state_dict_post_hook(Hook(self._after_load)),
+                # One of each kind: Dynamo keeps few graphs for hooks, which share their code.
+                stage.register_forward_pre_hook(Hook(self._before_forward)),
+                stage.register_forward_hook(Hook(self._after_forward)),
             ]
+            for module in stage.modules():
+                self._handles += [
+                    module.register_load_state_dict_pre_hook(Hook(self._before_load)),
+                    module.register_load_state_dict_post_hook(Hook(self._after_load)),
+                ]
 
     def resync(self) -> None:
         """Take loaded weights as masters, if there was a ``load_state_dict`` since. Local."""
         if self._stale:
             self._stale = False
-            here = set(self._model.parameters())
-            if any(param not in here for shard in self._shards for param in shard.pack.params):
+            here = {param for stage in self._stages for param in stage.parameters()}
+            if any(param not in here for shard in self._shards for param in shard.pack.in_model):
                 raise RuntimeError(
                     "model: load_state_dict(assign=True) replaced parameters of a sharded model; "
                     "load without assign, or before shardcast.shard"
@@ -141,8 +143,10 @@ class ModelHooks:
         own = dict(module.named_parameters(recurse=False))
         wanted = {own[name]: state_dict.get(prefix + name) for name in own}
         for param, shard, fragment in self._fragments(wanted):
-            value = wanted[param]
-            if isinstance(value, Tensor) and value.shape == param.shape and not shard.in_place:
+            value, shape = wanted[param], _compat.local_tensor(param).shape
+            if isinstance(value, Tensor):
+                value = _compat.local_tensor(value)
+            if isinstance(value, Tensor) and value.shape == shape and not shard.in_place:
                 start, stop = fragment.param_range
                 exact = value.reshape(-1)[start:stop].to(param.device, MASTER_DTYPE)
                 if value.dtype == shard.pack.layout.dtype:
@@ -157,7 +161,7 @@ class ModelHooks:
         self, params: Mapping[nn.Parameter, Any]
     ) -> Iterator[tuple[nn.Parameter, Shard, Fragment]]:
         for shard in self._shards:
-            if any(param in params for param in shard.pack.params):
+            if any(param in params for param in shard.pack.in_model):
                 for _, fragment, param in shard.owned():
                     if param in params:
                         yield param, shard, fragment

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, same_everywhere
+from shardcast.comm import Grid, same_everywhere
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
+from shardcast.memory.local_param import as_packed
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout, PackLayout
@@ -30,6 +31,7 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, routed
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
+from shardcast.plan.sharing import Axes
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Plan:
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
         costs: of their updates, in units that only compare.
-        facts: what all ranks must have planned alike, a line each.
+        facts: what all data-parallel ranks must have planned alike, a line each.
+        options: the part of it that all ranks must have alike, whatever stage they hold.
     """
 
     model: nn.Module
@@ -55,6 +58,7 @@ class Plan:
     params: Mapping[str, nn.Parameter]
     costs: Mapping[str, float]
     facts: tuple[str, ...]
+    options: tuple[str, ...]
 
     def outside(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer does not hold."""
@@ -66,9 +70,12 @@ def plan_for(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Originals,
     config: ShardcastConfig,
-    world_size: int,
+    world: int | Axes,
 ) -> Plan:
     """Plan all parameters of the optimizers. Local; the model may be on ``meta``.
+
+    Args:
+        world: the number of ranks, or the dimensions of a mesh.
 
     Raises:
         TypeError, ValueError: what cannot be sharded, by name.
@@ -82,25 +89,30 @@ def plan_for(
     if averaged:
         validate.check_ddp(params, precision.storage_dtype, config)
     partitions = {n: partition_of(owner, config) for n, owner, _ in originals.numbered()}
+    axes = Axes(world) if isinstance(world, int) else world
+    sharings = axes.sharings(params)
     costs = _costs(params, groups, originals, config)
-    infos = describe(params, config, groups, precision.storage_dtype, costs)
-    layout = plan_packs(infos, world_size, partitions, config)
-    facts = layout.lines()
+    infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
+    layout = plan_packs(infos, axes, partitions, config)
+    options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     for number, owner, group in originals.numbered():
-        facts += validate.describe_groups(owner, [group], number)
-    facts += [f"{key} = {value}" for key, value in config.to_dict().items()]
+        options += validate.describe_groups(owner, [group], number)
+    facts = layout.lines() + options
     rest = [(n, p) for n, p in inner.named_parameters() if n not in params]
     facts += [  # rank 0's are broadcast, so they must fit everywhere
         f"    {n} {tuple(tensor.shape)} {tensor.dtype}, not trained by the optimizer"
         for n, tensor in (*rest, *inner.named_buffers())
     ]
     packs = layout.packs
-    return Plan(inner, averaged, config, precision, layout, packs, params, costs, tuple(facts))
+    return Plan(
+        inner, averaged, config, precision, layout, packs, params, costs, tuple(facts),
+        tuple(options),
+    )  # fmt: skip
 
 
 def plan_group(
     model: nn.Module, optimizer: torch.optim.Optimizer, before: Layout, number: int,
-    config: ShardcastConfig, group: Mapping[str, Any],
+    config: ShardcastConfig, group: Mapping[str, Any], axes: Axes,
 ) -> Plan:  # fmt: skip
     """Plan a further group of parameters, in packs of their own behind those of ``before``. Local.
 
@@ -122,13 +134,17 @@ def plan_group(
     precision = _precision(model, params, config)
     groups = dict.fromkeys(params.values(), number)
     costs = {name: _cost(name, param, optimizer, group, config) for name, param in params.items()}
-    infos = describe(params, config, groups, precision.storage_dtype, costs)
-    own = plan_packs(infos, before.world_size, partition_of(optimizer, config), config)
+    sharings = {name: axes.sharing(name, param) for name, param in params.items()}
+    infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
+    own = plan_packs(infos, axes, partition_of(optimizer, config), config)
     first = len(before.packs)
     new = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in own.packs)
     layout = dataclasses.replace(before, packs=before.packs + new)
-    facts = layout.lines() + validate.describe_groups(optimizer, [group], number)
-    return Plan(model, False, config, precision, layout, new, params, costs, tuple(facts))
+    options = validate.describe_groups(optimizer, [group], number)
+    facts = layout.lines() + options
+    return Plan(
+        model, False, config, precision, layout, new, params, costs, tuple(facts), tuple(options)
+    )
 
 
 def _costs(
@@ -145,10 +161,12 @@ def _cost(
     name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any], config: ShardcastConfig,
 ) -> float:  # fmt: skip
-    validate.check_matrices(name, param.shape, optimizer, group)
+    validate.check_whole(name, param, optimizer, config)
+    shape = _compat.local_tensor(param).shape
+    validate.check_matrices(name, shape, optimizer, group)
     if config.cost_fn is not None:
         return float(config.cost_fn(name, param))
-    return update_cost(optimizer, group, param.shape)
+    return update_cost(optimizer, group, shape)
 
 
 def _precision(
@@ -160,31 +178,37 @@ def _precision(
     return precision
 
 
-def check(plan: Plan, comm: Comm, device: torch.device) -> Plan:
+def check(plan: Plan, grid: Grid, device: torch.device) -> Plan:
     """``plan`` with the routes of its packs, if all ranks planned alike; nothing is changed.
 
     Raises:
         RuntimeError: on every rank, where they planned differently; names the first difference.
         ValueError: on every rank, for an option that these ranks do not allow.
     """
-    same_everywhere(comm, plan.facts, device)
-    layout = routed(plan.layout, plan.config, comm.fabric(device))
+    if grid.is_flat:
+        same_everywhere(grid.dp, plan.facts, device)
+    else:
+        same_everywhere(grid.everyone, plan.options, device)
+        # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
+        grid.everyone.together(lambda: same_everywhere(grid.dp, plan.facts, device), device)
+    experts = {dim: grid.group(dim).fabric(device) for dim in grid.axes.experts}
+    layout = routed(plan.layout, plan.config, grid.cut.fabric(device), experts)
     new = layout.packs[len(layout.packs) - len(plan.new) :]
     return dataclasses.replace(plan, layout=layout, new=new)
 
 
-def allocate(plan: Plan, comm: Comm) -> list[Shard]:
+def allocate(plan: Plan, grid: Grid) -> list[Shard]:
     """Make the new packs and this rank's shards of them. Every rank must call it.
 
     The model's memory at its worst moment: what it had, one pack in fp32, and the shards.
     """
     return [
-        build_shard(pack, [plan.params[slot.name] for slot in pack.slots], comm, plan.config)
+        build_shard(pack, [plan.params[slot.name] for slot in pack.slots], grid, plan.config)
         for pack in plan.new
     ]
 
 
-def convert_rest(plan: Plan, comm: Comm) -> None:
+def convert_rest(plan: Plan, grid: Grid) -> None:
     """Make equal on all ranks, and cast, what the optimizer does not hold: parameters, buffers."""
     precision, rest = plan.precision, plan.outside()
     for name, tensor in (*rest.items(), *plan.model.named_buffers()):
@@ -193,13 +217,15 @@ def convert_rest(plan: Plan, comm: Comm) -> None:
                 f"model: {name!r} is on the meta device and was never materialised; let "
                 "materialize= give every parameter and buffer its storage, frozen ones too"
             )
-    for param in rest.values():
-        param.data = param.data.contiguous()
-        comm.broadcast(param.data, 0)
-        convert_tensor_(param, precision.storage_dtype(param))
+    for name, param in rest.items():
+        local, sharing = as_packed(param), grid.axes.sharing(name, param)
+        local.data = local.data.contiguous()
+        for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
+            comm.broadcast(local.data, 0)
+        convert_tensor_(local, precision.storage_dtype(param))
     for module in plan.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            comm.broadcast(buffer, 0)
+            grid.dp.broadcast(_compat.local_tensor(buffer), 0)
             module._buffers[name] = buffer.to(precision.buffer_dtype(module, buffer))
 
 

@@ -239,6 +239,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._clip = Clip(clip.decision, engine.reduce.grad_version)
 
     @property
+    def divisor(self) -> float | Tensor:
+        """What the sum of gradients over the data-parallel ranks is divided by; their number.
+
+        Assign another number, or a 0-dim tensor on the device, such as the tokens of all ranks,
+        before the first synchronised backward of a step, on every rank the same; ``None`` for the
+        number of ranks again.
+        """
+        return self.engine.reduce.divisor.value
+
+    @divisor.setter
+    def divisor(self, value: float | Tensor | None) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        if not (value is None or number or (isinstance(value, Tensor) and value.dim() == 0)):
+            raise ValueError(
+                f"divisor: expected a number above 0, a 0-dim tensor or None, got {value!r}"
+            )
+        if self.engine.reduce.averaged:
+            raise RuntimeError("divisor: DDP averages the gradients of this model itself")
+        self.engine.reduce.divisor.given = value
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """Global gradient norm of the last step before clipping, 0-dim; ``None`` before any."""
         return None if self._last_norm is None else self._last_norm.float()
@@ -320,14 +341,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def planned() -> setup.Plan:
             plan = setup.plan_group(
-                engine.model, owner, engine.layout, number, engine.config, group
-            )
+                engine.model, owner, engine.layout, number, engine.config, group,
+                engine.grid.axes,
+            )  # fmt: skip
             validate.check_memory(plan.params)
             return plan
 
-        plan = engine.comm.together(planned, engine.device, "add_param_group")
-        plan = setup.check(plan, engine.comm, engine.device)
-        shards = setup.allocate(plan, engine.comm)
+        plan = engine.grid.everyone.together(planned, engine.device, "add_param_group")
+        plan = setup.check(plan, engine.grid, engine.device)
+        shards = setup.allocate(plan, engine.grid)
         engine.originals.append(place, group)
         engine.extend(plan, shards)
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from shardcast.plan.routes import Route
+from shardcast.plan.sharing import Sharing
 
 SHOWN = 8  # lengths of spans that are shown one by one
 
@@ -36,6 +37,7 @@ class ParamInfo(NamedTuple):
     ``dtype`` is the storage dtype after the precision policy; ``group`` the index of its
     optimizer group; ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
     all ranks; ``cost`` what its update costs its owner, ``None``: as much as it has elements.
+    Of a DTensor ``shape`` is that of the local tensor.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ParamInfo(NamedTuple):
     group: int = 0
     key: str = ""
     cost: float | None = None
+    sharing: Sharing = Sharing()
 
     @property
     def numel(self) -> int:
@@ -96,7 +99,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Slots and spans of one pack; ``numel`` includes padding. One span per rank, in order."""
+    """Slots and spans of one pack; ``numel`` includes padding. One span per rank that cuts it."""
 
     index: int
     device: str
@@ -109,6 +112,7 @@ class PackLayout:
     spans: tuple[Span, ...]
     route: Route = Route()
     partition: str = "even"
+    sharing: Sharing = Sharing()
 
     def __post_init__(self) -> None:
         position = 0
@@ -174,8 +178,9 @@ class Layout:
         return sum(pack.padding for pack in self.packs)
 
     def owned(self, rank: int) -> int:
-        """Elements, with padding, whose masters ``rank`` holds."""
-        return sum(pack.spans[rank].numel for pack in self.packs)
+        """Elements, with padding, whose masters ``rank`` holds; experts aside."""
+        every = [pack for pack in self.packs if len(pack.spans) == self.world_size]
+        return sum(pack.spans[rank].numel for pack in every)
 
     def slots(self) -> Iterator[tuple[PackLayout, Slot]]:
         for pack in self.packs:
@@ -196,6 +201,7 @@ class Layout:
             dtype = str(pack.dtype).removeprefix("torch.")
             frozen = "" if pack.requires_grad else " frozen"
             key = f" key {pack.key}" if pack.key else ""
+            key += f" ({pack.sharing})" if str(pack.sharing) else ""
             whole = " whole" if pack.partition == "whole" else ""
             sizes = [span.numel for span in pack.spans]
             spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)

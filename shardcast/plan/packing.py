@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import Layout, PackLayout, ParamInfo
 from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
 from shardcast.plan.routes import Fabric, Route, choose
+from shardcast.plan.sharing import Axes, Sharing
 
 MIB = 1024 * 1024
 # Without pack_mb a pack has at least PACK bytes, and PIECE for each rank, so that what a rank sends
@@ -27,6 +29,7 @@ def describe(
     groups: Mapping[nn.Parameter, int],
     storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
     costs: Mapping[str, float] | None = None,
+    sharings: Mapping[str, Sharing] | None = None,
 ) -> list[ParamInfo]:
     """The planner's view of parameters, in the order of ``named`` (model order).
 
@@ -34,6 +37,7 @@ def describe(
         groups: index of each parameter's optimizer group.
         storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
         costs: of each parameter's update, for the balance of whole ones; ``None``: elements.
+        sharings: who else holds each parameter, in jobs that are more than data-parallel.
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
@@ -45,13 +49,14 @@ def describe(
     return [
         ParamInfo(
             name,
-            tuple(param.shape),
+            tuple(_compat.local_tensor(param).shape),
             param.dtype if storage_dtype is None else storage_dtype(param),
             devices[param.device],
             param.requires_grad,
             groups[param],
             "" if config.group_fn is None else repr(config.group_fn(name, param)),
             None if costs is None else costs[name],
+            Sharing() if sharings is None else sharings[name],
         )
         for name, param in named.items()
     ]
@@ -59,14 +64,14 @@ def describe(
 
 def plan_packs(
     infos: list[ParamInfo],
-    world_size: int,
+    world: int | Axes,
     partition: str | Mapping[int, str],
     config: ShardcastConfig,
 ) -> Layout:
     """:func:`plan` with the pack options of ``config``; packs have no routes yet."""
     return plan(
         infos,
-        world_size,
+        world,
         partition,
         pack_mb=config.pack_mb,
         pack_params=config.pack_params,
@@ -75,8 +80,14 @@ def plan_packs(
     )
 
 
-def routed(layout: Layout, config: ShardcastConfig, fabric: Fabric) -> Layout:
+def routed(
+    layout: Layout, config: ShardcastConfig, fabric: Fabric,
+    experts: Mapping[str, Fabric] | None = None,
+) -> Layout:  # fmt: skip
     """``layout`` with a route on ``fabric`` for each pack that has none.
+
+    Args:
+        experts: what joins the ranks of groups that cut packs of experts, by name.
 
     Raises:
         ValueError: an option that these ranks do not allow.
@@ -86,7 +97,8 @@ def routed(layout: Layout, config: ShardcastConfig, fabric: Fabric) -> Layout:
         if pack.route == Route():
             lengths = [span.numel for span in pack.spans]
             owned = [span.numel for span in pack.owned_spans()]
-            route = choose(config, fabric, lengths, owned, pack.dtype)
+            there = (experts or {}).get(pack.sharing.cut, fabric)
+            route = choose(config, there, lengths, owned, pack.dtype)
             packs.append(dataclasses.replace(pack, route=route))
         else:
             packs.append(pack)
@@ -95,7 +107,7 @@ def routed(layout: Layout, config: ShardcastConfig, fabric: Fabric) -> Layout:
 
 def plan(
     params: Sequence[ParamInfo],
-    world_size: int,
+    world: int | Axes,
     partition: str | Mapping[int, str],
     *,
     pack_mb: float | None,
@@ -103,9 +115,10 @@ def plan(
     unpacked_first: int,
     alignment: int,
 ) -> Layout:
-    """Plan the packs of ``params`` (in model order) for ``world_size`` ranks.
+    """Plan the packs of ``params`` (in model order).
 
     Args:
+        world: so many ranks, or the dimensions of a mesh.
         partition: ``even`` or ``whole``, of all parameters or by the index of their group.
         pack_mb, pack_params: caps of a pack; a bigger single parameter has its own. Without
             ``pack_mb`` packs grow with the world.
@@ -114,10 +127,13 @@ def plan(
     """
     bins: list[list[ParamInfo]] = [[param] for param in params[:unpacked_first]]
     kinds: dict[tuple[object, ...], list[_Bin]] = {}  # the packs of each kind, the last one open
-    least = min(max(PACK, PIECE * world_size), MOST)
+    axes = Axes(world) if isinstance(world, int) else world
+    least = min(max(PACK, PIECE * axes.world_size), MOST)
     for param in params[unpacked_first:]:
         itemsize = param.dtype.itemsize
-        kind = (param.device, param.dtype, param.requires_grad, param.group, param.key)
+        kind = (
+            param.device, param.dtype, param.requires_grad, param.group, param.key, param.sharing
+        )  # fmt: skip
         filled = kinds.setdefault(kind, [])
         full = not filled or len(filled[-1].params) == pack_params
         if not full and pack_mb is None:
@@ -132,13 +148,17 @@ def plan(
     if pack_mb is None and pack_params is None:
         bins = _without_short_ends(bins, kinds.values(), least)
     by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
-    whole = [param for param in params if by_group[param.group] == "whole"]
-    owners = assign_owners(whole, world_size)
-    packs = tuple(
-        _plan_pack(index, members, world_size, by_group[members[0].group], alignment, owners)
-        for index, members in enumerate(bins)
-    )
-    return Layout(world_size, packs)
+    owners: dict[str, int] = {}
+    for cut in dict.fromkeys(param.sharing.cut for param in params):
+        mine = [param for param in params if param.sharing.cut == cut]
+        whole = [param for param in mine if by_group[param.group] == "whole"]
+        owners |= assign_owners(whole, axes.ranks(mine[0].sharing))
+    packs = []
+    for index, members in enumerate(bins):
+        size = axes.ranks(members[0].sharing)
+        mode = by_group[members[0].group]
+        packs.append(_plan_pack(index, members, size, mode, alignment, owners))
+    return Layout(axes.world_size, tuple(packs))
 
 
 @dataclasses.dataclass
@@ -176,5 +196,5 @@ def _plan_pack(
         slots, spans = plan_even(members, world_size, align)
     return PackLayout(
         index, first.device, first.dtype, first.requires_grad, first.group, first.key,
-        spans[-1].stop, slots, spans, partition=partition,
+        spans[-1].stop, slots, spans, partition=partition, sharing=first.sharing,
     )  # fmt: skip

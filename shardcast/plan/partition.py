@@ -32,6 +32,13 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 ELEMENT = 20.0  # floating-point operations per element of an elementwise update, about
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> bool:
+    """Whether its update of an element needs nothing but that element."""
+    if config.elementwise is None:
+        return type(optimizer) in ELEMENTWISE
+    return config.elementwise
+
+
 def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
     """``auto``: even only where the update of an element needs nothing but that element."""
     equal = [
@@ -39,9 +46,7 @@ def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> s
         for name, value in (("sync", config.sync), ("reduce", config.reduce))
         if value in ("all_gather", "reduce_scatter")
     ]
-    elementwise = config.elementwise
-    if elementwise is None:
-        elementwise = type(optimizer) in ELEMENTWISE
+    elementwise = is_elementwise(optimizer, config)
     if config.partition == "auto":
         partition = "even" if elementwise else "whole"
     else:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.config import ShardcastConfig, check_bound
 from shardcast.plan.originals import Originals
+from shardcast.plan.partition import is_elementwise
 from shardcast.plan.precision import MASTER_DTYPE, is_packable
 
 _NOT_PLAIN = object()
@@ -21,16 +23,9 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
     """Raise for a parameter that cannot be packed, whatever memory it has.
 
     Raises:
-        TypeError: it is a ``DTensor``, complex, an integer, or of another dtype than fp32, bf16,
-            fp16.
+        TypeError: it is complex, an integer, or of another dtype than fp32, bf16, fp16.
     """
     for name, param in named.items():
-        if hasattr(param, "device_mesh"):
-            raise TypeError(
-                f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
-                "fully_shard, distribute_module or parallelize_module have cut cannot be sharded "
-                "again; use the plain optimizer with it"
-            )
         if not is_packable(param):
             kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
             raise TypeError(
@@ -52,8 +47,9 @@ def check_memory(named: Mapping[str, nn.Parameter]) -> None:
                 f"model: parameter {name!r} is on the meta device and was never materialised; "
                 "call model.to_empty(device=...) and initialise it first, or pass materialize="
             )
-        if param.numel() and param.data_ptr():  # empty ones have no memory
-            other = owners.setdefault((param.device, param.data_ptr()), name)
+        local = _compat.local_tensor(param)
+        if local.numel() and local.data_ptr():  # empty ones have no memory
+            other = owners.setdefault((param.device, local.data_ptr()), name)
             if other != name:  # packs would give each its own
                 raise ValueError(
                     f"model: parameters {other!r} and {name!r} are two objects on the same memory, "
@@ -114,6 +110,23 @@ def check_matrices(
             f"row_splits: expected sizes above 0 that add up to the {rows} rows of parameter "
             f"{name!r} of shape {tuple(shape)}, got {list(splits)}; put parameters with other rows "
             "into another group"
+        )
+
+
+def check_whole(
+    name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer, config: ShardcastConfig
+) -> None:
+    """Raise for a part of a parameter under an optimizer that needs all of it.
+
+    Raises:
+        TypeError: names both.
+    """
+    cut = [dim for dim, p in _compat.placements(param).items() if not p.is_replicate()]
+    if cut and not is_elementwise(optimizer, config):
+        raise TypeError(
+            f"optimizer: parameter {name!r} is cut over mesh dimension {cut[0]!r}, and "
+            f"{type(optimizer).__name__} needs whole parameters; give it to an elementwise "
+            "optimizer, such as AdamW, or leave its module out of the parallel plan"
         )
 
 

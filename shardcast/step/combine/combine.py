@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm
+from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
 from shardcast.plan.originals import Originals
@@ -36,18 +36,18 @@ class Combine:
     def __init__(
         self,
         grads: Sequence[GradPack],
-        comm: Comm,
+        grid: Grid,
         config: ShardcastConfig,
         device: torch.device,
         originals: Originals,
     ) -> None:
-        self._grads, self._comm, self._device, self._originals = grads, comm, device, originals
+        self._grads, self._grid, self._device, self._originals = grads, grid, device, originals
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
-        self._control = Control(grads, comm, self._norm, device)
-        self._options = Options(originals.option_names(), comm, device)
+        self._control = Control(grads, grid, self._norm, device)
+        self._options = Options(originals.option_names(), grid.dp, device)
         self.skips = SkipReport(
-            grads, comm, device, self._options, config.max_skipped_steps, self.loss_scale.dynamic
+            grads, grid.dp, device, self._options, config.max_skipped_steps, self.loss_scale.dynamic
         )
 
     def before_reduce(self, backward: bool) -> None:
@@ -87,12 +87,12 @@ class Combine:
         ]
         scale = self.loss_scale.value
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
-        by_pack = [self._norm.power(grads.own) for grads in self._grads]
+        by_pack = [self._power(grads) for grads in self._grads]
         by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
         bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
         options = self._options.pairs(self._originals.groups, max_norm)
         sums = self._control.all_reduce(by_group, bad, pattern, options)
-        differing = self._options.differing(sums.options)
+        sums, differing = self._control.agree(sums, self._options.differing(sums.options))
         self._refuse(sums.bad, differing)
         powers = sums.powers
         skip = ~self._norm.root(powers, scale).isfinite()
@@ -113,9 +113,9 @@ class Combine:
 
     def _refuse(self, bad: Tensor, differing: Tensor) -> None:
         """Raise on every rank for what all of them were told, where the host can read it."""
-        if self._comm.size == 1 and self.loss_scale.missing:
+        if self._grid.everyone.size == 1 and self.loss_scale.missing:
             raise unscaled_error([0])
-        if self._comm.size == 1 or self._device.type != "cpu":
+        if self._grid.everyone.size == 1 or self._device.type != "cpu":
             return
         if ranks := [rank for rank, first in enumerate(bad.tolist()) if first == UNSCALED]:
             raise unscaled_error(ranks)
@@ -127,6 +127,13 @@ class Combine:
                 for param, slot in zip(grads.pack.params, grads.pack.layout.slots, strict=True)
             }
             self._options.report(wrong, self._originals.groups, names)
+
+    def _power(self, grads: GradPack) -> Tensor:
+        """The power of an own span; of a copy that counts elsewhere only whether it is finite."""
+        power = self._norm.power(grads.own)
+        if grads.pack.layout.sharing.counts:
+            return power
+        return torch.where(power.isfinite(), torch.zeros_like(power), power)
 
     def _group_power(self, number: int, by_pack: Sequence[Tensor]) -> Tensor:
         """The power of this rank's spans of one group."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm
+from shardcast.comm import Grid
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
 from shardcast.step.combine.norm import PNorm
@@ -69,6 +70,9 @@ class Control:
         counts    of the ranks with a gradient, per slot; as many to a double as it holds exactly
         options   two per option and group: do all ranks have the same learning rate, ...?
 
+    Beside model parallelism one small all-gather over its ranks follows, of what the data-parallel
+    ones agreed on.
+
     That is ``8 * (3 * groups + ranks + slots / (53 // bits of ranks) + 2 * options)`` bytes: 9 KB
     for AdamW with 2 groups and 300 parameters on 1,024 ranks, 400 bytes on 2.
 
@@ -77,10 +81,11 @@ class Control:
     """
 
     def __init__(
-        self, grads: Sequence[GradPack], comm: Comm, norm: PNorm, device: torch.device
+        self, grads: Sequence[GradPack], grid: Grid, norm: PNorm, device: torch.device
     ) -> None:
-        self._grads, self._comm, self._norm, self._device = grads, comm, norm, device
-        self._bits = comm.size.bit_length()  # of a count
+        self._grads, self._grid, self._norm, self._device = grads, grid, norm, device
+        self._comm = grid.dp
+        self._bits = grid.dp.size.bit_length()  # of a count
         self._known: dict[tuple[bool, ...], Tensor] = {}
 
     def all_reduce(
@@ -100,7 +105,7 @@ class Control:
         """
         size, rank, groups = self._comm.size, self._comm.rank, len(powers)
         rows = size if self._norm.is_maximum else 1
-        counts = self._on_device(pattern)
+        counts = self._on_device(self._in_lanes(pattern))
         sizes = [rows * groups, size, counts.numel(), options.numel()]
         control = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
         all_powers, all_bad, all_counts, all_options = control.split(sizes)
@@ -112,7 +117,28 @@ class Control:
         self._comm.all_reduce(control)
         return Sums(self._norm.merge(by_row), all_bad, all_counts, all_options)
 
-    def present(self, pattern: Sequence[bool], counts: Tensor) -> dict[Pack, tuple[bool, ...]]:
+    def agree(self, sums: Sums, differing: Tensor) -> tuple[Sums, Tensor]:
+        """What all ranks of the job agree on. Every rank must call it; waits for no device.
+
+        Args:
+            sums: over the data-parallel ranks.
+            differing: per option, whether these differ in it; likewise whether any do, if returned.
+        """
+        comm = self._grid.model
+        if comm.size == 1:
+            return sums, differing
+        mine = torch.cat([sums.powers, sums.bad, differing.double()])
+        gathered = mine.new_empty(comm.size, mine.numel())
+        comm.all_gather(gathered.view(-1), mine, "the decision")
+        sizes = [sums.powers.numel(), sums.bad.numel(), differing.numel()]
+        powers, bad, theirs = gathered.split(sizes, 1)  # rows in the order of ranks, on all of them
+        # Of a pipeline's stages only the last one has the loss to be scaled.
+        forgot = (bad == UNSCALED).all(0)
+        kept = torch.where((sums.bad == UNSCALED) & ~forgot, 0.0, sums.bad)
+        merged = dataclasses.replace(sums, powers=self._norm.merge(powers), bad=kept)
+        return merged, theirs.any(0)
+
+    def present(self, pattern: tuple[bool, ...], counts: Tensor) -> dict[Pack, tuple[bool, ...]]:
         """Slots with a gradient on some rank.
 
         A gradient that is here is present. Only for a slot of our own span without one do we
@@ -122,13 +148,31 @@ class Control:
         needed = self._comm.size > 1 and any(
             mine and not here for mine, here in zip(owned, pattern, strict=True)
         )
-        everywhere = self._unpacked(counts, len(pattern)) if needed else tuple(pattern)
+        wide = self._in_lanes(pattern)
+        everywhere = self._unpacked(counts, len(wide)) if needed else wide
         found, start = {}, 0
         for grads in self._grads:
-            stop = start + len(grads.owned)
-            found[grads.pack] = everywhere[start:stop]
-            start = stop
+            lanes, here = self._lanes(grads)
+            slots = len(grads.owned)
+            found[grads.pack] = everywhere[start + here * slots :][:slots]
+            start += lanes * slots
         return found
+
+    def _lanes(self, grads: GradPack) -> tuple[int, int]:
+        return self._grid.axes.lanes(grads.pack.layout.sharing)
+
+    def _in_lanes(self, pattern: tuple[bool, ...]) -> tuple[bool, ...]:
+        """The pattern with places for packs of experts that other data-parallel ranks hold."""
+        if not self._grid.axes.experts:
+            return pattern
+        wide: list[bool] = []
+        start = 0
+        for grads in self._grads:
+            (lanes, here), slots = self._lanes(grads), len(grads.owned)
+            mine = pattern[start : start + slots]
+            wide += [False] * (here * slots) + [*mine] + [False] * ((lanes - here - 1) * slots)
+            start += slots
+        return tuple(wide)
 
     def _on_device(self, pattern: tuple[bool, ...]) -> Tensor:
         """The doubles that stand for a pattern, of which there are few; made once for each."""

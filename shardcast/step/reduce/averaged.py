@@ -9,6 +9,7 @@ from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.gradients import GradPack, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import Precision
+from shardcast.step.reduce.mean import Divisor
 from shardcast.step.reduce.user_edits import Edits
 
 INSIDE_NO_SYNC = (
@@ -28,6 +29,7 @@ class AveragedReducer:
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
+        self.divisor = Divisor(1)  # DDP's own; nothing is divided here
         self._syncs = True
         self.grads: list[FullGradients] = []
         self._edits = Edits(self.grads)

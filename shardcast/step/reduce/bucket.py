@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardcast.comm import Comm, Exchanged, Flight, Scattered, TwoLevel
 from shardcast.memory.gradients import GradPack, own_part
-from shardcast.step.reduce.mean import Mean
+from shardcast.memory.local_param import LocalParam
+from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
 
 
 @dataclass(eq=False)
@@ -21,6 +22,10 @@ class Bucket:
     grads: GradPack
     wire: torch.dtype
     mean: Mean
+    divisor: Divisor
+    sums: Sequence[Comm] = ()  # further groups over which gradients are summed
+    # Mesh dimensions along which a gradient that is whole is left to the ranks of coordinate 0.
+    repeated: Sequence[str] = ()
     flight: Flight | None = None
     reduced: bool = False  # the own span holds the mean
     carry: Tensor | None = None  # fp32 means of earlier rounds of this step
@@ -37,9 +42,21 @@ class Bucket:
         """Whether gradients that come now are to be added to what was sent already."""
         return self.reduced or self.flight is not None
 
+    @property
+    def late(self) -> bool:
+        """Whether it is sent at the end only, as its further sums are with ranks whose backward
+        waits for others than ours.
+        """
+        return bool(self.grads.pack.layout.sharing.copies) and bool(self.sums)
+
     def collect(self) -> bool:
         """Take in all gradients that are there; whether one had a graph of its own."""
         self.absent, has_graph = self.grads.collect()
+        if self.repeated:
+            pack = self.grads.pack
+            for slot, param in zip(pack.layout.slots, pack.params, strict=True):
+                if isinstance(param, LocalParam) and param.repeats(self.repeated):
+                    self.grads.data[slot.offset : slot.end].zero_()
         return has_graph
 
     def forget(self, positions: Iterable[int]) -> None:
@@ -54,9 +71,9 @@ class Bucket:
         for position in gone if others_too else gone - self.absent:
             self.grads.own[own_part(self.grads.pack, position)].zero_()
 
-    def send(self, comm: Comm, spare: list[Tensor]) -> None:
+    def send(self, spare: list[Tensor]) -> None:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
-        grads, pack = self.grads, self.grads.pack.layout
+        grads, pack, comm = self.grads, self.grads.pack.layout, self.grads.pack.comm
         sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
         buffer = partial(self._buffer, spare)
         if pack.route.reduce == "reduce_scatter":
@@ -80,16 +97,22 @@ class Bucket:
             self.flight.advance()
 
     @torch.no_grad()
-    def land(self, size: int) -> Tensor:
-        """Wait for the collective and write the mean over ``size`` ranks over the own span.
+    def land(self) -> Tensor:
+        """Wait for the collective and write the mean over the own span.
 
         Returns:
             The receive buffer, free again.
         """
         flight, grads = self.flight, self.grads
         assert flight is not None
-        pieces = flight.wait()
-        self.mean(pieces, size, self.carry, grads.own)
+        pieces, divisor = flight.wait(), self.divisor.value
+        if self.sums:
+            total = added(pieces)
+            for comm in self.sums:
+                comm.all_reduce(total, grads.pack.layout)
+            pieces = [total]
+        mean = self.mean if isinstance(divisor, int) and not self.sums else mean_in_chunks_
+        mean(pieces, divisor, self.carry, grads.own)
         self.flight = self.carry = None
         self.reduced = True
         grads.landed(pieces if flight.by_rank else pieces[:1])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +26,24 @@ PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel 
 # a power of two is exact in whatever way a compiler divides.
 SIZES = (2, 4, 8, 16, 32)
 
-Mean = Callable[[Sequence[Tensor], int, Tensor | None, Tensor], None]
+Mean = Callable[[Sequence[Tensor], Any, Tensor | None, Tensor], None]
+
+
+@dataclass
+class Divisor:
+    """What the sums over ranks are divided by.
+
+    Attributes:
+        ranks: how many data-parallel ones there are, for the mean.
+        given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
+    """
+
+    ranks: int
+    given: float | Tensor | None = None
+
+    @property
+    def value(self) -> float | Tensor:
+        return self.ranks if self.given is None else self.given
 
 
 def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:
@@ -47,10 +66,21 @@ def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor
     out.copy_(total if carry is None else total + carry)
 
 
-def mean_in_chunks_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+def added(pieces: Sequence[Tensor]) -> Tensor:
+    """The sum of ``pieces`` in fp32, added up as a mean is; a new tensor."""
+    total = pieces[0].to(sum_dtype(pieces[0].dtype), copy=True)
+    for piece in pieces[1:]:
+        total += piece
+    return total.to(MASTER_DTYPE)
+
+
+def mean_in_chunks_(
+    pieces: Sequence[Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
+) -> None:
     """:func:`mean_`, with no more than a chunk in higher precision at a time."""
     low = out.dtype == pieces[0].dtype != MASTER_DTYPE
-    if len(pieces) == size == 2 and carry is None and low:
+    two = isinstance(size, int) and len(pieces) == size == 2
+    if two and carry is None and low:
         # In fp32, where the difference and its half are exact, and rounded once: the bits of
         # the sum's half, unless values exceed 1.7e38. There, and where one is infinite, what
         # comes out may be NaN, which skips the step as an infinity does.

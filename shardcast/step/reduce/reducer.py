@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm
+from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.gradients import GradPack, set_grad_dtype
@@ -24,7 +24,7 @@ from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.precision import Precision
 from shardcast.step.reduce.averaged import INSIDE_NO_SYNC, AveragedReducer, show_others
 from shardcast.step.reduce.bucket import Bucket
-from shardcast.step.reduce.mean import choose_mean
+from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round, land_all
 from shardcast.step.reduce.states import States
 from shardcast.step.reduce.user_edits import Edits, nothing
@@ -37,13 +37,18 @@ class Reducer:
 
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
+        divisor: of the sums over ranks.
         touched: a gradient arrived since :meth:`finish`.
     """
 
     averaged = False
 
-    def __init__(self, comm: Comm, precision: Precision, config: ShardcastConfig) -> None:
-        self._comm, self._precision, self._config = comm, precision, config
+    def __init__(
+        self, grid: Grid, precision: Precision, config: ShardcastConfig, at_step: bool
+    ) -> None:
+        self._grid, self._precision, self._config = grid, precision, config
+        self._at_step = at_step
+        self.divisor = Divisor(grid.dp.size)
         self.grads: list[GradPack] = []
         self.touched = False
         self._buckets: dict[Pack, Bucket] = {}
@@ -55,12 +60,17 @@ class Reducer:
 
     @property
     def _sharded(self) -> bool:
-        return self._config.grads == "sharded" and self._comm.size > 1
+        return self._config.grads == "sharded" and self._grid.cut.size > 1
 
     @property
     def _local(self) -> bool:
         """Whether backwards send nothing at present."""
-        return not self._syncs or self._comm.size == 1
+        return not self._syncs or self._at_step or self._alone
+
+    @property
+    def _alone(self) -> bool:
+        """Whether gradients are means as they come."""
+        return self._grid.everyone.size == 1 and self.divisor.given is None
 
     @property
     def grad_version(self) -> int:
@@ -76,8 +86,11 @@ class Reducer:
         grads: GradPack = kind(pack, self._precision.grad_dtype(pack.layout.dtype))
         wire = self._precision.wire_dtype(pack.layout.dtype)
         set_grad_dtype(pack, grads.dtype)
-        mean = choose_mean(self._config, self._comm.size, pack.data.device)
-        bucket = self._buckets[pack] = Bucket(grads, wire, mean)
+        axes, sharing = self._grid.axes, pack.layout.sharing
+        mean = choose_mean(self._config, pack.comm.size, pack.data.device)
+        repeated = [dim for dim in sharing.sums if dim in axes.model and axes.here[dim] > 0]
+        sums = self._grid.groups(sharing.sums)
+        bucket = self._buckets[pack] = Bucket(grads, wire, mean, self.divisor, sums, repeated)
         self.grads.append(grads)
         me = weakref.ref(self)
         for position, param in enumerate(pack.params):
@@ -87,8 +100,8 @@ class Reducer:
             param.requires_grad_(trained)
         if not self._states.due:
             bucket.collect()
-            if self._comm.size > 1:
-                bucket.send(self._comm, [])
+            if not self._alone:
+                bucket.send([])
         return grads
 
     @contextmanager
@@ -109,7 +122,7 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        land_all(self._comm, self._buckets.values())  # last: it raises where a rank was lost
+        land_all(self._buckets.values())  # last: it raises where a rank was lost
 
     def begin(self) -> None:
         """Have the round flushed when the running backward ends.
@@ -134,12 +147,12 @@ class Reducer:
             raise RuntimeError(INSIDE_NO_SYNC)
         self.touched = False
         self._edits.check_in_place()
-        if self._states.due or self._comm.size == 1:  # alone no backward makes a round due
+        if self._states.due or self._alone:  # alone no backward makes a round due
             self._new_round().flush()
         else:
             if self._states.past:
                 self._edits.check_strangers()
-            land_all(self._comm, self._buckets.values())
+            land_all(self._buckets.values())
             for bucket in self._buckets.values():
                 bucket.drop_cleared(self._states.past)
         for grads in self.grads:
@@ -151,7 +164,7 @@ class Reducer:
 
     def cleared(self) -> None:
         """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
-        land_all(self._comm, self._buckets.values())  # of a failed backward, before it is zeroed
+        land_all(self._buckets.values())  # of a failed backward, before it is zeroed
         self._states.cleared()
         for bucket in self._buckets.values():
             bucket.carry = None
@@ -177,7 +190,8 @@ class Reducer:
         self._states.local()  # so a round is due where a backward fails
         # Gradients arrive roughly from the last parameter to the first.
         order = list(self._buckets.values())[::-1]
-        return Round(self._comm, order, self._states, self._edits, not self._local)
+        order.sort(key=lambda bucket: bucket.late)
+        return Round(self._grid, order, self._states, self._edits, not self._local, self._alone)
 
     def _begin(self) -> Round:
         round = self._new_round()
@@ -203,10 +217,15 @@ class Reducer:
 
 
 def make_reducer(
-    comm: Comm, precision: Precision, config: ShardcastConfig, averaged: bool
+    grid: Grid, precision: Precision, config: ShardcastConfig, averaged: bool, at_step: bool
 ) -> Reducer | AveragedReducer:
-    """The reducer of a model; ``averaged``: DDP makes its gradients equal on all ranks."""
-    return AveragedReducer(precision) if averaged else Reducer(comm, precision, config)
+    """The reducer of a model.
+
+    Args:
+        averaged: DDP makes its gradients equal on all ranks.
+        at_step: backwards send nothing, as in a pipeline, where a step has many.
+    """
+    return AveragedReducer(precision) if averaged else Reducer(grid, precision, config, at_step)
 
 
 def _hook(me: weakref.ref[Reducer], bucket: Bucket, position: int) -> Callable[[Any], None]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm
+from shardcast.comm import Grid
 from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.states import Launch, States
 from shardcast.step.reduce.user_edits import Edits
@@ -51,6 +51,7 @@ class Round:
     Args:
         buckets: in the order of launching.
         sends: else complete packs are only adopted: with one rank, or inside ``no_sync()``.
+        alone: gradients are means as they come.
 
     Attributes:
         backward: which one it is.
@@ -59,10 +60,11 @@ class Round:
     """
 
     def __init__(
-        self, comm: Comm, buckets: Sequence[Bucket], states: States, edits: Edits, sends: bool
-    ) -> None:
-        self._comm, self._buckets, self._states, self._edits = comm, buckets, states, edits
-        self._sends = sends
+        self, grid: Grid, buckets: Sequence[Bucket], states: States, edits: Edits, sends: bool,
+        alone: bool,
+    ) -> None:  # fmt: skip
+        self._grid, self._buckets, self._states, self._edits = grid, buckets, states, edits
+        self._sends, self._alone = sends, alone
         self.over = False
         self.backward = _compat.current_backward()
         self.counting: dict[Bucket, set[int]] = {}
@@ -73,7 +75,7 @@ class Round:
         self._spare: list[Tensor] = []  # receive buffers to be used again
         self._looked = False  # for gradients that were cleared
         self._crowd = _Crowd()
-        land_all(comm, buckets)  # where a backward failed
+        land_all(buckets)  # where a backward failed
         if any(bucket.carry is not None for bucket in buckets):
             self._forget_cleared()  # before more is accumulated
 
@@ -86,9 +88,9 @@ class Round:
         if self._sends:
             self._crowd = _CROWDS.setdefault(self.backward, _Crowd())
             self._crowd.append(weakref.ref(self))
-            group = self._comm.group
+            group = self._grid.cut.group
             rounds = (there() for there in self._crowd)
-            met = [r for r in rounds if r is not None and r._comm.group is group]
+            met = [r for r in rounds if r is not None and r._grid.cut.group is group]
             if len(met) > 1:
                 for other in met:
                     other._states.crowded()
@@ -141,6 +143,8 @@ class Round:
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             pack = bucket.grads.pack
+            if bucket.late:
+                return
             if len(self._arrived.get(bucket, ())) < len(pack.params) or pack.data.device != device:
                 return
             self._next += 1
@@ -194,8 +198,8 @@ class Round:
             self._reopen(bucket)
         if bucket.collect():
             self._edits.warn_of_graph()
-        if self._comm.size > 1:
-            bucket.send(self._comm, self._spare)
+        if not self._alone:
+            bucket.send(self._spare)
             self._flying.append(bucket)
             if len(self._flying) > 1:
                 self._flying[-2].advance()
@@ -203,7 +207,7 @@ class Round:
                 self._land()
 
     def _land(self) -> None:
-        self._spare.append(self._flying.pop(0).land(self._comm.size))
+        self._spare.append(self._flying.pop(0).land())
 
     def _reopen(self, bucket: Bucket) -> None:
         """New gradients for a reduced pack: keep the mean of those that were not cleared.
@@ -242,8 +246,8 @@ class Round:
                 bucket.absent = set()
 
 
-def land_all(comm: Comm, buckets: Iterable[Bucket]) -> None:
+def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
         if bucket.flight is not None:
-            bucket.land(comm.size)
+            bucket.land()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardcast.comm import Comm
 from shardcast.memory.pack import Pack
 from shardcast.step.sync.strategy import Strategy
 
@@ -12,8 +11,8 @@ from shardcast.step.sync.strategy import Strategy
 class Broadcast(Strategy):
     """Spans of any length; those that are padding alone stay at home."""
 
-    def __init__(self, pack: Pack, comm: Comm) -> None:
-        super().__init__(pack, comm)
+    def __init__(self, pack: Pack) -> None:
+        super().__init__(pack)
         self._spans = pack.layout.owned_spans()
 
     def run(self) -> None:

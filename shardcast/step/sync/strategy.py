@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from shardcast.comm import Comm, Works
+from shardcast.comm import Works
 from shardcast.memory.pack import Pack
 
 
 class Strategy(ABC):
     """One pack, and how its owners' spans reach everybody. All ranks call it in the same order."""
 
-    def __init__(self, pack: Pack, comm: Comm) -> None:
-        self.pack, self._comm = pack, comm
+    def __init__(self, pack: Pack) -> None:
+        self.pack, self._comm = pack, pack.comm
 
     @abstractmethod
     def run(self) -> Works | None:

@@ -7,7 +7,6 @@ are here; ``overlap`` says who waits for them.
 
 from __future__ import annotations
 
-from shardcast.comm import Comm
 from shardcast.memory.pack import Pack
 from shardcast.step.sync.all_gather import AllGather
 from shardcast.step.sync.broadcast import Broadcast
@@ -24,8 +23,7 @@ WAYS: dict[str, type[Strategy]] = {
 class Sync:
     """Makes packs equal on all ranks. Calling it is collective, all ranks in the same order."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self) -> None:
         self._ways: list[Strategy] = []  # in the order in which their packs are synced
         self.started: list[Pack] = []  # those that wait() has to look at
 
@@ -36,8 +34,8 @@ class Sync:
 
     def add(self, pack: Pack) -> None:
         """Sync ``pack`` too; every rank must add the same packs."""
-        if self._comm.size > 1:
-            self._ways.append(WAYS[pack.layout.route.sync](pack, self._comm))
+        if pack.comm.size > 1:
+            self._ways.append(WAYS[pack.layout.route.sync](pack))
 
     def __call__(self) -> None:
         works = [way.run() for way in self._ways]

@@ -1,0 +1,200 @@
+"""The process groups of one job: those of a mesh, or the one of plain data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardcast import _compat
+from shardcast.comm.group import Comm
+from shardcast.plan.sharing import PLAIN, Axes, Sharing, Tie
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.device_mesh import DeviceMesh
+
+Patterns = Mapping[str, Sequence[str]]  # by mesh dimension
+
+
+class Grid:
+    """Who this rank talks to.
+
+    Attributes:
+        everyone: all ranks of the job: they set up, save and load together.
+        dp: the data-parallel ranks, which hold the same parameters (of experts: the same number).
+        cut: those of them that cut packs; not all where the rest are replicas.
+        model: the model-parallel ranks of one data-parallel coordinate, in the order of the mesh.
+        axes: the dimensions, for planning.
+    """
+
+    def __init__(
+        self, everyone: Comm, dp: Comm, cut: Comm, model: Comm, groups: Mapping[str, Comm],
+        axes: Axes,
+    ) -> None:  # fmt: skip
+        self.everyone, self.dp, self.cut, self.model, self.axes = everyone, dp, cut, model, axes
+        self._groups = groups
+
+    @classmethod
+    def flat(cls, comm: Comm) -> Grid:
+        """Data parallelism alone."""
+        return cls(comm, comm, comm, Comm(None), {}, Axes(comm.size))
+
+    @classmethod
+    def of(
+        cls,
+        mesh: DeviceMesh,
+        dp: str | Sequence[str],
+        *,
+        pipeline: str = "pp",
+        sum_over: Patterns | None = None,
+        experts: Patterns | None = None,
+        tied: Sequence[Sequence[Any]] = (),
+        names: Collection[str] = (),
+    ) -> Grid:
+        """The groups of a mesh. Every rank of it must call it: further groups are made.
+
+        Args:
+            dp: a data-parallel dimension, also a flattened one; or two, of which the first has
+                replicas of what the second one cuts.
+            names: of the parameters here, for ``tied``.
+
+        Raises:
+            TypeError, ValueError: no such mesh, dimension or weight.
+        """
+        outer, inner = _data_parallel(mesh, dp)
+        dims = mesh.mesh_dim_names or ()
+        data = _covered(mesh, [outer, inner] if outer else [inner])
+        model = tuple(dim for dim in dims if dim not in data)
+        _check_dims("grad_sum_over", sum_over or {}, model)
+        _check_dims("experts", experts or {}, data)
+        groups = {dim: _comm(mesh, [dim]) for dim in dims}
+        cut, replicas = _comm(mesh, [inner]), outer if outer and groups[outer].size > 1 else ""
+        ties = _ties(groups, pipeline, tied, names) if pipeline in model else {}
+        groups.update({tie.group: comm for tie, comm in ties.items()})
+        axes = Axes(
+            cut.size,
+            {name: comm.size for name, comm in groups.items()},
+            {name: comm.rank for name, comm in groups.items()},
+            data,
+            model,
+            pipeline,
+            replicas,
+            sum_over or {},
+            experts or {},
+            tuple(ties),
+        )
+        return cls(
+            _comm(mesh, dims),
+            _comm(mesh, data) if outer else cut,
+            cut,
+            _comm(mesh, model) if model else Comm(None),
+            groups,
+            axes,
+        )
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is data parallelism alone, every rank cutting every pack."""
+        return self.everyone is self.cut
+
+    def group(self, name: str) -> Comm:
+        """The ranks of a group that a :class:`Sharing` names."""
+        return self.cut if name == PLAIN else self._groups[name]
+
+    def holders(self, sharing: Sharing) -> Comm:
+        """The data-parallel ranks that hold the same parameters."""
+        return self.dp if sharing.cut == PLAIN else self.group(sharing.cut)
+
+    def groups(self, names: Sequence[str]) -> list[Comm]:
+        """Those of several names."""
+        return [self.group(name) for name in names]
+
+
+def _data_parallel(mesh: Any, dp: str | Sequence[str]) -> tuple[str, str]:
+    """The dimension of replicas, or nothing, and the one that cuts.
+
+    Raises:
+        TypeError, ValueError: they are not the mesh's.
+    """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise TypeError(
+            f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__};"
+            " make one with init_device_mesh(device, sizes, mesh_dim_names=(...))"
+        )
+    found = (dp,) if isinstance(dp, str) else tuple(dp)
+    known = mesh.mesh_dim_names or ()
+    if len(found) not in (1, 2) or not all(isinstance(dim, str) for dim in found):
+        raise ValueError(
+            f"dp: expected the name of a dimension, or two (replicas, shards), got {dp!r}"
+        )
+    for dim in found:
+        try:
+            mesh[dim]
+        except (KeyError, RuntimeError, ValueError):
+            raise ValueError(
+                f"dp: expected a dimension of the mesh, which has {', '.join(known) or 'no names'},"
+                f" got {dim!r}; name the data-parallel one, or flatten several: "
+                "mesh['dp', 'cp']._flatten('dp_cp')"
+            ) from None
+    return (found[0], found[1]) if len(found) == 2 else ("", found[0])
+
+
+def _covered(mesh: DeviceMesh, dims: Sequence[str]) -> tuple[str, ...]:
+    """The mesh's own dimensions that ``dims``, flattened ones among them, consist of."""
+    found = []
+    for dim in mesh.mesh_dim_names or ():
+        line = set(mesh[dim].mesh.flatten().tolist())
+        inside = (set(mesh[some].mesh.flatten().tolist()) for some in dims if len(line) > 1)
+        if dim in dims or any(line <= ranks for ranks in inside):
+            found.append(dim)
+    return tuple(found)
+
+
+def _comm(mesh: DeviceMesh, dims: Sequence[str]) -> Comm:
+    return Comm(_compat.mesh_group(mesh, dims))
+
+
+def _check_dims(option: str, given: Patterns, allowed: Sequence[str]) -> None:
+    for dim in given:
+        if dim not in allowed:
+            raise ValueError(
+                f"{option}: expected a mesh dimension among {', '.join(allowed) or '(none)'}, got "
+                f"{dim!r}"
+            )
+
+
+def _ties(
+    groups: Mapping[str, Comm],
+    pipeline: str,
+    tied: Sequence[Sequence[Any]],
+    names: Collection[str],
+) -> dict[Tie, Comm]:
+    """The ties that this rank's stage takes part in, with the ranks that hold the weight."""
+    line, found = groups[pipeline], {}
+    if line.size == 1:
+        return {}
+    for pair in tied:
+        if len(pair) not in (2, 3):
+            raise ValueError(
+                "tied: expected (name on its first holder, name on the other[, process group]), "
+                f"got {pair!r}"
+            )
+        tie = Tie(str(pair[0]), str(pair[1]))
+        mine = [number for number, name in enumerate(pair[:2]) if name in names]
+        held = line.exchange(mine, torch.device("cpu"))
+        holders = [rank for rank, some in enumerate(held) if some]
+        if {number for some in held for number in some} != {0, 1} or len(holders) != 2:
+            raise ValueError(
+                f"tied: expected {tie.first!r} on one pipeline stage and {tie.other!r} on another, "
+                f"found them on stages {holders}; within a stage tie the Parameter itself"
+            )
+        if line.rank in holders:
+            if len(pair) == 3:
+                comm = Comm(pair[2])
+            elif line.size == 2:
+                comm = line
+            else:
+                comm = Comm(_compat.subgroup(line.group, holders))
+            found[tie] = comm
+    return found

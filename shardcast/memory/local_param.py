@@ -1,0 +1,134 @@
+"""A DTensor parameter as packs see it: its local tensor, on which all else works.
+
+Of a tensor-parallel parameter this rank packs, reduces and updates the part that lies here. The
+model keeps its DTensor, the same object, over a view of the pack; plain parameters are in packs
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+
+
+class LocalParam:
+    """What packs use of a parameter, of a DTensor's local tensor.
+
+    Attributes:
+        param: the model's parameter.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param: Any = param
+
+    @property
+    def data(self) -> Tensor:
+        return _compat.local_tensor(self.param)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _compat.set_local_tensor(self.param, value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's part of the gradient, as the parameter lies.
+
+        Along a dimension on which the parameter is replicated the gradient may be a part of the
+        sum (``Partial``): it stays one, and is added up after the reduction over data-parallel
+        ranks, with which that commutes. What lies in another way is redistributed, in fp32, which
+        all ranks of the dimension do: they run the same backward.
+        """
+        grad = self.param.grad
+        if grad is None or not _compat.is_dtensor(grad):
+            return grad  # type: ignore[no-any-return]
+        wanted = tuple(
+            here if there.is_replicate() and here.is_partial() else there
+            for here, there in zip(grad.placements, self.param.placements, strict=True)
+        )
+        if wanted != tuple(grad.placements):
+            with torch.no_grad():
+                exact = grad.float() if any(p.is_partial() for p in grad.placements) else grad
+                moved = exact.redistribute(placements=wanted).to(grad.dtype)
+            self._set_grad(_compat.arrived(moved.to_local()).contiguous(), wanted)
+            grad = self.param.grad
+        local = _compat.local_tensor(grad)
+        here = _compat.arrived(local)
+        if here is not local:
+            self._set_grad(here, wanted)
+        return here
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            self.param.grad = None
+            return
+        grad = self.param.grad  # a part of the sum stays one, or autograd could not add to it
+        known = None if grad is None else getattr(grad, "placements", None)
+        self._set_grad(value, known or self.param.placements)
+
+    def _set_grad(self, value: Tensor, placements: Any) -> None:
+        self.param.grad = _compat.wrap_local(value, self.param, placements)
+
+    def repeats(self, dims: Collection[str]) -> bool:
+        """Whether the gradient is that of other ranks, whole, along one of these dimensions."""
+        grad = self.param.grad
+        found = {} if grad is None else _compat.placements(grad)
+        return any(dim in found and found[dim].is_replicate() for dim in dims)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def is_meta(self) -> bool:
+        return self.data.is_meta
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(self.param.requires_grad)
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        return self.param.grad_dtype  # type: ignore[no-any-return]
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype) -> None:
+        self.param.grad_dtype = value
+
+    def detach(self) -> Tensor:
+        return self.data.detach()
+
+    def data_ptr(self) -> int:
+        return self.data.data_ptr()
+
+    def is_contiguous(self) -> bool:
+        return self.data.is_contiguous()
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        self.param.requires_grad_(requires_grad)
+
+    def register_hook(self, hook: Any) -> Any:
+        return self.param.register_hook(hook)
+
+
+def as_packed(param: nn.Parameter) -> Any:
+    """``param`` as a pack takes it."""
+    return LocalParam(param) if _compat.is_dtensor(param) else param
+
+
+def as_in_model(param: Any) -> Any:
+    """The inverse of :func:`as_packed`."""
+    return param.param if isinstance(param, LocalParam) else param

@@ -1,0 +1,176 @@
+"""Which ranks hold a parameter, in jobs that are more than data-parallel.
+
+The dimensions of a mesh are data-parallel, or model-parallel: tensor, pipeline, whatever a script
+calls them. Along a model-parallel one a parameter is cut (each rank has another part), or held as
+copies of one another; along the pipeline each stage has other parameters. From that follow, per
+parameter, the ranks that cut its packs, those whose gradients are added up, and whose copy counts.
+Packs do not mix parameters that differ in it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from shardcast import _compat
+
+PLAIN = "dp"  # the group that cuts packs, unless a parameter says otherwise
+
+
+class Sharing(NamedTuple):
+    """Who holds a parameter besides this rank; groups by name, see :class:`shardcast.comm.Grid`.
+
+    Attributes:
+        cut: the group whose ranks own the spans.
+        copies: groups whose ranks hold copies, which begin equal and stay so.
+        sums: groups over whose ranks gradients are added after they are reduced, in fp32.
+        counts: this rank's copy is the one that norms and checkpoints take. Of the fields only
+            this one differs between ranks that share a pack.
+    """
+
+    cut: str = PLAIN
+    copies: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    counts: bool = True
+
+    def __str__(self) -> str:
+        found = [] if self.cut == PLAIN else [f"cut over {self.cut}"]
+        found += [f"copies over {' and '.join(self.copies)}"] if self.copies else []
+        found += [f"summed over {' and '.join(self.sums)}"] if self.sums else []
+        return ", ".join(found)
+
+
+class Tie(NamedTuple):
+    """One weight that two pipeline stages hold under two names: those of its first holder, and of
+    the other one."""
+
+    first: str
+    other: str
+
+    @property
+    def group(self) -> str:
+        """The name of the group of its holders."""
+        return f"tie of {self.first} and {self.other}"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The dimensions of a mesh, as one rank sees them; without any: plain data parallelism.
+
+    Attributes:
+        world_size: ranks that cut packs.
+        sizes, here: of the dimensions and of the groups of ties by name: how many ranks, which one.
+        data, model: the data-parallel and the model-parallel dimensions.
+        pipeline: the one of them along which each rank has other parameters.
+        replicas: a data-parallel dimension whose ranks hold the same spans.
+        sum_over: per dimension, patterns of names of plain parameters whose gradient is a part.
+        experts: per dimension, patterns of names of parameters that are cut over it alone.
+        ties: weights that several stages hold.
+    """
+
+    world_size: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    here: Mapping[str, int] = field(default_factory=dict)
+    data: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    pipeline: str = ""
+    replicas: str = ""
+    sum_over: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    experts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    ties: tuple[Tie, ...] = ()
+
+    def ranks(self, sharing: Sharing) -> int:
+        """How many ranks cut a pack."""
+        return self.world_size if sharing.cut == PLAIN else self.sizes[sharing.cut]
+
+    def lanes(self, sharing: Sharing) -> tuple[int, int]:
+        """How many packs of other experts the data-parallel ranks hold, and which is here."""
+        number, here = 1, 0
+        if sharing.cut != PLAIN:
+            for dim in self.data:
+                if dim != sharing.cut:
+                    number, here = number * self.sizes[dim], here * self.sizes[dim] + self.here[dim]
+        return number, here
+
+    def sharings(self, named: Mapping[str, nn.Parameter]) -> dict[str, Sharing]:
+        """Of each parameter. Local.
+
+        Raises:
+            TypeError: a DTensor without a mesh, or cut along a dimension that is not its own.
+            ValueError: a pattern that matches nothing, or an expert that is cut.
+        """
+        _check_patterns("grad_sum_over", self.sum_over, named)
+        _check_patterns("experts", self.experts, named)
+        return {name: self.sharing(name, param) for name, param in named.items()}
+
+    def sharing(self, name: str, param: nn.Parameter) -> Sharing:
+        """Of one parameter; see :meth:`sharings`."""
+        cut = next((dim for dim, some in self.experts.items() if _matches(name, some)), PLAIN)
+        # An expert may be a DTensor over the data-parallel dimensions that tell experts apart.
+        allowed = (*self.model, *(dim for dim in self.data if cut != PLAIN and dim != cut))
+        placed = _placements(name, param, allowed)
+        copies, sums = [], []
+        for dim in self.model:
+            if dim == self.pipeline or self.sizes[dim] == 1:
+                continue
+            if dim not in placed or placed[dim].is_replicate():
+                copies.append(dim)
+                # A DTensor's gradient may come as a part of the sum (Partial), or whole.
+                if dim in placed or _matches(name, self.sum_over.get(dim, ())):
+                    sums.append(dim)
+        for tie in self.ties:
+            if name in (tie.first, tie.other):
+                copies.append(tie.group)
+                sums.append(tie.group)
+        counts = all(self.here[dim] == 0 for dim in copies)
+        if self.replicas and cut == PLAIN:
+            sums.append(self.replicas)
+            counts = counts and self.here[self.replicas] == 0
+        return Sharing(cut, tuple(copies), tuple(sums), counts)
+
+
+def _placements(
+    name: str, param: nn.Parameter, allowed: Sequence[str]
+) -> dict[str, _compat.Placement]:
+    """How a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
+    found = _compat.placements(param)
+    if found and not allowed:
+        raise TypeError(
+            f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
+            "fully_shard has cut cannot be sharded again, use the plain optimizer with it; for "
+            "tensor parallelism pass mesh= with the model-parallel dimensions"
+        )
+    for dim, placement in found.items():
+        if placement.is_partial():
+            raise TypeError(
+                f"optimizer: parameter {name!r} is Partial along {dim!r}; expected Shard or "
+                "Replicate: redistribute it before the optimizer is built"
+            )
+        if dim not in allowed:
+            raise TypeError(
+                f"optimizer: parameter {name!r} is a DTensor over mesh dimension {dim!r}; expected "
+                f"only model-parallel ones, {', '.join(allowed)}: parallelize over "
+                "mesh['tp'] alone, and let shard() cut over the data-parallel dimensions"
+            )
+    return found
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(
+    option: str, patterns: Mapping[str, Sequence[str]], named: Mapping[str, nn.Parameter]
+) -> None:
+    for dim, some in patterns.items():
+        for pattern in some:
+            if isinstance(some, str) or not any(_matches(name, [pattern]) for name in named):
+                raise ValueError(
+                    f"{option}: the pattern {pattern!r} of dimension {dim!r} matches no parameter "
+                    "of the optimizer; give a list of patterns for names as in "
+                    "model.named_parameters()"
+                )
