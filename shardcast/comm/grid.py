@@ -44,7 +44,7 @@ class Grid:
     def of(
         cls,
         mesh: DeviceMesh,
-        dp: str | Sequence[str],
+        dp: str | Sequence[str] | DeviceMesh,
         *,
         pipeline: str = "pp",
         sum_over: Patterns | None = None,
@@ -55,8 +55,8 @@ class Grid:
         """The groups of a mesh. Every rank of it must call it: further groups are made.
 
         Args:
-            dp: a data-parallel dimension, also a flattened one; or two, of which the first has
-                replicas of what the second one cuts.
+            dp: the data-parallel dimension, by name, or flattened ones as a mesh of one dimension;
+                or two names, of which the first has replicas of what the second one cuts.
             names: of the parameters here, for ``tied``.
 
         Raises:
@@ -64,12 +64,12 @@ class Grid:
         """
         outer, inner = _data_parallel(mesh, dp)
         dims = mesh.mesh_dim_names or ()
-        data = _covered(mesh, [outer, inner] if outer else [inner])
+        data = _covered(mesh, outer, inner)
         model = tuple(dim for dim in dims if dim not in data)
         _check_dims("grad_sum_over", sum_over or {}, model)
         _check_dims("experts", experts or {}, data)
         groups = {dim: _comm(mesh, [dim]) for dim in dims}
-        cut, replicas = _comm(mesh, [inner]), outer if outer and groups[outer].size > 1 else ""
+        cut, replicas = Comm(inner.get_group()), outer if outer and groups[outer].size > 1 else ""
         ties = _ties(groups, pipeline, tied, names) if pipeline in model else {}
         groups.update({tie.group: comm for tie, comm in ties.items()})
         axes = Axes(
@@ -111,7 +111,7 @@ class Grid:
         return [self.group(name) for name in names]
 
 
-def _data_parallel(mesh: Any, dp: str | Sequence[str]) -> tuple[str, str]:
+def _data_parallel(mesh: Any, dp: Any) -> tuple[str, DeviceMesh]:
     """The dimension of replicas, or nothing, and the one that cuts.
 
     Raises:
@@ -122,33 +122,31 @@ def _data_parallel(mesh: Any, dp: str | Sequence[str]) -> tuple[str, str]:
             f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__};"
             " make one with init_device_mesh(device, sizes, mesh_dim_names=(...))"
         )
-    found = (dp,) if isinstance(dp, str) else tuple(dp)
-    known = mesh.mesh_dim_names or ()
-    if len(found) not in (1, 2) or not all(isinstance(dim, str) for dim in found):
+    names = mesh.mesh_dim_names or ()
+    if hasattr(dp, "mesh_dim_names"):
+        if dp.ndim != 1:
+            raise ValueError(f"dp: expected a mesh of one dimension, got {dp!r}; flatten it")
+        return "", dp
+    given = (dp,) if isinstance(dp, str) else tuple(dp)
+    if len(given) not in (1, 2) or not set(given) <= set(names):
         raise ValueError(
-            f"dp: expected the name of a dimension, or two (replicas, shards), got {dp!r}"
+            f"dp: expected a dimension of the mesh, or two, (replicas, shards), of "
+            f"{', '.join(names) or '(none has a name)'}, got {dp!r}; several as one: "
+            "dp=mesh['dp', 'cp']._flatten('dp_cp')"
         )
-    for dim in found:
-        try:
-            mesh[dim]
-        except (KeyError, RuntimeError, ValueError):
-            raise ValueError(
-                f"dp: expected a dimension of the mesh, which has {', '.join(known) or 'no names'},"
-                f" got {dim!r}; name the data-parallel one, or flatten several: "
-                "mesh['dp', 'cp']._flatten('dp_cp')"
-            ) from None
-    return (found[0], found[1]) if len(found) == 2 else ("", found[0])
+    return (given[0] if len(given) == 2 else ""), mesh if mesh.ndim == 1 else mesh[given[-1]]
 
 
-def _covered(mesh: DeviceMesh, dims: Sequence[str]) -> tuple[str, ...]:
-    """The mesh's own dimensions that ``dims``, flattened ones among them, consist of."""
-    found = []
-    for dim in mesh.mesh_dim_names or ():
-        line = set(mesh[dim].mesh.flatten().tolist())
-        inside = (set(mesh[some].mesh.flatten().tolist()) for some in dims if len(line) > 1)
-        if dim in dims or any(line <= ranks for ranks in inside):
-            found.append(dim)
-    return tuple(found)
+def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh) -> tuple[str, ...]:
+    """The mesh's own dimensions that are data-parallel, also inside a flattened one."""
+    names, inside = mesh.mesh_dim_names or (), set(inner.mesh.flatten().tolist())
+    if mesh.ndim == 1:
+        return names
+    lines = {name: set(mesh[name].mesh.flatten().tolist()) for name in names}
+    given = (outer, *(inner.mesh_dim_names or ()))
+    return tuple(
+        name for name, line in lines.items() if name in given or (len(line) > 1 and line <= inside)
+    )
 
 
 def _comm(mesh: DeviceMesh, dims: Sequence[str]) -> Comm:

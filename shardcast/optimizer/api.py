@@ -39,7 +39,7 @@ def shard(
     *,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-    dp: str | Sequence[str] = "dp",
+    dp: str | Sequence[str] | DeviceMesh = "dp",
     pp: str = "pp",
     tied: Sequence[Sequence[Any]] = (),
     grad_sum_over: Mapping[str, Sequence[str]] | None = None,
@@ -72,8 +72,8 @@ def shard(
         mesh: of a job that is more than data-parallel, instead of ``process_group``. Dimensions
             other than ``dp`` are model-parallel; along them norms, skips and clips are agreed on,
             and parameters are DTensors (``Shard`` or ``Replicate``), or plain copies.
-        dp: the data-parallel dimension of ``mesh``, also a flattened one (with context
-            parallelism); or two of them, (replicas, shards).
+        dp: the data-parallel dimension of ``mesh``; two of them, (replicas, shards); or several
+            flattened to one mesh, with context parallelism ``mesh["dp", "cp"]._flatten("dp_cp")``.
         pp: the dimension along which each rank has other parameters, if ``mesh`` has it.
         tied: weights that two pipeline stages hold, ``(name on one, name on the other)`` or with
             the process group of their holders as a third: they begin equal and stay so, their
