@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from shardcast.comm import Comm
+from shardcast.comm import Comm, Grid
 from shardcast.step.combine.decision import Control
 from shardcast.step.combine.norm import PNorm
 from shardcast.testing import fake_world
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def told(size: int, patterns: Iterable[tuple[bool, ...]], slots: int) -> tuple[bool, ...]:
     """What the sum of all ranks' counts says."""
     with fake_world(size) as group:
-        control = Control([], Comm(group), PNorm(2.0, CPU), CPU)
+        control = Control([], Grid.flat(Comm(group)), PNorm(2.0, CPU), CPU)
     counts = sum(torch.tensor(control._packed(p), dtype=torch.float64) for p in patterns)
     return control._unpacked(counts, slots)
 

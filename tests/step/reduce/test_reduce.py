@@ -260,9 +260,9 @@ def test_a_local_sum_instead_of_the_mean_is_noticed(monkeypatch: pytest.MonkeyPa
 
     land = Bucket.land
 
-    def keep_own(self: Bucket, size: int) -> Tensor:
+    def keep_own(self: Bucket) -> Tensor:
         own = self.grads.own.clone()
-        received = land(self, size)
+        received = land(self)
         self.grads.own.copy_(own)
         return received
 
