@@ -132,9 +132,10 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(grid.everyone.rank)
-        optimizer = ShardedOptimizer(Engine(plan, stages, shards, grid, originals))
-        optimizer.divisor = divisor
-        return optimizer
+        sharded = ShardedOptimizer(Engine(plan, stages, shards, grid, originals))
+        if divisor is not None:
+            sharded.divisor = divisor
+        return sharded
 
 
 def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

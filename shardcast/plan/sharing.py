@@ -137,13 +137,13 @@ def _placements(
     name: str, param: nn.Parameter, allowed: Sequence[str]
 ) -> dict[str, _compat.Placement]:
     """How a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
-    found = _compat.placements(param)
-    if found and not allowed:
+    if _compat.is_dtensor(param) and not allowed:
         raise TypeError(
             f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
             "fully_shard has cut cannot be sharded again, use the plain optimizer with it; for "
             "tensor parallelism pass mesh= with the model-parallel dimensions"
         )
+    found = _compat.placements(param)
     for dim, placement in found.items():
         if placement.is_partial():
             raise TypeError(
