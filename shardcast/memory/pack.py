@@ -77,7 +77,7 @@ class Pack:
         views = self.views(self.data)
         if source is None:
             with torch.no_grad():
-                torch._foreach_copy_(views, [*self.params])
+                torch._foreach_copy_(views, self.locals)
         for param, view in zip(self.params, views, strict=True):
             param.data = _compat.own_storage(view)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.state_view import check_numel, check_sizes
@@ -92,7 +93,7 @@ class StateDict:
         Raises:
             ValueError: on every rank; says why.
         """
-        comm, device = self._engine.comm, self._engine.device
+        comm, device = self._engine.grid.everyone, self._engine.device
         loading = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
         if len(set(comm.exchange("shardcast" in loaded, device))) > 1:
             raise ValueError(
@@ -211,6 +212,7 @@ class StateDict:
             place: of one of several optimizers, whose state alone is wanted.
         """
         engine, index = self._engine, numbered(self._groups)
+        self._check_gathers()
         places = engine.originals.places
         state: dict[int, Any] = {}
         for shard in engine.shards:
@@ -223,14 +225,14 @@ class StateDict:
                 )
                 for number, fragment, param in shard.owned()
             }
-            everyone = engine.comm.gather(mine, engine.device)
-            if engine.comm.rank == 0:
+            everyone = shard.pack.comm.gather(mine, engine.device)
+            if engine.grid.everyone.rank == 0:
                 for slot, param in zip(shard.pack.layout.slots, shard.pack.params, strict=True):
                     pieces = [theirs[index[param]] for theirs in everyone if index[param] in theirs]
                     merged = _join([piece for piece in pieces if piece[1]], slot.shape)
                     if merged:
                         state[index[param]] = merged
-        if engine.comm.rank != 0:
+        if engine.grid.everyone.rank != 0:
             return {}
         found = {"state": dict(sorted(state.items())), "param_groups": plain_groups(self._groups)}
         return found if place is None else split_state(found, places)[place]
@@ -241,6 +243,7 @@ class StateDict:
         Every rank must call it.
         """
         engine = self._engine
+        self._check_gathers()
         engine.sync.wait()
         found: dict[str, Tensor] = {}
         for shard in engine.shards:
@@ -248,8 +251,8 @@ class StateDict:
                 (part.slot.name, part.param_range, shard.exact(part).detach().cpu())
                 for part in shard.fragments
             ]
-            everyone = engine.comm.gather(mine, engine.device)
-            if engine.comm.rank == 0:
+            everyone = shard.pack.comm.gather(mine, engine.device)
+            if engine.grid.everyone.rank == 0:
                 for slot in shard.pack.layout.slots:
                     found[slot.name] = torch.zeros(slot.shape, dtype=MASTER_DTYPE)
                 for name, (start, stop), values in (p for theirs in everyone for p in theirs):
@@ -257,6 +260,20 @@ class StateDict:
         names = {param: name for name, param in engine.model.named_parameters()}
         every = engine.model.named_parameters(remove_duplicate=False)
         return {name: found[names[p]] for name, p in every if names[p] in found}
+
+    def _check_gathers(self) -> None:
+        """Raise where no rank has all parameters of the model.
+
+        Raises:
+            RuntimeError: beside model parallelism, or with experts.
+        """
+        grid = self._engine.grid
+        if grid.model.size > 1 or grid.axes.experts:
+            raise RuntimeError(
+                "parameters are spread over model-parallel ranks, too, so that no rank can gather "
+                "the whole state; use shardcast.checkpoint.save, and shardcast.checkpoint.export "
+                "for plain files"
+            )
 
 
 def numbered(groups: Groups) -> dict[nn.Parameter, int]:
@@ -343,6 +360,7 @@ def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
     slot = fragment.slot
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
+    value = _compat.local_tensor(value)
     if value.numel() == slot.numel:
         start, stop = fragment.param_range
         return value.reshape(-1)[start:stop]

@@ -45,7 +45,7 @@ class Combine:
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
         self._control = Control(grads, grid, self._norm, device)
-        self._options = Options(originals.option_names(), grid.dp, device)
+        self._options = Options(originals.option_names(), grid.dp, device, grid.everyone)
         self.skips = SkipReport(
             grads, grid.dp, device, self._options, config.max_skipped_steps, self.loss_scale.dynamic
         )
@@ -92,7 +92,7 @@ class Combine:
         bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
         options = self._options.pairs(self._originals.groups, max_norm)
         sums = self._control.all_reduce(by_group, bad, pattern, options)
-        sums, differing = self._control.agree(sums, self._options.differing(sums.options))
+        sums, differing = self._control.agree(sums, self._options)
         self._refuse(sums.bad, differing)
         powers = sums.powers
         skip = ~self._norm.root(powers, scale).isfinite()

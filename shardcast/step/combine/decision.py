@@ -13,7 +13,7 @@ from shardcast.comm import Grid
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
 from shardcast.step.combine.norm import PNorm
-from shardcast.step.combine.options import to_device
+from shardcast.step.combine.options import Options, to_device
 
 EXACT = 53  # bits of the integers that doubles hold, and add up, exactly
 UNSCALED = -1  # instead of a position: this rank has gradients of a loss that was not scaled
@@ -117,26 +117,28 @@ class Control:
         self._comm.all_reduce(control)
         return Sums(self._norm.merge(by_row), all_bad, all_counts, all_options)
 
-    def agree(self, sums: Sums, differing: Tensor) -> tuple[Sums, Tensor]:
-        """What all ranks of the job agree on. Every rank must call it; waits for no device.
+    def agree(self, sums: Sums, options: Options) -> tuple[Sums, Tensor]:
+        """What all ranks agree on. Every rank must call it; waits for no device.
 
         Args:
             sums: over the data-parallel ranks.
-            differing: per option, whether these differ in it; likewise whether any do, if returned.
+
+        Returns:
+            The sums over all ranks, and in which options some of them differ.
         """
-        comm = self._grid.model
+        comm, differing = self._grid.model, options.differing(sums.options)
         if comm.size == 1:
             return sums, differing
-        mine = torch.cat([sums.powers, sums.bad, differing.double()])
-        gathered = mine.new_empty(comm.size, mine.numel())
-        comm.all_gather(gathered.view(-1), mine, "the decision")
-        sizes = [sums.powers.numel(), sums.bad.numel(), differing.numel()]
-        powers, bad, theirs = gathered.split(sizes, 1)  # rows in the order of ranks, on all of them
+        parts = [sums.powers, sums.bad, sums.options, differing.double()]
+        mine = torch.cat(parts)
+        rows = mine.new_empty(comm.size, mine.numel())  # in the order of ranks, the same on all
+        comm.all_gather(rows.view(-1), mine, "the decision")
+        powers, bad, pairs, theirs = rows.split([part.numel() for part in parts], 1)
         # Of a pipeline's stages only the last one has the loss to be scaled.
         forgot = (bad == UNSCALED).all(0)
         kept = torch.where((sums.bad == UNSCALED) & ~forgot, 0.0, sums.bad)
         merged = dataclasses.replace(sums, powers=self._norm.merge(powers), bad=kept)
-        return merged, theirs.any(0)
+        return merged, theirs.any(0) | options.across(pairs)
 
     def present(self, pattern: tuple[bool, ...], counts: Tensor) -> dict[Pack, tuple[bool, ...]]:
         """Slots with a gradient on some rank.

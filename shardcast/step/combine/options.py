@@ -72,10 +72,18 @@ class Options:
 
     Args:
         defaults: names of the options of the optimizer's class; others are a script's own notes.
+        comm: the data-parallel ranks, which train the same parameters.
+        everyone: all ranks, if there are more.
     """
 
-    def __init__(self, defaults: Iterable[str], comm: Comm, device: torch.device) -> None:
-        self._comm, self._device = comm, device
+    def __init__(
+        self,
+        defaults: Iterable[str],
+        comm: Comm,
+        device: torch.device,
+        everyone: Comm | None = None,
+    ) -> None:
+        self._comm, self._device, self._everyone = comm, device, everyone or comm
         self._own = tuple(dict.fromkeys((*defaults, "max_grad_norm")))
         self._names = (*self._own, TRAINED, BOUND)
         self._known: list[_Group] = []
@@ -91,7 +99,7 @@ class Options:
 
         Costs a microsecond per group, and 0.1 per parameter, as long as nothing changes.
         """
-        if self._comm.size == 1:
+        if self._everyone.size == 1:
             return torch.empty(0, dtype=torch.float64, device=self._device)
         if len(self._known) != len(groups):
             self._known = [_Group(len(self._own) + 1) for _ in groups]
@@ -114,6 +122,20 @@ class Options:
         """
         one, two = sums.long().chunk(2) if len(sums) else (sums, sums)
         return torch.ne(self._comm.size * two, one * one)
+
+    def across(self, rows: Tensor) -> Tensor:
+        """Per option, then per group, whether rows of sums of :meth:`pairs` differ in it.
+
+        Each row is of the ranks of one stage, which differ in what they train.
+        """
+        digests = rows[:, : rows.shape[1] // 2]
+        differ = (digests != digests[0]).any(0)
+        options, groups = differ[: len(self._names)], differ[len(self._names) :]
+        trained = self._names.index(TRAINED)
+        apart = torch.cat(
+            [options[:trained], torch.zeros_like(options[:1]), options[trained + 1 :]]
+        )
+        return torch.cat([apart, apart.any().expand_as(groups)])
 
     def _update(self, known: _Group, number: int, values: list[Any]) -> None:
         """Move the digests by what is new; half of a hash is in that of the option, or group."""
@@ -201,10 +223,14 @@ class Options:
         self, found: Sequence[Place], groups: Groups, names: Mapping[nn.Parameter, str]
     ) -> str:
         mine = [self._value(name, number, groups) for name, number in found]
-        everyone = self._comm.exchange(mine, self._device)
+        same_params = self._comm.exchange(mine, self._device)
+        everyone = same_params
+        if self._everyone is not self._comm:
+            everyone = self._everyone.exchange(mine, self._device)
         told = []
         for position, (name, number) in enumerate(found):
-            values = [theirs[position] for theirs in everyone]
+            ranks = same_params if name == TRAINED else everyone
+            values = [theirs[position] for theirs in ranks]
             what = _what(name, number)
             if name == TRAINED:
                 what, values = _first_param(what, values, groups[number or 0], names)

@@ -23,6 +23,8 @@ from shardcast.step.combine.loss_scale import unscaled_error
 from shardcast.step.combine.mailbox import Mailbox
 from shardcast.step.combine.options import Groups, Options
 
+ELSEWHERE = "on other model-parallel ranks, which name it"
+
 
 class SkipReport:
     """Skipped steps of all ranks.
@@ -116,7 +118,7 @@ class SkipReport:
         raising = in_row >= self._bound
         if self._usual and not raising:
             return
-        where = self._locate([int(position) - 1 for position in bad])
+        where = self._locate([int(position) - 1 for position in bad]) or ELSEWHERE
         if raising:
             raise RuntimeError(
                 f"{int(in_row)} steps in a row were skipped because of non-finite gradients "
