@@ -51,7 +51,8 @@ class Engine:
         self.grid, self.comm = grid, grid.dp
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
-        at_step = len(self.stages) > 1
+        # Stages wait for one another in their backwards, of which a step has many.
+        at_step = len(self.stages) > 1 or grid.axes.sizes.get(grid.axes.pipeline, 1) > 1
         self.reduce = make_reducer(grid, plan.precision, plan.config, plan.averaged, at_step)
         self.combine = Combine(self.reduce.grads, grid, plan.config, self.device, originals)
         self.update = Updates(originals, plan.config, grid.dp)

@@ -1,0 +1,279 @@
+"""Pipelines of torch beside data parallelism: two stages' ranks times two, in four processes.
+
+Cases of torch's test_composability, with its sizes and tolerances.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits, run_world
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+import shardcast
+from shardcast.testing import SpawnedWorld, spawn_world
+
+pytestmark = pytest.mark.timeout(120)
+
+LAYERS, WIDTH, MICRO_BATCHES, STEPS = 8, 10, 8, 3
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[SpawnedWorld]:
+    with spawn_world(4, timeout=110.0) as world:
+        yield world
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net2(torch.relu(self.net1(x)))
+
+
+class Layers(nn.ModuleDict):
+    """Layers of a range, under the names that they have in the whole model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def layers(start: int = 0, stop: int = LAYERS) -> Layers:
+    torch.manual_seed(0)
+    whole = [Layer() for _ in range(LAYERS)]
+    return Layers({str(number): whole[number] for number in range(start, stop)})
+
+
+def inputs(step: int, dp_rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dp_rank)
+    return torch.rand((MICRO_BATCHES, WIDTH), generator=generator)
+
+
+def mean_loss(output: Tensor, _target: Tensor) -> Tensor:
+    return output.float().pow(2).mean()
+
+
+def adam(model: nn.Module | list[Layers]) -> torch.optim.Optimizer:
+    modules = model if isinstance(model, list) else [model]
+    return torch.optim.Adam([p for m in modules for p in m.parameters()], lr=1e-2)
+
+
+def values(*modules: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for m in modules for name, p in m.named_parameters()}
+
+
+def pipelined(
+    _group: Any, schedule: str, dtype: torch.dtype, as_list: bool, scale_grads: bool
+) -> dict[str, Any]:
+    """Train this rank's stages; what they hold at the end, and the norms of all steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pp, dp_rank = mesh["pp"], mesh.get_local_rank("dp")
+    kind = get_schedule_class(schedule)
+    several = issubclass(kind, PipelineScheduleMulti)
+    count = 4 if several else 2
+    numbers = range(pp.get_local_rank(), count, 2)
+    size = LAYERS // count
+    stages = [layers(number * size, (number + 1) * size) for number in numbers]
+    model = stages if as_list else stages[0]
+    optimizer = shardcast.shard(model, adam(stages), mesh=mesh, param_dtype=dtype)
+    parts = [
+        PipelineStage(stage, number, count, torch.device("cpu"), group=pp.get_group())
+        for number, stage in zip(numbers, stages, strict=True)
+    ]
+
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        return mean_loss(output, target) / (1 if scale_grads else MICRO_BATCHES)
+
+    pipeline = kind(
+        parts if several else parts[0], MICRO_BATCHES, loss_fn=loss_of, scale_grads=scale_grads
+    )
+    norms = []
+    for step in range(STEPS):
+        x = inputs(step, dp_rank)
+        pipeline.step(*[x] * parts[0].is_first, target=x if parts[-1].is_last else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return {"values": values(*stages), "norms": torch.stack(norms)}
+
+
+def data_parallel(group: Any, dtype: torch.dtype, backwards: bool) -> dict[str, Any]:
+    """The same without a pipeline, on two ranks; also from the last micro-batch to the first."""
+    model = layers()
+    optimizer = shardcast.shard(model, adam(model), process_group=group, param_dtype=dtype)
+    norms = []
+    for step in range(STEPS):
+        micro_batches = inputs(step, group.rank()).split(1)
+        for number, x in enumerate(micro_batches[::-1] if backwards else micro_batches, 1):
+            with nullcontext() if number == MICRO_BATCHES else optimizer.no_sync():
+                (mean_loss(model(x), x) / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return {"values": values(model), "norms": torch.stack(norms)}
+
+
+@functools.cache
+def without_pipeline(dtype: torch.dtype, backwards: bool = False) -> dict[str, Any]:
+    ranks, _ = run_world(2, data_parallel, dtype, backwards)
+    return ranks[0]
+
+
+@functools.cache
+def by_torch() -> dict[str, Any]:
+    """One process, torch's own optimizer and norm."""
+    model, norms = layers(), []
+    optimizer = adam(model)
+    for step in range(STEPS):
+        for rank in range(2):
+            x = inputs(step, rank)
+            (mean_loss(model(x), x) / 2).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), torch.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"values": values(model), "norms": torch.stack(norms)}
+
+
+def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The parameters of all stages; those of the two replicas have the same bits."""
+    for one, other in zip(ranks[:2], ranks[2:], strict=True):
+        assert_same_bits(one["values"], other["values"])
+    found = ranks[0]["values"] | ranks[1]["values"]
+    assert len(found) == 4 * LAYERS
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(
+    four: SpawnedWorld, schedule: str
+):
+    ranks = four.run(pipelined, schedule, FP32, True, False)
+    expected = by_torch()
+    torch.testing.assert_close(joined(ranks), expected["values"])
+    for rank in ranks:
+        torch.testing.assert_close(rank["norms"], expected["norms"])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
+)
+def test_a_pipeline_gives_what_data_parallelism_alone_gives(
+    four: SpawnedWorld, schedule: str, dtype: torch.dtype
+):
+    ranks = four.run(pipelined, schedule, dtype, True, False)
+    expected = without_pipeline(dtype, backwards=schedule == "LoopedBFS")
+    torch.testing.assert_close(joined(ranks), expected["values"], atol=5e-5, rtol=2e-2)
+    assert_same_bits(joined(ranks), expected["values"])
+    for rank in ranks:
+        torch.testing.assert_close(rank["norms"], expected["norms"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_gradients_that_the_schedule_scales_are_those_of_a_scaled_loss(
+    four: SpawnedWorld, schedule: str
+):
+    ranks = four.run(pipelined, schedule, FP32, True, True)
+    assert_same_bits(joined(ranks), without_pipeline(FP32)["values"])
+
+
+def test_one_stage_need_not_be_in_a_list(four: SpawnedWorld):
+    ranks = four.run(pipelined, "1F1B", FP32, False, False)
+    assert_same_bits(joined(ranks), without_pipeline(FP32)["values"])
+
+
+WORDS, TOKENS = 8, 4
+
+
+class Words(nn.Module):
+    """Both ends of a language model on one weight; a stage has one of them."""
+
+    def __init__(self, first: bool = True, last: bool = True) -> None:
+        super().__init__()
+        whole = torch.arange(3 * WORDS).pow(2).remainder(5).sub(2.0).view(WORDS, 3)  # -2 to 2
+        self.words = nn.Embedding(WORDS, 3, _weight=whole.clone()) if first else None
+        self.head = nn.Linear(3, WORDS, bias=False) if last else None
+        if self.head is not None:
+            weight = whole.clone() if self.words is None else self.words.weight
+            self.head.weight = nn.Parameter(weight) if self.words is None else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.words is None else self.words(x)
+        return x if self.head is None else self.head(x)
+
+
+def shared_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Linear in the logits, of whole numbers: with a rate of 2**-3 no step is rounded in fp32."""
+    return logits.gather(-1, tokens.roll(1, dims=-1)[..., None]).sum()
+
+
+def texts(step: int, dp_rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dp_rank)
+    return torch.randint(WORDS, (MICRO_BATCHES, TOKENS), generator=generator)
+
+
+def shared_weight(_group: Any, tied: bool) -> dict[str, Any]:
+    """Losses of the last stage, and the weight at the end."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    number = mesh.get_local_rank("pp")
+    stage = Words(first=number == 0, last=number == 1)
+    sgd = torch.optim.SGD(stage.parameters(), lr=2.0**-3)
+    optimizer = shardcast.shard(
+        [stage], sgd, mesh=mesh, param_dtype=FP32, tied=[("words.weight", "head.weight")] * tied
+    )
+    part = PipelineStage(stage, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    pipeline = get_schedule_class("1F1B")(
+        part, MICRO_BATCHES, loss_fn=shared_loss, scale_grads=False
+    )
+    found = []
+    for step in range(STEPS):
+        tokens, losses = texts(step, mesh.get_local_rank("dp")), []
+        pipeline.step(*[tokens] * part.is_first, target=tokens * part.is_last, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(sum(loss.detach() for loss in losses))
+    (weight,) = stage.parameters()
+    return {"losses": found, "weight": weight.detach()}
+
+
+def shared_weight_alone(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The losses of both data-parallel ranks, and the weight at the end."""
+    model = Words().to(dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=2.0**-3)
+    found = []
+    for step in range(STEPS):
+        losses = [shared_loss(model(texts(step, rank)), texts(step, rank)) for rank in range(2)]
+        (sum(losses) / 2).backward()
+        sgd.step()
+        sgd.zero_grad()
+        found.append(torch.stack(losses).detach())
+    return torch.stack(found, dim=1), model.head.weight.detach()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_weight_shared_by_two_stages_gives_the_losses_of_one_process(
+    four: SpawnedWorld, tied: bool
+):
+    exact, weight = shared_weight_alone(torch.float64)
+    assert torch.equal(shared_weight_alone(FP32)[1].double(), weight), "the case rounds"
+    ranks = four.run(shared_weight, tied)
+    losses = torch.stack([torch.stack(ranks[last]["losses"]) for last in (1, 3)]).double()
+    if tied:
+        torch.testing.assert_close(losses, exact, rtol=1e-7, atol=0)
+        for rank in ranks:
+            assert torch.equal(rank["weight"].double(), weight)
+    else:
+        assert not torch.allclose(losses, exact, rtol=1e-3)
