@@ -13,6 +13,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
+from shardcast.optimizer.copies import check_copies
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.original import OptimizerHandle, StepTogether, retire, take_hooks
 from shardcast.optimizer.state_dict import StateDict
@@ -352,6 +353,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shards = setup.allocate(plan, engine.grid)
         engine.originals.append(place, group)
         engine.extend(plan, shards)
+
+    def check_copies(self) -> None:
+        """Look whether what several ranks hold is equal, bit by bit; every rank must call it.
+
+        To find out why a run went wrong, not for a loop: it reads all parameters to the host.
+        Copies over tensor-parallel ranks and of tied weights are compared, too.
+
+        Raises:
+            RuntimeError: on every rank; names the parameters that differ.
+        """
+        check_copies(self.engine)
 
     @property
     def state(self) -> Any:
