@@ -55,8 +55,8 @@ class Engine:
         at_step = len(self.stages) > 1 or grid.axes.sizes.get(grid.axes.pipeline, 1) > 1
         self.reduce = make_reducer(grid, plan.precision, plan.config, plan.averaged, at_step)
         self.combine = Combine(self.reduce.grads, grid, plan.config, self.device, originals)
-        self.update = Updates(originals, plan.config, grid.dp)
         self.sync = Sync()
+        self.update = Updates(originals, plan.config, grid.dp, self.sync.begin)
         self._add(shards)
         for stage in self.stages:
             mark(stage)

@@ -2,10 +2,13 @@
 
 A call runs in the compute stream's order (PaddlePaddle PR 35878: then no further synchronisation is
 needed), so evaluation and saving always see coherent weights. ``start`` returns before the values
-are here; ``overlap`` says who waits for them.
+are here; ``overlap`` says who waits for them. Updates that take long begin with the packs that they
+are done with, on a stream of the backend, and the call waits for these too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from shardcast.memory.pack import Pack
 from shardcast.step.sync.all_gather import AllGather
@@ -37,11 +40,24 @@ class Sync:
         if pack.comm.size > 1:
             self._ways.append(WAYS[pack.layout.route.sync](pack))
 
+    def begin(self, packs: Iterable[Pack]) -> None:
+        """Start those of ``packs`` alone, while others are updated; a call syncs the rest.
+
+        Every rank must call it, with the same packs.
+        """
+        wanted = set(packs)
+        for way in self._ways:
+            if way.pack in wanted:
+                way.start()
+                self.started.append(way.pack)
+
     def __call__(self) -> None:
-        works = [way.run() for way in self._ways]
+        begun = set(self.started)
+        works = [way.run() for way in self._ways if way.pack not in begun]
         for work in works:  # of all packs at once: a broadcast on gloo waits for the one before
             if work is not None:
                 work.wait()
+        self.wait()
 
     def start(self) -> None:
         """As a call, but ``pack.wait()`` must come before any use of a pack.
@@ -50,12 +66,9 @@ class Sync:
         first parameters in the model: were they launched where they are needed, ranks whose
         forwards differ would launch them in different orders, and hang.
         """
-        self.wait()
-        self.started += self.packs
         # The packs keep the works: a work that is dropped cannot be waited for, and the backend
         # keeps the memory that it uses alive only as long as it is under way.
-        for way in self._ways:
-            way.start()
+        self.begin(set(self.packs).difference(self.started))
 
     def wait(self) -> None:
         """Return when nothing that was started is under way. Local."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm
+from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.plan.originals import Groups
@@ -20,6 +21,7 @@ from shardcast.step.combine.decision import Decision
 from shardcast.step.update import muon
 
 PROBATION = 10  # steps in which an unknown class is watched
+Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
 
 
 class AnyOptimizerUpdate:
@@ -28,15 +30,21 @@ class AnyOptimizerUpdate:
     The inner optimizer is the user's own object's twin: same class, same attributes, but masters
     in place of model parameters. Under the ``whole`` partition masters have their parameter's
     shape, under ``even`` they are 1-d.
+
+    Muon updates its packs in turns, so that those that are done are synced beside the others. A
+    turn is as large as the batches that Muon makes anyway: more kernels are not launched for it.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: Groups, comm: Comm, elementwise: bool
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, groups: Groups, comm: Comm, elementwise: bool,
+        ready: Ready,
+    ) -> None:  # fmt: skip
         self._optimizer, self._groups, self._comm = optimizer, groups, comm
         self.elementwise = elementwise
         foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._unproven = PROBATION if foreign else 0  # steps after which options are compared
+        self._ready = ready
+        self._shards: list[Shard] = []  # on all ranks the same, own parts or not
         self._params: dict[Shard, list[nn.Parameter]] = {}
         self._inner = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
         self._inner.__dict__.update(optimizer.__dict__)
@@ -52,6 +60,7 @@ class AnyOptimizerUpdate:
 
     def add(self, shard: Shard) -> None:
         """Update ``shard`` too, from now on."""
+        self._shards.append(shard)
         if shard.fragments:
             self._params[shard] = [self._master_parameter(shard, part) for part in shard.fragments]
             self._read_groups()
@@ -86,12 +95,38 @@ class AnyOptimizerUpdate:
         if decision.skip.tolist():
             return
         self._read_groups()
-        for shard, params in self._params.items():
+        *early, last = self._turns()
+        for shards in early:
+            self._update(shards, decision, present)
+            self._ready([shard.pack for shard in shards])
+        self._update(last, decision, present)
+        self._write_groups()
+
+    def _turns(self) -> list[list[Shard]]:
+        """The shards, those that are updated together in one list. Equal on all ranks."""
+        if not isinstance(self._optimizer, torch.optim.Muon):
+            return [self._shards]  # of one step() of the class, which may count them
+        turns: list[list[Shard]] = [[]]
+        elements = 0
+        for shard in self._shards:
+            if elements >= muon.BATCH * self._comm.size:
+                turns.append([])
+                elements = 0
+            turns[-1].append(shard)
+            elements += shard.pack.layout.numel
+        return turns
+
+    def _update(
+        self, shards: Sequence[Shard], decision: Decision, present: Mapping[Shard, Sequence[bool]]
+    ) -> None:
+        mine = [shard for shard in shards if shard in self._params]
+        for shard in mine:
             assert shard.grads is not None
             factor = decision.factors[shard.pack.layout.group]
             exact = shard.grads.own.to(MASTER_DTYPE)
             exact = exact if factor is None else exact * factor
-            for param, part, here in zip(params, shard.fragments, present[shard], strict=True):
+            pairs = zip(self._params[shard], shard.fragments, present[shard], strict=True)
+            for param, part, here in pairs:
                 if here:
                     grad = exact[shard.local(part.start, part.stop)]
                     param.grad = grad.view(param.shape)
@@ -100,11 +135,10 @@ class AnyOptimizerUpdate:
         if self._unproven and self._comm.size > 1:
             self._unproven -= 1
             self._compare_options(decision.skip.device)
-        self._write_groups()
-        for params in self._params.values():
-            for param in params:
+        for shard in mine:
+            for param in self._params[shard]:
                 param.grad = None
-        self.publish()
+            self._publish(shard)
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
@@ -136,15 +170,14 @@ class AnyOptimizerUpdate:
                     "another optimizer"
                 )
 
-    def publish(self) -> None:
-        """Cast the masters into the packs; takes in what an optimizer put elsewhere."""
-        for shard, params in self._params.items():
-            for param, part in zip(params, shard.fragments, strict=True):
-                flat = shard.data[shard.local(part.start, part.stop)]
-                if param.data_ptr() != flat.data_ptr():  # it assigned param.data
-                    flat.copy_(param.detach().reshape(-1))
-                    param.data = flat.view(param.shape)
-            shard.publish()
+    def _publish(self, shard: Shard) -> None:
+        """Cast the masters into the pack; takes in what an optimizer put elsewhere."""
+        for param, part in zip(self._params[shard], shard.fragments, strict=True):
+            flat = shard.data[shard.local(part.start, part.stop)]
+            if param.data_ptr() != flat.data_ptr():  # it assigned param.data
+                flat.copy_(param.detach().reshape(-1))
+                param.data = flat.view(param.shape)
+        shard.publish()
 
     def switch(self, mode: str) -> bool:
         """Call ``train`` or ``eval`` of optimizers that have it (schedule-free ones).
@@ -158,7 +191,8 @@ class AnyOptimizerUpdate:
         self._read_groups()
         method()
         self._write_groups()
-        self.publish()
+        for shard in self._params:
+            self._publish(shard)
         return True
 
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from shardcast.plan.originals import Groups
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
-from shardcast.step.update.any_optimizer import AnyOptimizerUpdate
+from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
 from shardcast.step.update.fused import FusedUpdate
 
 
@@ -51,12 +51,14 @@ class Update(Protocol):
 
 
 def make_update(
-    optimizer: torch.optim.Optimizer, groups: Groups, config: ShardcastConfig, comm: Comm
-) -> Update:
+    optimizer: torch.optim.Optimizer, groups: Groups, config: ShardcastConfig, comm: Comm,
+    ready: Ready,
+) -> Update:  # fmt: skip
     """The update for the class of ``optimizer``, whose groups it reads in every step.
 
     Args:
         groups: those of the optimizer, by number; may grow.
+        ready: see :class:`~shardcast.step.update.several.Updates`.
 
     Raises:
         ValueError: a form of masters or moments, or offload, for a class that keeps its own state.
@@ -72,4 +74,4 @@ def make_update(
                 f"{getattr(plain, name)!r}"
             )
     elementwise = type(optimizer) in ELEMENTWISE
-    return AnyOptimizerUpdate(optimizer, groups, comm, elementwise)
+    return AnyOptimizerUpdate(optimizer, groups, comm, elementwise, ready)

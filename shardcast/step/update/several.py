@@ -10,20 +10,28 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.plan.originals import Originals
 from shardcast.step.combine.decision import Decision
+from shardcast.step.update.any_optimizer import Ready
 from shardcast.step.update.interface import Update, make_update
 
 
 class Updates:
-    """The updates of all optimizers, by the number of the parameter group."""
+    """The updates of all optimizers, by the number of the parameter group.
 
-    def __init__(self, originals: Originals, config: ShardcastConfig, comm: Comm) -> None:
+    Args:
+        ready: called with packs that are updated before others, on all ranks alike.
+    """
+
+    def __init__(
+        self, originals: Originals, config: ShardcastConfig, comm: Comm,
+        ready: Ready = lambda _packs: None,
+    ) -> None:  # fmt: skip
         self._originals = originals
         self._groups: list[dict[int, dict[str, Any]]] = []  # of each optimizer, by number
         self._updates: list[Update] = []
         for place, optimizer in enumerate(originals.optimizers):
             groups = {number: originals.groups[number] for number in originals.numbers(place)}
             self._groups.append(groups)
-            self._updates.append(make_update(optimizer, groups, config, comm))
+            self._updates.append(make_update(optimizer, groups, config, comm, ready))
 
     def _of(self, shard: Shard) -> Update:
         owner = self._originals.owner(shard.pack.layout.group)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
 from shardcast import checkpoint
+from shardcast.step.update import muon
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
@@ -232,6 +233,49 @@ def test_a_non_finite_gradient_of_one_optimizer_skips_the_step_of_all(name: str)
         return difference(model, twin), skipped
 
     assert ThreadedWorld(2).run(run) == [(0.0, 1)] * 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_packs_that_muon_is_done_with_are_synced_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, size: int, overlap: bool
+):
+    def run(group: Any) -> tuple[list[Tensor], list[bool]]:
+        model = mlp()
+        optimizer = shard(model, pair(model), group, pack_params=1, overlap_sync=overlap)
+        train(model, optimizer.optimizers, 3)
+        model(BATCH).sum().backward()
+        del group.log[:]
+        optimizer.step()
+        beside = [call.async_op for call in group.log if call.op == "broadcast"]
+        optimizer.wait_sync()
+        return [param.detach().clone() for param in model.parameters()], beside
+
+    together = ThreadedWorld(size).run(run)
+    monkeypatch.setattr(muon, "BATCH", 1)  # each of the three packs is a turn of its own
+    world = ThreadedWorld(size)
+    in_turns = world.run(run)
+    assert_same_sequence(world.logs)
+    for (mine, beside), (theirs, before) in zip(in_turns, together, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+        assert before == [overlap] * 6
+        assert beside == [True, True, *([overlap] * 4)]
+
+
+def test_a_turn_is_as_large_as_the_batches_of_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    step = muon.step_
+    monkeypatch.setattr(muon, "step_", lambda optimizer: (calls.append(1), step(optimizer)))
+    for batch, turns in ((1, 3), (64, 2), (1 << 26, 1)):  # of packs of 91, 143 and 33 elements
+        monkeypatch.setattr(muon, "BATCH", batch)
+        calls.clear()
+        ThreadedWorld(2).run(lambda group: one_step(group))
+        assert len(calls) == 2 * turns
+
+
+def one_step(group: Any) -> None:
+    model = mlp()
+    train(model, [shard(model, pair(model), group, pack_params=1)], 1)
 
 
 # -- handles --------------------------------------------------------------------------------------
