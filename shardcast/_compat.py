@@ -392,7 +392,7 @@ NAMES = 10**6
 class _OwnWorld:
     """torch's record of its process groups, for one thread (``distributed_c10d._World``)."""
 
-    def __init__(self, make: Callable[[int, tuple[int, ...]], dist.ProcessGroup]) -> None:
+    def __init__(self, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
         self.make, self.number = make, next(_worlds)
         self.default_pg: dist.ProcessGroup | None = None
         self.pg_map: dict[Any, Any] = {}
@@ -456,7 +456,7 @@ def separate_process_groups() -> Iterator[None]:
 
 @contextmanager
 def own_process_groups(
-    rank: int, world_size: int, make: Callable[[int, tuple[int, ...]], dist.ProcessGroup]
+    rank: int, world_size: int, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 ) -> Iterator[None]:
     """Within it this thread is ``rank`` of a default process group of its own.
 
@@ -464,9 +464,8 @@ def own_process_groups(
     nothing of the rest of the process.
 
     Args:
-        make: ``make(number, ranks)`` gives the process group of this rank, for the default one
-            and then for each new group that it is in. ``number`` counts the groups of the world;
-            a group has the same one on all ranks.
+        make: ``make(key, ranks)`` gives the process group of this rank, for the default one and
+            then for each new group that it is in. A group has the same key on all its ranks.
     """
     c10d: Any = dist.distributed_c10d
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -490,10 +489,7 @@ def own_process_groups(
 def _mock_group(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     world: Any = dist.distributed_c10d._world
     ranks = options.global_ranks_in_group or range(options.group_size)
-    if not options.group_id.isdigit():
-        raise ValueError(
-            "new_group(use_local_synchronization=True) is not supported in a world of "
-            "shardcast.testing; let all ranks call it without"
-        )
-    made: dist.ProcessGroup = world.make(int(options.group_id) - world.number * NAMES, tuple(ranks))
+    name = options.group_id  # a number, or a hash of the ranks: use_local_synchronization=True
+    key = str(int(name) - world.number * NAMES) if name.isdigit() else name
+    made: dist.ProcessGroup = world.make(key, tuple(ranks))
     return made

@@ -180,10 +180,10 @@ def test_a_ddp_wrapper_is_seen_from_outside_and_from_inside_its_forward(gloo: Sp
 
 
 def test_a_thread_has_process_groups_of_its_own_under_names_of_its_own():
-    made: list[tuple[int, tuple[int, ...]]] = []
+    made: list[tuple[str, tuple[int, ...]]] = []
 
-    def make(number: int, ranks: tuple[int, ...]) -> FakeGroup:
-        made.append((number, ranks))
+    def make(key: str, ranks: tuple[int, ...]) -> FakeGroup:
+        made.append((key, ranks))
         return FakeGroup(ranks.index(5), len(ranks))
 
     names = []
@@ -195,7 +195,7 @@ def test_a_thread_has_process_groups_of_its_own_under_names_of_its_own():
             names += [mesh.get_group("tp").group_name, hash(mesh), hash(mesh["tp"])]
         assert not dist.is_initialized()
     assert len(set(names)) == 6, "neither a group nor a mesh is taken for one of another world"
-    assert made[:3] == [(0, tuple(range(8))), (2, (1, 5)), (6, (4, 5, 6, 7))]
+    assert made[:3] == [("0", tuple(range(8))), ("2", (1, 5)), ("6", (4, 5, 6, 7))]
 
 
 def test_every_function_of_compat_is_exercised_here():

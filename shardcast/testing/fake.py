@@ -70,7 +70,7 @@ def fake_world(world_size: Shape, rank: int = 0) -> Iterator[Any]:
         groups: list[FakeGroup] = []
         rank_log: list[Collective] = []
 
-        def make(number: int, ranks: tuple[int, ...]) -> FakeGroup:
+        def make(_key: str, ranks: tuple[int, ...]) -> FakeGroup:
             group = FakeGroup(ranks.index(rank), len(ranks))
             group.rank_log = rank_log
             groups.append(group)

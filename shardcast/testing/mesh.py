@@ -39,12 +39,12 @@ def ranks_of(shape: Shape) -> int:
 
 @contextmanager
 def rank_of_mesh(
-    shape: Mapping[str, int], rank: int, make: Callable[[int, tuple[int, ...]], dist.ProcessGroup]
+    shape: Mapping[str, int], rank: int, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 ) -> Iterator[DeviceMesh]:
     """The mesh of ``rank``, for as long as this thread is that rank; within :func:`separate`.
 
     Args:
-        make: ``make(number, ranks)`` makes the process groups of this rank, the default one first.
+        make: ``make(key, ranks)`` makes the process groups of this rank, the default one first.
     """
     world_size = ranks_of(shape)
     if not 0 <= rank < world_size:

@@ -51,14 +51,14 @@ class Run:
         self.attempts = [0] * world_size
         """How many collectives each rank has come to."""
         self.waiting: dict[int, tuple[Rendezvous, Slot]] = {}
-        self._groups: dict[int, Rendezvous] = {}
+        self._groups: dict[str, Rendezvous] = {}
 
-    def group(self, number: int, ranks: Sequence[int]) -> Rendezvous:
-        """The rendezvous of a process group: the ``number``-th that each rank has made."""
-        group = self._groups.setdefault(number, Rendezvous(self, tuple(ranks)))
+    def group(self, key: str, ranks: Sequence[int]) -> Rendezvous:
+        """The rendezvous of a process group, which has the same key on all its ranks."""
+        group = self._groups.setdefault(key, Rendezvous(self, tuple(ranks)))
         if group.ranks != tuple(ranks):
             raise ValueError(
-                f"process group {number} of this rank has the {name_ranks(ranks)}, that of "
+                f"process group {key} of this rank has the {name_ranks(ranks)}, that of "
                 f"others the {name_ranks(group.ranks)}: all ranks must make all groups (new_group, "
                 "meshes) in the same order"
             )

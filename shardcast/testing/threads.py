@@ -19,6 +19,7 @@ from .strict import StrictGroup
 __all__ = ["ThreadedWorld", "threaded_world"]
 
 T = TypeVar("T")
+DEFAULT = "0"  # the key of the default group
 
 
 def threaded_world(
@@ -152,7 +153,7 @@ class ThreadedWorld:
             run.leave(rank, error)
 
         for group in self.groups:
-            group.begin(run.group(0, range(self.world_size)))
+            group.begin(run.group(DEFAULT, range(self.world_size)))
         # Daemons, so that a rank that never comes back does not keep the interpreter alive.
         threads = [
             threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -177,11 +178,11 @@ class ThreadedWorld:
         """The group of ``rank``, or its mesh; whose groups end with it."""
         groups = [self.groups[rank]]
 
-        def make(number: int, ranks: tuple[int, ...]) -> StrictGroup:
-            if number == 0:  # the default one
+        def make(key: str, ranks: tuple[int, ...]) -> StrictGroup:
+            if key == DEFAULT:
                 return groups[0]
             group = StrictGroup(ranks.index(rank), len(ranks), poison=self.poison)
-            group.begin(run.group(number, ranks), groups[0].rank_log)
+            group.begin(run.group(key, ranks), groups[0].rank_log)
             groups.append(group)
             return group
 
