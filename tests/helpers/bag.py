@@ -1,0 +1,36 @@
+"""A model whose gradients are what one says: for known answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+
+class Bag(nn.Module):
+    """Parameters of zeros by name; the loss gives each one the gradient that it is told."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def place(self, mesh: DeviceMesh, **placements: Any) -> None:
+        for name, placement in placements.items():
+            param = distribute_tensor(getattr(self, name).data, mesh, [placement])
+            self.register_parameter(name, nn.Parameter(param))
+
+    def forward(self, grads: dict[str, Tensor], partial: Iterable[str] = ()) -> Tensor:
+        """The sum over parameters of parameter times gradient, of a DTensor its local part."""
+        total = torch.zeros(())
+        for name, grad in grads.items():
+            param = getattr(self, name)
+            if isinstance(param, DTensor):
+                kinds = [Partial()] if name in partial else None
+                param = param.to_local(grad_placements=kinds)
+            total = total + (param * grad).sum()
+        return total

@@ -1,0 +1,177 @@
+"""Every kind of parameter of a hybrid job gets the sum of the right ranks' gradients, once.
+
+Rank ``r`` gives each parameter the gradient ``2**r * (1, 2, 3 ...)``, so that a sum tells which
+ranks are in it, how often, and that no element lies in the place of another. All numbers are
+integers far below 2**24: every comparison is exact. After one step of SGD with a learning rate of
+1, from zero, parameters are the negated sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bag import Bag
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardcast
+from shardcast.testing import threaded_world
+
+pytestmark = pytest.mark.timeout(60)
+
+Sums = dict[str, Tensor]
+
+
+def numbered(*shape: int) -> Tensor:
+    return 1.0 + torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def stepped(model: nn.Module | list[nn.Module], loss: Callable[[], Tensor], **fields: Any) -> float:
+    """Make one step; the norm of all gradients."""
+    parts = model if isinstance(model, list) else [model]
+    params = [param for part in parts for param in part.parameters()]
+    fields = {"param_dtype": "fp32", "divisor": 1, **fields}
+    optimizer = shardcast.shard(model, torch.optim.SGD(params, lr=1.0), **fields)
+    loss().backward()
+    optimizer.step()
+    return float(optimizer.grad_norm)
+
+
+def negated(model: nn.Module) -> Sums:
+    return {name: -whole(param) for name, param in model.named_parameters()}
+
+
+def norm_of(sums: Iterable[Tensor]) -> float:
+    return float(torch.cat([grad.double().flatten() for grad in sums]).norm())
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "rows": (5, 3), "columns": (2, 7), "copy": (3,), "partial": (4,), "plain": (6,), "part": (3, 2),
+}  # fmt: skip
+
+
+def tensor_parallel(mesh: DeviceMesh, dp: Any, **options: Any) -> tuple[Sums, float]:
+    """A step of a model with all kinds of parameters; what they are after it, whole, negated."""
+    place = mesh.get_local_rank("tp")
+    model = Bag(**SHAPES)
+    model.place(mesh["tp"], rows=Shard(0), columns=Shard(1), copy=Replicate(), partial=Replicate())
+    mine = 2.0 ** dist.get_rank()
+    # Tensor-parallel ranks see the same data: what is not a part of a sum is equal on them.
+    same = 2.0 ** dist.get_process_group_ranks(mesh.get_group("tp"))[0]
+    grads = {name: numbered(*shape) * same for name, shape in SHAPES.items()}
+    grads["rows"] = grads["rows"].chunk(2)[place]
+    grads["columns"] = grads["columns"].chunk(2, 1)[place]
+    for name in ("partial", "part"):
+        grads[name] = numbered(*SHAPES[name]) * mine
+    options = {"grad_sum_over": {"tp": ["part"]}, **options}
+    norm = stepped(model, lambda: model(grads, ["partial"]), mesh=mesh, dp=dp, **options)
+    return negated(model), norm
+
+
+def whole(param: nn.Parameter) -> Tensor:
+    data = param.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data.clone()
+
+
+@pytest.mark.parametrize(
+    ("grid", "dp"),
+    [
+        ({"dp": 2, "tp": 2}, "dp"),
+        ({"tp": 2, "dp": 3}, "dp"),
+        ({"copies": 2, "dp": 2, "tp": 2}, ("copies", "dp")),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_parameters_get_the_sums_of_their_ranks(grid: dict[str, int], dp: Any):
+    ranks = range(torch.Size(grid.values()).numel())
+    stride = 1 if list(grid)[-1] == "tp" else grid["dp"]  # between tensor-parallel neighbours
+    first = [rank for rank in ranks if rank // stride % 2 == 0]
+    expected = {
+        name: numbered(*shape) * sum(2.0**r for r in (ranks if "part" in name else first))
+        for name, shape in SHAPES.items()
+    }
+    for found, norm in threaded_world(grid, tensor_parallel, dp):
+        for name, total in expected.items():
+            assert torch.equal(found[name], total), name
+        assert norm == pytest.approx(norm_of(expected.values()), rel=1e-7)
+
+
+def test_without_the_option_a_plain_parameter_counts_as_whole():
+    """Negative control of ``grad_sum_over``: each tensor-parallel rank keeps its own part."""
+    results = threaded_world({"dp": 2, "tp": 2}, tensor_parallel_without)
+    assert [float(found["part"][0, 0]) for found, _ in results] == [1 + 4, 2 + 8, 1 + 4, 2 + 8]
+
+
+def tensor_parallel_without(mesh: DeviceMesh) -> tuple[Sums, float]:
+    return tensor_parallel(mesh, "dp", grad_sum_over=None)
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+
+def experts(mesh: DeviceMesh, options: dict[str, Any]) -> tuple[Sums, float]:
+    """Ranks of ``ep`` hold other experts under one name, all ranks the same router."""
+    data = mesh["ep", "edp"]._flatten("data")
+    model = Bag(router=(3,), expert=(5, 2))
+    mine = 2.0 ** dist.get_rank()
+    grads = {name: numbered(*param.shape) * mine for name, param in model.named_parameters()}
+    norm = stepped(model, lambda: model(grads), mesh=mesh, dp=data, **options)
+    return negated(model), norm
+
+
+def test_experts_are_summed_over_the_ranks_that_share_them_alone():
+    sums = {"router": [15, 15, 15, 15], "expert": [3, 3, 12, 12]}
+    results = threaded_world({"ep": 2, "edp": 2}, experts, {"experts": {"edp": ["expert"]}})
+    for rank, (found, norm) in enumerate(results):
+        for name, totals in sums.items():
+            assert torch.equal(found[name], numbered(*found[name].shape) * totals[rank]), name
+        parts = [numbered(3) * 15, numbered(10) * 3, numbered(10) * 12]
+        assert norm == pytest.approx(norm_of(parts), rel=1e-7)
+
+
+def test_without_the_option_experts_are_taken_for_one():
+    """Negative control."""
+    results = threaded_world({"ep": 2, "edp": 2}, experts, {})
+    assert [int(found["expert"][0, 0]) for found, _ in results] == [15] * 4
+
+
+# -- pipelines ------------------------------------------------------------------------------------
+
+
+def pipeline(mesh: DeviceMesh, tied: list[Any]) -> tuple[Sums, float]:
+    """Two stages, several backwards in a step, and a weight that both hold under other names."""
+    first = mesh.get_local_rank("pp") == 0
+    model = Bag(embed=(4, 3), early=(5,)) if first else Bag(late=(2, 2), head=(4, 3))
+    mine = 2.0 ** dist.get_rank()
+    grads = {name: numbered(*param.shape) * mine for name, param in model.named_parameters()}
+
+    def loss() -> Tensor:
+        for _ in range(2):  # micro-batches
+            model(grads).backward()
+        return model(grads)
+
+    norm = stepped([model], loss, mesh=mesh, tied=tied)
+    return negated(model), norm
+
+
+def test_stages_are_summed_apart_and_tied_weights_together():
+    tied = [("embed", "head")]
+    stages = [{"embed": 3 * 15, "early": 3 * 3}, {"late": 3 * 12, "head": 3 * 15}]
+    parts = [numbered(4, 3) * 45, numbered(5) * 9, numbered(2, 2) * 36]
+    for rank, (found, norm) in enumerate(threaded_world({"pp": 2, "dp": 2}, pipeline, tied)):
+        for name, total in stages[rank // 2].items():
+            assert torch.equal(found[name], numbered(*found[name].shape) * total), name
+        assert norm == pytest.approx(norm_of(parts), rel=1e-7), "the tied weight counts once"
+
+
+def test_weights_that_are_not_said_to_be_tied_go_apart():
+    """Negative control."""
+    (first, _), _, (last, _), _ = threaded_world({"pp": 2, "dp": 2}, pipeline, [])
+    assert int(first["embed"][0, 0]) == 9 and int(last["head"][0, 0]) == 36

@@ -1,0 +1,110 @@
+"""Training on a mesh: losses and norms are those of one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from language import PARTS, Language, batches, loss_of, parallel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardcast
+from shardcast.testing import threaded_world
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 50
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def language(width: int = 16) -> Language:
+    torch.manual_seed(0)
+    return Language(width)
+
+
+def plainly(width: int, steps: int) -> list[tuple[float, float]]:
+    """Losses and gradient norms of one process, plain torch."""
+    model = language(width)
+    optimizer, seen = adamw(model), []
+    for batch in batches(steps):
+        loss = loss_of(model, batch)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(loss), float(norm)))
+    return seen
+
+
+def on_mesh(mesh: DeviceMesh, width: int, steps: int, dp: Any = "dp") -> list[tuple[float, float]]:
+    """The same as one rank of a mesh sees it: the loss of its part of the batch."""
+    names = mesh.mesh_dim_names or ()
+    model, options = language(width), {}
+    if "tp" in names:
+        parallel(model, mesh["tp"])
+        options = {"grad_sum_over": PARTS}
+    optimizer = shardcast.shard(
+        model, adamw(model), mesh=mesh, dp=dp, param_dtype="fp32", **options
+    )
+    data = [dim for dim in names if dim != "tp"]
+    place, parts = 0, 1
+    for dim in data:
+        place, parts = place * mesh[dim].size() + mesh.get_local_rank(dim), parts * mesh[dim].size()
+    seen = []
+    for batch in batches(steps):
+        loss = loss_of(model, batch.chunk(parts)[place])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(loss), float(optimizer.grad_norm)))
+    return seen
+
+
+def mean_losses(results: list[list[tuple[float, float]]], step: int) -> float:
+    return sum(seen[step][0] for seen in results) / len(results)
+
+
+GRIDS: list[tuple[dict[str, int], Any]] = [
+    ({"dp": 4}, "dp"),
+    ({"dp": 2, "tp": 2}, "dp"),
+    ({"copies": 2, "dp": 2}, ("copies", "dp")),
+]
+
+
+@pytest.mark.parametrize(("grid", "dp"), GRIDS, ids=str)
+def test_losses_and_norms_of_50_steps_are_those_of_one_process(grid: dict[str, int], dp: Any):
+    reference = plainly(16, STEPS)
+    assert reference[-1][0] < 0.5 * reference[0][0], "it learns"
+    results = threaded_world(grid, on_mesh, 16, STEPS, dp)
+    for step, (loss, norm) in enumerate(reference):
+        assert mean_losses(results, step) == pytest.approx(loss, rel=1e-5)
+        for seen in results:
+            assert seen[step][1] == results[0][step][1] == pytest.approx(norm, rel=1e-5)
+    assert results[0][0][1] == pytest.approx(reference[0][1], rel=1e-6)
+
+
+WIDTHS = (3, 16, 17)
+
+
+def widths(mesh: DeviceMesh) -> list[list[tuple[float, float]]]:
+    return [on_mesh(mesh, width, 10) for width in WIDTHS]
+
+
+def test_shards_may_be_uneven_and_empty():
+    """Widths of torch's own test of tensor with data parallelism, on three ranks rather than two.
+
+    3 is one each; 16 is 6, 6, 4; 17 is 6, 6, 5. Of 11 tokens the last rank has 3; 8 x 1 norms
+    are copies.
+    """
+    results = threaded_world({"dp": 1, "tp": 3}, widths)
+    for number, width in enumerate(WIDTHS):
+        for step, (loss, norm) in enumerate(plainly(width, 10)):
+            for seen in results:
+                assert seen[number][step] == (
+                    pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)
+                )  # fmt: skip
