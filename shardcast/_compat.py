@@ -76,6 +76,12 @@ def placements(tensor: Any) -> dict[str, Placement]:
     return dict(zip(names, tensor.placements, strict=True))
 
 
+def mesh_line(mesh: Any, dim: str) -> tuple[int, ...]:
+    """The ranks of this rank's group along a dimension of a mesh, in its order."""
+    one = mesh if mesh.mesh_dim_names == (dim,) else mesh[dim]
+    return tuple(one.mesh.flatten().tolist())
+
+
 def local_tensor(tensor: Any) -> Tensor:
     """The memory of a DTensor on this rank, the very tensor; a plain one itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]

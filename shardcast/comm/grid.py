@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,14 +50,14 @@ class Grid:
         sum_over: Patterns | None = None,
         experts: Patterns | None = None,
         tied: Sequence[Sequence[Any]] = (),
-        names: Collection[str] = (),
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> Grid:
         """The groups of a mesh. Every rank of it must call it: further groups are made.
 
         Args:
             dp: the data-parallel dimension, by name, or flattened ones as a mesh of one dimension;
                 or two names, of which the first has replicas of what the second one cuts.
-            names: of the parameters here, for ``tied``.
+            shapes: of the parameters here by name, for ``tied``.
 
         Raises:
             TypeError, ValueError: no such mesh, dimension or weight.
@@ -70,12 +70,13 @@ class Grid:
         _check_dims("experts", experts or {}, data)
         groups = {dim: _comm(mesh, [dim]) for dim in dims}
         cut, replicas = Comm(inner.get_group()), outer if outer and groups[outer].size > 1 else ""
-        ties = _ties(groups, pipeline, tied, names) if pipeline in model else {}
+        ties = _ties(groups, pipeline, tied, shapes or {}) if pipeline in model else {}
         groups.update({tie.group: comm for tie, comm in ties.items()})
         axes = Axes(
             cut.size,
             {name: comm.size for name, comm in groups.items()},
             {name: comm.rank for name, comm in groups.items()},
+            {dim: _compat.mesh_line(mesh, dim) for dim in dims},
             data,
             model,
             pipeline,
@@ -166,7 +167,7 @@ def _ties(
     groups: Mapping[str, Comm],
     pipeline: str,
     tied: Sequence[Sequence[Any]],
-    names: Collection[str],
+    shapes: Mapping[str, Sequence[int]],
 ) -> dict[Tie, Comm]:
     """The ties that this rank's stage takes part in, with the ranks that hold the weight."""
     line, found = groups[pipeline], {}
@@ -179,13 +180,19 @@ def _ties(
                 f"got {pair!r}"
             )
         tie = Tie(str(pair[0]), str(pair[1]))
-        mine = [number for number, name in enumerate(pair[:2]) if name in names]
+        mine = {n: tuple(shapes[name]) for n, name in enumerate(pair[:2]) if name in shapes}
         held = line.exchange(mine, torch.device("cpu"))
         holders = [rank for rank, some in enumerate(held) if some]
         if {number for some in held for number in some} != {0, 1} or len(holders) != 2:
             raise ValueError(
                 f"tied: expected {tie.first!r} on one pipeline stage and {tie.other!r} on another, "
                 f"found them on stages {holders}; within a stage tie the Parameter itself"
+            )
+        found_shapes = {shape for some in held for shape in some.values()}
+        if len(found_shapes) > 1:
+            raise ValueError(
+                f"tied: expected {tie.first!r} and {tie.other!r} of one shape, got "
+                f"{' and '.join(map(str, sorted(found_shapes)))}"
             )
         if line.rank in holders:
             if len(pair) == 3:

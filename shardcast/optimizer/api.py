@@ -110,12 +110,18 @@ def shard(
     elif process_group is not None:
         raise ValueError("process_group: expected None beside mesh=, which names the groups")
     else:
-        names = {name for stage in stages for name, _ in stage.named_parameters()}
+        shapes = {
+            name: _compat.local_tensor(param).shape
+            for stage in stages
+            for name, param in stage.named_parameters()
+        }
         grid = Grid.of(
-            mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied, names=names
+            mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied, shapes=shapes
         )
 
     def planned() -> setup.Plan:
+        if not stages:
+            raise ValueError("model: expected at least one pipeline stage, got an empty list")
         whole = model if isinstance(model, nn.Module) else joined(stages)
         plan = setup.plan_for(whole, originals, config, grid.axes)
         if plan.averaged and mesh is not None:
@@ -145,8 +151,6 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             raise TypeError(
                 f"model: expected a torch.nn.Module, or a list of them, got {type(stage).__name__}"
             )
-    if not given:
-        raise ValueError("model: expected at least one pipeline stage, got an empty list")
     return [_compat.unwrapped(stage) for stage in given]
 
 

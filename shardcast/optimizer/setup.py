@@ -14,13 +14,14 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardcast import _compat
-from shardcast.comm import Grid, same_everywhere
+from shardcast.comm import Comm, Grid, same_everywhere
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
@@ -190,11 +191,26 @@ def check(plan: Plan, grid: Grid, device: torch.device) -> Plan:
     else:
         same_everywhere(grid.everyone, plan.options, device)
         # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
-        grid.everyone.together(lambda: same_everywhere(grid.dp, plan.facts, device), device)
+        for comm, facts in ((grid.dp, plan.facts), *_copied(plan, grid)):
+            grid.everyone.together(partial(same_everywhere, comm, facts, device), device)
     experts = {dim: grid.group(dim).fabric(device) for dim in grid.axes.experts}
     layout = routed(plan.layout, plan.config, grid.cut.fabric(device), experts)
     new = layout.packs[len(layout.packs) - len(plan.new) :]
     return dataclasses.replace(plan, layout=layout, new=new)
+
+
+def _copied(plan: Plan, grid: Grid) -> Iterator[tuple[Comm, list[str]]]:
+    """Each dimension that may have copies, and what all its ranks must hold alike."""
+    for dim in grid.axes.copying:
+        packs = [pack for pack in plan.new if dim in pack.sharing.copies]
+        yield (
+            grid.group(dim),
+            [
+                f"    {slot.name} {slot.shape} {pack.dtype}, held as copies over {dim}"
+                for pack in packs
+                for slot in pack.slots
+            ],
+        )
 
 
 def allocate(plan: Plan, grid: Grid) -> list[Shard]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -65,6 +65,7 @@ class Axes:
         world_size: ranks that cut packs.
         sizes, here: of the dimensions and of the groups of ties by name: how many ranks, which one.
         data, model: the data-parallel and the model-parallel dimensions.
+        lines: the ranks of this rank's group along each dimension of the mesh.
         pipeline: the one of them along which each rank has other parameters.
         replicas: a data-parallel dimension whose ranks hold the same spans.
         sum_over: per dimension, patterns of names of plain parameters whose gradient is a part.
@@ -75,6 +76,7 @@ class Axes:
     world_size: int
     sizes: Mapping[str, int] = field(default_factory=dict)
     here: Mapping[str, int] = field(default_factory=dict)
+    lines: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     data: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
     pipeline: str = ""
@@ -82,6 +84,11 @@ class Axes:
     sum_over: Mapping[str, Sequence[str]] = field(default_factory=dict)
     experts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
+
+    @property
+    def copying(self) -> tuple[str, ...]:
+        """The dimensions along which ranks may hold copies."""
+        return tuple(d for d in self.model if d != self.pipeline and self.sizes[d] > 1)
 
     def ranks(self, sharing: Sharing) -> int:
         """How many ranks cut a pack."""
@@ -101,7 +108,7 @@ class Axes:
 
         Raises:
             TypeError: a DTensor without a mesh, or cut along a dimension that is not its own.
-            ValueError: a pattern that matches nothing, or an expert that is cut.
+            ValueError: a DTensor over another mesh, a pattern that matches nothing.
         """
         _check_patterns("grad_sum_over", self.sum_over, named)
         _check_patterns("experts", self.experts, named)
@@ -112,11 +119,9 @@ class Axes:
         cut = next((dim for dim, some in self.experts.items() if _matches(name, some)), PLAIN)
         # An expert may be a DTensor over the data-parallel dimensions that tell experts apart.
         allowed = (*self.model, *(dim for dim in self.data if cut != PLAIN and dim != cut))
-        placed = _placements(name, param, allowed)
+        placed = _placements(name, param, allowed, self.lines)
         copies, sums = [], []
-        for dim in self.model:
-            if dim == self.pipeline or self.sizes[dim] == 1:
-                continue
+        for dim in self.copying:
             if dim not in placed or placed[dim].is_replicate():
                 copies.append(dim)
                 # A DTensor's gradient may come as a part of the sum (Partial), or whole.
@@ -134,7 +139,7 @@ class Axes:
 
 
 def _placements(
-    name: str, param: nn.Parameter, allowed: Sequence[str]
+    name: str, param: Any, allowed: Sequence[str], lines: Mapping[str, tuple[int, ...]]
 ) -> dict[str, _compat.Placement]:
     """How a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
     if _compat.is_dtensor(param) and not allowed:
@@ -155,6 +160,13 @@ def _placements(
                 f"optimizer: parameter {name!r} is a DTensor over mesh dimension {dim!r}; expected "
                 f"only model-parallel ones, {', '.join(allowed)}: parallelize over "
                 "mesh['tp'] alone, and let shard() cut over the data-parallel dimensions"
+            )
+        line = _compat.mesh_line(param.device_mesh, dim)
+        if line != lines[dim]:
+            raise ValueError(
+                f"optimizer: parameter {name!r} is a DTensor over another mesh, whose {dim!r} has "
+                f"the ranks {line} here; expected {lines[dim]}, as in mesh=: parallelize with the "
+                "mesh that shard() is given"
             )
     return found
 

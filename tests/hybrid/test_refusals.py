@@ -174,6 +174,21 @@ def rates_differ_in_a_step(mesh: DeviceMesh) -> None:
     optimizer.step()
 
 
+def stages_differ_in_a_step(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    optimizer = shardcast.shard([model], adamw(model), mesh=mesh)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.9 + 0.01 * mesh.get_local_rank("pp"))
+    model({"one": torch.ones(4, 4), "two": torch.ones(4)}).backward()
+    optimizer.step()
+
+
+def clips_differ(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    optimizer = shardcast.shard([model], adamw(model), mesh=mesh)
+    model({"one": torch.ones(4, 4), "two": torch.ones(4)}).backward()
+    optimizer.clip_grad_norm_(1.0 + mesh.get_local_rank("tp"))
+
+
 def scale_forgotten(mesh: DeviceMesh) -> None:
     model = bag(mesh)
     optimizer = shardcast.shard([model], adamw(model), mesh=mesh, param_dtype="fp16")
@@ -210,7 +225,9 @@ REFUSED: list[tuple[Callable[[DeviceMesh], None], str, str]] = [
     (options_without_a_mesh, "ValueError", "tied: expected a mesh beside it"),
     (matrix_optimizer, "TypeError", "'one' is cut over .* 'tp', and Muon needs whole"),
     (bad_divisor, "ValueError", "divisor: expected a number above 0"),
-    (rates_differ_in_a_step, "RuntimeError", "lr"),
+    (rates_differ_in_a_step, "RuntimeError", "lr of group 0 is 0.5 .*rank 6"),
+    (stages_differ_in_a_step, "RuntimeError", "betas of group 0 is"),
+    (clips_differ, "RuntimeError", "the bound of the clip .* is 1.0"),
     (scale_forgotten, "RuntimeError", "scale_loss"),
 ]
 
@@ -231,6 +248,20 @@ def test_it_is_refused_on_every_rank(case: tuple[Any, str, str]):
         assert raised == kind, (rank, raised, text)
 
         assert re.search(message, text, re.DOTALL), (rank, text)
+
+
+def test_copies_are_not_trained_at_different_rates_where_nothing_is_data_parallel():
+    grid = {"dp": 1, "tp": 2, "pp": 1}
+    for raised, text in threaded_world(grid, caught, rates_differ_along_tp, timeout=20):
+        assert raised == "RuntimeError" and "lr of group 0 is 0.5 on rank 0" in text
+
+
+def rates_differ_along_tp(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    optimizer = shardcast.shard([model], adamw(model), mesh=mesh)
+    optimizer.param_groups[0]["lr"] = 0.5 + mesh.get_local_rank("tp")
+    model({"one": torch.ones(4, 4), "two": torch.ones(4)}).backward()
+    optimizer.step()
 
 
 def right(mesh: DeviceMesh) -> bool:

@@ -135,8 +135,12 @@ class Control:
         comm.all_gather(rows.view(-1), mine, "the decision")
         powers, bad, pairs, theirs = rows.split([part.numel() for part in parts], 1)
         # Of a pipeline's stages only the last one has the loss to be scaled.
-        forgot = (bad == UNSCALED).all(0)
-        kept = torch.where((sums.bad == UNSCALED) & ~forgot, 0.0, sums.bad)
+        axes = self._grid.axes
+        places = (bad == UNSCALED).view(1, *(axes.sizes[dim] for dim in axes.model), -1)
+        if axes.pipeline in axes.model:
+            places = places.movedim(1 + axes.model.index(axes.pipeline), 0)
+        forgot = places.flatten(1, -2).any(1).all(0)
+        kept = torch.where(sums.bad == UNSCALED, 0.0, sums.bad).masked_fill(forgot, UNSCALED)
         merged = dataclasses.replace(sums, powers=self._norm.merge(powers), bad=kept)
         return merged, theirs.any(0) | options.across(pairs)
 
