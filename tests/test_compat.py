@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
-from shardcast.testing import SpawnedWorld, ThreadedWorld
+from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 from shardcast.testing.fake import FakeGroup
 
 pytestmark = pytest.mark.timeout(60)
@@ -196,6 +196,35 @@ def test_a_thread_has_process_groups_of_its_own_under_names_of_its_own():
         assert not dist.is_initialized()
     assert len(set(names)) == 6, "neither a group nor a mesh is taken for one of another world"
     assert made[:3] == [("0", tuple(range(8))), ("2", (1, 5)), ("6", (4, 5, 6, 7))]
+
+
+def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    with fake_world({"dp": 2, "tp": 4}, rank=5) as mesh:
+        assert _compat.mesh_line(mesh, "tp") == (4, 5, 6, 7)
+        assert _compat.mesh_line(mesh["dp"], "dp") == (1, 5)
+        assert _compat.mesh_group(mesh, ["dp"]) is mesh.get_group("dp")
+        assert _compat.mesh_group(mesh, ["dp", "tp"]).size() == 8
+        pair = _compat.subgroup(mesh.get_group("tp"), [1, 3])
+        assert dist.get_process_group_ranks(pair) == [5, 7]
+
+        local = torch.ones(2, 3)
+        param = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False))
+        assert _compat.is_dtensor(param) and not _compat.is_dtensor(local)
+        assert _compat.placements(local) == {} and not _compat.placements(param)["tp"].is_partial()
+        assert _compat.local_tensor(local) is local
+        assert _compat.local_tensor(param).data_ptr() == local.data_ptr()
+        other = torch.full((2, 3), 2.0, dtype=torch.bfloat16)
+        _compat.set_local_tensor(param, other)
+        assert param.shape == (8, 3) and param.dtype == torch.bfloat16
+        assert param.to_local().data_ptr() == other.data_ptr()
+
+        pending = _compat.wrap_local(torch.ones(2, 3), param, [Partial()])
+        assert _compat.placements(pending)["tp"].is_partial() and pending.shape == (8, 3)
+        whole = DTensor.from_local(local, mesh["tp"], [Partial()], run_check=False)
+        here = _compat.local_tensor(whole.redistribute(mesh["tp"], [Replicate()]))
+        assert torch.equal(_compat.arrived(here), 4 * local) and _compat.arrived(local) is local
 
 
 def test_every_function_of_compat_is_exercised_here():
