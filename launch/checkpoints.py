@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Checkpoints:
     def __init__(
         self,
         directory: Path,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: shardcast.ShardedOptimizer,
         processes: Processes,
         *,

@@ -4,16 +4,15 @@
 # far they are apart. About two minutes on two cores.
 #
 # Usage: bash launch/hybrid.sh [flags of launch/train_hybrid.py, such as --schedule Interleaved1F1B]
-# Environment: VENV, PYTHON (see environment.sh), SHARDCAST_CONFIG (default: configs/fp32.yaml), OUTPUT
+# Environment: VENV, PYTHON (see environment.sh), OUTPUT
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 environment plot
 
 output=${OUTPUT:-runs/hybrid}
-export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/fp32.yaml}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-common=(--device cpu --tie-head "$@")
+common=(--device cpu --config configs/fp32.yaml --tie-head "$@")
 
 printf '\n== one process, torch.optim.AdamW ==\n'
 "$python" launch/train_hybrid.py --baseline --output "$output/one-process" "${common[@]}"

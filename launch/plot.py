@@ -53,12 +53,12 @@ def agreement(runs: dict[str, list[Record]], path: Path) -> str:
         if number > 0:
             steps = sorted(losses.keys() & first.keys())
             apart = [abs(losses[step] - first[step]) / first[step] for step in steps]
-            below.semilogy(steps, apart, color=f"C{number}", linewidth=1)
+            below.plot(steps, apart, ".", color=f"C{number}")
     above.set_ylabel("loss (nats per byte)")
     above.legend()
-    below.set(xlabel="step", ylabel="relative difference")
+    below.set(xlabel="step", ylabel="relative difference", ylim=(0, None))
     for axes in (above, below):
         axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
     return f"picture: {path}"

@@ -186,23 +186,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--validation-sequences", type=positive, default=256)
     run.add_argument("--sample-bytes", type=positive, default=200)
 
-    kept = parser.add_argument_group("checkpoints")
-    kept.add_argument(
-        "--checkpoint-dir", type=Path, metavar="DIR", help="resume from its newest, save into it"
-    )
-    kept.add_argument("--checkpoint-interval", type=positive, default=100, metavar="STEPS")
-    kept.add_argument("--keep-checkpoints", type=positive, default=2, metavar="COUNT")
-
-    data = parser.add_argument_group("text")
-    data.add_argument(
-        "--data",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="PATH",
-        help="files or directories; none: the Python standard library",
-    )
-    data.add_argument("--corpus-mb", type=positive, default=20, help="read at most so many MiB")
+    checkpoint_flags(parser)
+    text_flags(parser)
 
     model = parser.add_argument_group("model")
     model.add_argument("--context", type=positive, default=128, help="tokens of one sequence")
@@ -231,6 +216,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.output is None:
         args.output = Path("runs", args.baseline or "shardcast")
     return args
+
+
+def checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    kept = parser.add_argument_group("checkpoints")
+    kept.add_argument(
+        "--checkpoint-dir", type=Path, metavar="DIR", help="resume from its newest, save into it"
+    )
+    kept.add_argument("--checkpoint-interval", type=positive, default=100, metavar="STEPS")
+    kept.add_argument("--keep-checkpoints", type=positive, default=2, metavar="COUNT")
+
+
+def text_flags(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("text")
+    data.add_argument(
+        "--data",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="PATH",
+        help="files or directories; none: the Python standard library",
+    )
+    data.add_argument("--corpus-mb", type=positive, default=20, help="read at most so many MiB")
 
 
 def positive(text: str) -> int:

@@ -1,10 +1,10 @@
 """Train the GPT of train.py on a grid of tensor, pipeline and data-parallel ranks.
 
     torchrun --standalone --nproc-per-node=8 launch/train_hybrid.py --tp 2 --pp 2 --dp 2
-    python launch/train_hybrid.py                 # one process
     python launch/train_hybrid.py --baseline      # one process, torch's own optimizer
     python launch/train_hybrid.py --compare runs/baseline runs/hybrid
 
+With --checkpoint-dir a run on one grid goes on from what a run on another one has saved.
 Parallelism is torch's own: DeviceMesh, parallelize_module, torch.distributed.pipelining. One step
 sees the same text on any grid, so that the losses can be compared. `--help` lists every flag.
 """
@@ -21,6 +21,7 @@ import metrics
 import torch
 import torch.nn.functional as F
 from baseline import Baseline
+from checkpoints import Checkpoints
 from corpus import Corpus
 from gpt import GPT
 from plot import agreement
@@ -37,7 +38,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from train import gpt_config, positive, schedule
+from train import checkpoint_flags, gpt_config, positive, schedule, text_flags
 
 import shardcast
 
@@ -59,20 +60,28 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
         [param for stage in stages for param in stage.parameters()],
         lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1,
     )  # fmt: skip
+    model = stages if args.pp > 1 else stages[0]
     if args.baseline:
-        optimizer = Baseline(stages[0], adamw, config.max_grad_norm)
+        optimizer = Baseline(model, adamw, config.max_grad_norm)
     elif mesh is None:
-        optimizer = shardcast.shard(stages[0], adamw, config)
+        optimizer = shardcast.shard(model, adamw, config)
     else:
         tied = [("tokens.weight", "head.weight")] if args.tie_head and args.pp > 1 else []
-        model = stages if args.pp > 1 else stages[0]
         optimizer = shardcast.shard(model, adamw, config, mesh=mesh, dp="dp", tied=tied)
     if args.pp > 1:
         backward = pipelined(stages, mesh, optimizer, args)
     else:
-        backward = accumulated(stages[0], optimizer)
+        backward = accumulated(model, optimizer)
 
-    log = metrics.Metrics(args.output, enabled=processes.main)
+    first, checkpoints = 1, None
+    if args.checkpoint_dir is not None:
+        checkpoints = Checkpoints(
+            args.checkpoint_dir, model, optimizer, processes,
+            interval=args.checkpoint_interval, keep=args.keep_checkpoints,
+            facts={"corpus": corpus.digest, "seed": args.seed, "steps": args.steps},
+        )  # fmt: skip
+        first += checkpoints.resume()
+    log = metrics.Metrics(args.output, enabled=processes.main, append=first > 1)
     log.write("run", corpus=corpus.digest, world=processes.world, arguments=vars(args))
     tokens_per_step = args.micro_batches * args.batch_size * args.context
     progress = Progress(log, processes, args.steps, tokens_per_step)
@@ -80,7 +89,9 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
 
     dp_rank = 0 if mesh is None else mesh.get_local_rank("dp")
     share = args.micro_batches // args.dp
-    for step in range(1, args.steps + 1):
+    if first > 1:
+        progress.resumed(first - 1)
+    for step in range(first, args.steps + 1):
         lr = args.learning_rate * schedule(step, args.warmup_steps, args.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -97,6 +108,9 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
         optimizer.zero_grad()
         if step % args.log_interval == 0 or step == args.steps:
             progress.train(step, lr, optimizer.grad_norm, optimizer.skipped_steps)
+        if checkpoints is not None and checkpoints.after(step, args.steps):
+            progress.say(f"told to stop; saved step {step}")
+            break
     progress.close()
 
 
@@ -231,16 +245,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--log-interval", type=positive, default=1, metavar="STEPS")
 
-    data = parser.add_argument_group("text")
-    data.add_argument(
-        "--data",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="PATH",
-        help="files or directories; none: the Python standard library",
-    )
-    data.add_argument("--corpus-mb", type=positive, default=20, help="read at most so many MiB")
+    checkpoint_flags(parser)
+    text_flags(parser)
 
     model = parser.add_argument_group("model")
     model.add_argument("--context", type=positive, default=64, help="tokens of one sequence")
@@ -266,6 +272,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.baseline and args.tp * args.pp * args.dp > 1:
         parser.error("--baseline: it runs in one process")
+    if args.baseline and args.checkpoint_dir is not None:
+        parser.error("--checkpoint-dir: the baseline saves no checkpoints")
     if args.micro_batches % args.dp:
         parser.error(f"--micro-batches {args.micro_batches} is not a multiple of --dp {args.dp}")
     if args.heads % args.tp:

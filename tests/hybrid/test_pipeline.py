@@ -6,7 +6,6 @@ Cases of torch's test_composability, with its sizes and tolerances.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,18 +18,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 import shardcast
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(120)
 
 LAYERS, WIDTH, MICRO_BATCHES, STEPS = 8, 10, 8, 3
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[SpawnedWorld]:
-    with spawn_world(4, timeout=110.0) as world:
-        yield world
 
 
 class Layer(nn.Module):
