@@ -27,6 +27,7 @@ from shardcast.estimate import (
     step_time,
     units_of,
 )  # fmt: skip
+from shardcast.estimate.parallel import plan_of, stages_of
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
 
@@ -84,7 +85,11 @@ def run(arguments: list[str]) -> int:
     config = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())
     title = f"{numel:,} parameters, {originals.name}"
-    job = (model, originals, config, machine, parsed.tokens)
+    if parsed.tp > 1 or parsed.pp > 1:
+        title += f", {parsed.tp} x tensor, {parsed.pp} x pipeline parallel"
+    plan = dict(parsed.tp_plan or plan_of(model))
+    stages = stages_of(model, originals, parsed.tp, parsed.pp, plan)
+    job = (stages, config, machine, parsed.tokens)
     rows = rows_of(parsed.world_size, *job)
     if parsed.plot is not None:
         plot(rows_of(PLOTTED, *job), title, parsed.plot)
@@ -110,6 +115,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--world_size", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 64, 256],
         help="numbers of data-parallel ranks",
     )  # fmt: skip
+    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages")
+    parser.add_argument(
+        "--tp_plan", type=_cut_of, nargs="+", metavar="PATTERN=DIM",
+        help="names of parameters, and which of their dimensions is cut; by default the plan that "
+        "a transformers model has",
+    )  # fmt: skip
     parser.add_argument(
         "--machine", default="h100", metavar="NAME|YAML",
         help=f"what times are for: {', '.join(PRESETS)}, or a file that changes one of them",
@@ -129,6 +141,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
     return int(text)
+
+
+def _cut_of(text: str) -> tuple[str, int]:
+    pattern, _, dim = text.rpartition("=")
+    if not pattern or not dim.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected PATTERN=DIMENSION, got {text!r}")
+    return pattern, int(dim)
 
 
 def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
@@ -165,8 +184,7 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
 
 def rows_of(
     sizes: Sequence[int],
-    model: nn.Module,
-    originals: Originals,
+    stages: Sequence[tuple[nn.Module, Originals]],
     config: ShardcastConfig,
     machine: Machine,
     tokens: int,
@@ -174,13 +192,18 @@ def rows_of(
     """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and times.
 
     ``time`` has the :data:`STAGES` of shardcast in seconds, ``peer_times`` those of others.
+
+    Args:
+        stages: of a pipeline, of which each row is of the one that holds most.
     """
-    numel = sum(param.numel() for param in model.parameters())
-    moments = _moments(originals)
-    units = units_of(model)
     rows = []
     for size in sizes:
-        found = estimate(model, originals.optimizers, size, config, machine.fabric)
+        each = [estimate(m, o.optimizers, size, config, machine.fabric) for m, o in stages]
+        found = max(each, key=lambda stage: stage.total)
+        model, originals = stages[each.index(found)]
+        numel = sum(param.numel() for param in model.parameters())
+        moments = _moments(originals)
+        units = units_of(model)
         row: Row = {"world_size": size, **{name: getattr(found, name) for name in BYTES}}
         row |= {"sender": found.sender, "packs": len(found.layout.packs)}
         row |= {"collectives": found.collectives, "imbalance": found.imbalance}

@@ -424,7 +424,7 @@ def test_the_picture_is_drawn_over_world_sizes(
     assert "GiB" in memory.get_ylabel() and memory.get_xscale() == "log"
     assert {line.get_label() for line in time.lines} == {"DDP + autocast", "FSDP2", "Megatron"}
     config = shardcast.ShardcastConfig(overlap_sync=True, pack_params=4)
-    job = (model, Originals([optimizer]), config, PRESETS["h100"], 8192)
+    job = ([(model, Originals([optimizer]))], config, PRESETS["h100"], 8192)
     (last,) = _estimate_command.rows_of((4096,), *job)
     assert last["time"]["in_forward"] > 0 and last["time"]["in_backward"] > 0
     tops = [area.get_paths()[0].get_extents().y1 for area in time.collections]
