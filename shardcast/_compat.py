@@ -87,6 +87,21 @@ def local_tensor(tensor: Any) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
+def indices_of(tensor: Any, dim: int) -> Tensor:
+    """The indices of a DTensor's dimension that its local tensor has, 1-d and rising.
+
+    torch cuts them as it cuts the tensor: evenly or not, along several mesh dimensions, strided.
+    ``src_data_rank=None`` has it take what is here and send nothing.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    shape = [tensor.shape[dim] if d == dim else 1 for d in range(tensor.dim())]
+    along = [p if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements]
+    every = torch.arange(tensor.shape[dim], device=tensor.device).view(shape)
+    mine = distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None)
+    return mine.to_local().flatten()
+
+
 def set_local_tensor(tensor: Any, local: Tensor) -> None:
     """Have a DTensor lie in ``local``, of the same shape and any dtype; it stays the same object.
 

@@ -215,6 +215,8 @@ def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
         assert _compat.placements(local) == {} and not _compat.placements(param)["tp"].is_partial()
         assert _compat.local_tensor(local) is local
         assert _compat.local_tensor(param).data_ptr() == local.data_ptr()
+        assert _compat.indices_of(param, 0).tolist() == [2, 3]  # of 8, the second of four ranks
+        assert _compat.indices_of(param, 1).tolist() == [0, 1, 2]
         other = torch.full((2, 3), 2.0, dtype=torch.bfloat16)
         _compat.set_local_tensor(param, other)
         assert param.shape == (8, 3) and param.dtype == torch.bfloat16

@@ -5,7 +5,10 @@ The one place in this package that uses the engine of a :class:`shardcast.Sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,16 +16,19 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.checkpoint import storage
+from shardcast.checkpoint.inventory import Copy, Held, Inventory, merge
 from shardcast.checkpoint.parts import Part, Stored, is_elementwise, model_path, state_path, whole
 from shardcast.checkpoint.region import Region
 from shardcast.checkpoint.source import Source
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
-from shardcast.plan.layout import Fragment, Slot
+from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.sharing import Sharing
 
 T = TypeVar("T")
+Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
 RECOMPUTED = "_checkpoint_wrapped_module."
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
@@ -31,39 +37,99 @@ EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state
 class Snapshot:
     """The present values of a model and its optimizer, as parts that are stored under names.
 
+    Args:
+        model: what was given to ``shard``.
+
     Raises:
         TypeError: ``optimizer`` is not a sharded one.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    inventory: Inventory
+    """What all ranks hold, once they :meth:`meet`."""
+
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):
             raise TypeError(
                 "optimizer: expected what shardcast.shard returned, got "
                 f"{type(optimizer).__name__}; pass that object, unwrapped"
             )
-        self.model = _compat.unwrapped(model)
+        self._given: Sequence[Any] = model if isinstance(model, (list, tuple)) else [model]
         self._optimizer = optimizer
         self._engine = engine = optimizer.engine
-        self._shards, self._update, self._comm = engine.shards, engine.update, engine.comm
+        self._grid, self._comm = engine.grid, engine.grid.everyone
         self.rank, self.size = self._comm.rank, self._comm.size
         self.partition = optimizer.layout.partition
-        self.slots: dict[str, Slot] = {slot.name: slot for _, slot in optimizer.layout.slots()}
-        self._regions = {name: Region.whole(slot.shape) for name, slot in self.slots.items()}
-        self._cut = {slot.name: p.partition == "even" for p, slot in optimizer.layout.slots()}
-        held = {param for shard in self._shards for param in shard.pack.params}
-        outside = {n: p for n, p in self.model.named_parameters() if p not in held}
-        buffers = _persistent(self.model)
-        self._rest = {**outside, **buffers}  # what is stored besides the masters
-        self._outside = outside
-        stored = self.model.state_dict(keep_vars=True)
-        self._extra = {n: v for n, v in stored.items() if n.split(".")[-1] == EXTRA_STATE}
+        self._trained = {
+            slot.name: param
+            for shard in engine.shards
+            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
+        }
+        held = set(self._trained.values())
+        self._outside = {n: p for n, p in engine.model.named_parameters() if p not in held}
+        self._buffers = _persistent(engine.stages)
+        tensors = {**self._trained, **self._outside, **self._buffers}
+        self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
+        self._extra: dict[str, tuple[nn.Module, Any]] = {
+            name: (stage, value)
+            for stage in engine.stages
+            for name, value in stage.state_dict(keep_vars=True).items()
+            if name.split(".")[-1] == EXTRA_STATE
+        }
 
     def check_model(self) -> None:
         """Raise ValueError if the optimizer was made for another model."""
-        if self.model is not self._engine.model:
+        given, known = [_compat.unwrapped(model) for model in self._given], self._engine.stages
+        if len(given) != len(known) or any(a is not b for a, b in zip(given, known, strict=True)):
             raise ValueError(
                 "model: it is not the one that the optimizer was sharded with; pass that one"
             )
+
+    def meet(self, call: str) -> None:
+        """Find out what all ranks hold. Collective where they do not all hold the same."""
+        if self._grid.is_flat:
+            self.inventory = merge({0: self._held()})
+            return
+
+        def checked() -> Held:
+            self.check_model()
+            return self._held()
+
+        mine = self.together(checked, call)
+        comm, device = self._comm, self._engine.device
+        digests = comm.exchange(hashlib.sha256(repr(mine).encode()).digest(), device)
+        # Of ranks that hold the same, as data-parallel ones do, the first one tells.
+        tells = digests.index(digests[self.rank]) == self.rank
+        found = comm.gather(mine if tells else None, device)
+        told = {rank: held for rank, held in enumerate(found) if held is not None}
+        merged = self.together(lambda: merge(told) if self.rank == 0 else None, call)
+        self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
+
+    def _held(self) -> Held:
+        params = {
+            slot.name: self._copy(slot.name, layout.sharing, layout)
+            for layout, slot in self._optimizer.layout.slots()
+        }
+        for name in self._outside:
+            params[name] = self._copy(name, self._sharing(name))
+        names = {param: name for name, param in (self._trained | self._outside).items()}
+        every = self._engine.model.named_parameters(remove_duplicate=False)
+        return Held(
+            params,
+            {name: self._regions[name] for name in self._buffers},
+            [[names[param] for param in group["params"]] for group in self._optimizer.param_groups],
+            {name: names[param] for name, param in every if names[param] != name},
+            [(tie.first, tie.other) for tie in self._grid.axes.ties],
+            list(self._extra),
+        )
+
+    def _copy(self, name: str, sharing: Sharing, pack: PackLayout | None = None) -> Copy:
+        axes, region = self._grid.axes, self._regions[name]
+        place = axes.here.get(axes.pipeline, 0), axes.lanes(sharing)[1]
+        cut = pack is not None and (pack.partition == "even" or not region.is_whole)
+        return Copy(region, sharing.counts, pack is not None, cut, place)
+
+    def _sharing(self, name: str) -> Sharing:
+        return self._grid.axes.sharing(name, self._outside[name])
 
     def together(self, act: Callable[[], T], call: str) -> T:
         """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
@@ -82,120 +148,129 @@ class Snapshot:
     def parts(self) -> Iterator[Part]:
         """What this rank stores: its masters and state, and its share of the rest."""
         self._engine.hooks.resync()  # weights that load_state_dict put behind the masters
-        for shard, number, fragment in self._owned():
-            slot, (start, _) = fragment.slot, fragment.param_range
-            region = self._regions[slot.name]
-            yield Part(model_path(slot.name), region, start, shard.exact(fragment))
-            for name, value in self._update.fragment_state(shard, number).items():
-                path = state_path(slot.name, name)
+        for shard, number, fragment in self._stored():
+            region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
+            name = self.inventory.stored(fragment.slot.name)
+            yield Part(model_path(name), region, start, shard.exact(fragment))
+            for key, value in self._engine.update.fragment_state(shard, number).items():
+                path = state_path(name, key)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
-                if is_elementwise(value, slot.shape, fragment.numel):
+                if is_elementwise(value, fragment.slot.shape, fragment.numel):
                     yield Part(path, region, start, value.detach().reshape(-1))
-                elif start == 0:
+                elif start == 0 and region.is_first:
                     yield whole(path, value)
-        if self.rank == 0:
-            for name, slot in self.slots.items():
-                if slot.numel == 0:
-                    yield whole(model_path(name), torch.empty(slot.shape))
-        for number, (name, tensor) in enumerate(self._rest.items()):
-            owner = number % self.size if name in self._outside else 0  # equal on all ranks
-            if owner == self.rank:
-                yield whole(model_path(name), tensor)
+        for shard in self._engine.shards:
+            if self._stores(shard.pack.layout.sharing, 0):
+                for slot in shard.pack.layout.slots:
+                    shape = self._regions[slot.name].shape
+                    if math.prod(shape) == 0:
+                        yield whole(model_path(slot.name), torch.empty(shape))
+        for number, (name, param) in enumerate(self._outside.items()):
+            if self._stores(self._sharing(name), number):
+                yield self._part(name, param)
+        for name, buffer in self._buffers.items():
+            if self.inventory.buffers[name, self._regions[name]] == self.rank:
+                yield self._part(name, buffer)
+
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        """A parameter or buffer that the optimizer does not have."""
+        flat = _compat.local_tensor(tensor).detach().reshape(-1)
+        return Part(model_path(self.inventory.stored(name)), self._regions[name], 0, flat)
+
+    def _stores(self, sharing: Sharing, number: int) -> bool:
+        """Whether of the ranks with equal copies this one is to store the ``number``th."""
+        comm = self._grid.group(sharing.cut)
+        return sharing.counts and comm.rank == number % comm.size
+
+    def _stored(self) -> Iterator[tuple[Shard, int, Fragment]]:
+        """The fragments that this rank stores: one of each, however many copies there are."""
+        for shard in self._engine.shards:
+            if shard.pack.layout.sharing.counts:
+                for number, fragment in enumerate(shard.fragments):
+                    yield shard, number, fragment
 
     def objects(self) -> dict[str, dict[str, Any]]:
         """This rank's state that is not a tensor, by parameter and state name."""
         found: dict[str, dict[str, Any]] = {}
-        for shard, number, fragment in self._owned():
-            values = self._update.fragment_state(shard, number)
+        for shard, number, fragment in self._stored():
+            values = self._engine.update.fragment_state(shard, number)
             plain = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
             if plain:
-                found[fragment.slot.name] = plain
+                found[self.inventory.stored(fragment.slot.name)] = plain
         return found
 
-    def _owned(self) -> Iterator[tuple[Shard, int, Fragment]]:
-        for shard in self._shards:
-            for number, fragment in enumerate(shard.fragments):
-                yield shard, number, fragment
+    def extra_state(self) -> dict[str, Any]:
+        """What modules have besides tensors, of which this rank stores it."""
+        owners = self.inventory.extra
+        return {n: value for n, (_, value) in self._extra.items() if owners[n] == self.rank}
 
     def head(self) -> dict[str, Any]:
         """What is stored once: plain facts, group options and the loss scale."""
-        names = {p: n for n, p in self.model.named_parameters()}
-        every = self.model.named_parameters(remove_duplicate=False)
+        groups = zip(self._optimizer.param_groups, self.inventory.groups, strict=True)
         return {
             "optimizer": self._engine.originals.name,
-            "groups": [
-                {**group, "params": [names[param] for param in group["params"]]}
-                for group in self._optimizer.param_groups
-            ],
+            "groups": [{**group, "params": list(names)} for group, names in groups],
             "places": list(self._engine.originals.places),
             "scaler": self._engine.combine.state_dict(),
-            "ties": {name: names[param] for name, param in every if names[param] != name},
-            "trained": list(self.slots),
-            "extra_state": self._extra,
+            "ties": dict(self.inventory.ties),
         }
-
-    def cuts(self, name: str) -> bool:
-        """Whether several ranks may own a part of this parameter."""
-        return self._cut[name]
 
     # -- in ---------------------------------------------------------------------------------
 
     def by_name(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights under ``state_dict``'s keys by the names that are used here."""
-        ours = [*self.shapes(), *self.head()["ties"]]
+        ours = [*self.inventory.shapes, *self.inventory.ties]
         names = {state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every stored parameter and buffer of the model, by name."""
-        shapes = {name: slot.shape for name, slot in self.slots.items()}
-        return {**shapes, **{name: tuple(tensor.shape) for name, tensor in self._rest.items()}}
 
     def take_options(self, source: Source) -> None:
         """Take groups, loss scale and extra state; make ready the packs that have state."""
         packs = {
             pack.index
             for pack, slot in self._optimizer.layout.slots()
-            if source.state.get(slot.name)
+            if source.state.get(self.inventory.stored(slot.name))
         }
         self._engine.activate_packs(packs)
         if source.groups is not None:
             load_groups(self._optimizer.param_groups, source.groups)
         if source.scaler is not None:
             self._engine.combine.load_state_dict(dict(source.scaler))
-        for name, value in (source.extra_state or {}).items():
-            self.model.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(
-                value
-            )
+        given = source.extra_state or {}
+        for name, (stage, _) in self._extra.items():
+            if name in given:
+                module = stage.get_submodule(name.removesuffix(EXTRA_STATE).rstrip("."))
+                module.set_extra_state(given[name])
 
     @torch.no_grad()
     def take_tensors(self, source: Source) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
-        for shard in self._shards:
+        for shard in self._engine.shards:
             self._take_pack(shard, source)
-        staged = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in self._rest.items()}
-        source.read([whole(model_path(name), tensor) for name, tensor in staged.items()])
-        for name, tensor in self._rest.items():
-            tensor.copy_(staged[name])
+        rest: dict[str, Tensor] = {**self._outside, **self._buffers}
+        parts = [self._part(name, tensor) for name, tensor in rest.items()]
+        staged = [replace(part, flat=torch.empty_like(part.flat, device="cpu")) for part in parts]
+        source.read(staged)
+        for tensor, part in zip(rest.values(), staged, strict=True):
+            local = _compat.local_tensor(tensor)
+            local.copy_(part.flat.view(local.shape))
 
     def _take_pack(self, shard: Shard, source: Source) -> None:
         parts, exact, states = [], [], []
         for fragment in shard.fragments:
-            slot, (start, stop) = fragment.slot, fragment.param_range
+            region, (start, stop) = self._regions[fragment.slot.name], fragment.param_range
+            name = self.inventory.stored(fragment.slot.name)
             exact.append(shard.exact(fragment))
-            region = self._regions[slot.name]
-            parts.append(Part(model_path(slot.name), region, start, exact[-1]))
-            states.append(dict(source.state.get(slot.name, {})))
+            parts.append(Part(model_path(name), region, start, exact[-1]))
+            states.append(dict(source.state.get(name, {})))
             for key, stored in states[-1].items():
                 if isinstance(stored, Stored):
-                    path, shape = state_path(slot.name, key), stored.shape
+                    path, shape = state_path(name, key), stored.shape
                     widened = stored.dtype.is_floating_point and shape and not source.exact
                     dtype = MASTER_DTYPE if widened else stored.dtype
-                    if shape and (shape == region.shape or self.cuts(slot.name)):
+                    if shape and shape == region.shape:
                         value = torch.empty(stop - start, dtype=dtype)
-                        held = region if shape == region.shape else Region.whole(shape)
-                        parts.append(Part(path, held, start, value))
+                        parts.append(Part(path, region, start, value))
                     else:
                         value = torch.empty(shape, dtype=dtype)
                         parts.append(whole(path, value))
@@ -203,7 +278,7 @@ class Snapshot:
         source.read(parts)
         for number, (own, values) in enumerate(zip(exact, states, strict=True)):
             shard.set_exact(shard.fragments[number], own)
-            self._update.load_fragment(shard, number, values)
+            self._engine.update.load_fragment(shard, number, values)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -225,13 +300,13 @@ def state_key(name: str) -> str:
     return name.replace(RECOMPUTED, "")
 
 
-def _persistent(model: nn.Module) -> dict[str, Tensor]:
+def _persistent(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """The buffers that ``state_dict`` saves, each under its first name.
 
     Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
     """
     found: dict[Tensor, str] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found.setdefault(buffer, f"{prefix}.{name}" if prefix else name)

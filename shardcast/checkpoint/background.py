@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardcast.checkpoint import saving
-from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.parts import Part
 
 LOG = logging.getLogger("shardcast.checkpoint")
@@ -29,7 +28,7 @@ _running: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()  
 
 def save_async(
     directory: str | os.PathLike[str],
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     *,
     step: int,

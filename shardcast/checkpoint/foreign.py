@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.loading import import_from
 from shardcast.checkpoint.source import Lazy, Source, from_reader, from_tensors
@@ -29,7 +29,7 @@ ZERO_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_
 
 def import_dcp(
     directory: Directory,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     *,
     model_key: str = "model",
@@ -79,9 +79,7 @@ def _from_dcp(folder: Path, model_key: str, optimizer_key: str | None) -> Source
     return dataclasses.replace(source, groups=[options[number] for number in sorted(options)])
 
 
-def import_deepspeed(
-    directory: Directory, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def import_deepspeed(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Load what DeepSpeed wrote with ZeRO stage 1 or 2, without DeepSpeed.
 
     Every rank of the optimizer's group must call it. Read is the native format, from any number of

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardcast.checkpoint import directory as folders
-from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import DamagedCheckpointError
+from shardcast.checkpoint.inventory import Inventory
 from shardcast.checkpoint.parts import Stored
 from shardcast.checkpoint.source import Source, from_reader
 
@@ -34,7 +33,7 @@ class Resumed:
     path: Path
 
 
-def load(directory: Directory, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
+def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed:
     """Load the newest sound checkpoint of a directory, or the one that is named.
 
     Every rank of the optimizer's group must call it; it returns on all of them, or raises on all.
@@ -59,11 +58,10 @@ def load(directory: Directory, model: nn.Module, optimizer: torch.optim.Optimize
     return resumed
 
 
-def resume(
-    directory: Directory, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Resumed | None:
+def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed | None:
     """As :func:`load`, but ``None`` where the directory has no checkpoint yet. Collective."""
     snapshot = Snapshot(model, optimizer)
+    snapshot.meet("load")
     folder = _choose(snapshot, Path(os.path.abspath(directory)))
     if folder is None:
         return None
@@ -128,8 +126,9 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
         ValueError: names the parameter.
     """
     snapshot.check_model()
-    where, mine, expected = source.where, snapshot.head(), snapshot.shapes()
-    given = source.weights.keys() - mine["ties"].keys()
+    where, mine = source.where, snapshot.inventory
+    optimizer, expected = snapshot.head()["optimizer"], mine.shapes
+    given = source.weights.keys() - mine.ties.keys()
     for what, names in (
         ("lacks", expected.keys() - given),
         ("has, and this model does not have,", given - expected.keys()),
@@ -146,23 +145,23 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
                 f"{where}: parameter {name!r} has shape {source.weights[name].shape}, expected "
                 f"{tuple(shape)}; build the model as it was when this was saved"
             )
-    if source.optimizer not in (None, mine["optimizer"]):
+    if source.optimizer not in (None, optimizer):
         raise ValueError(
-            f"{where}: it has the state of {source.optimizer}, expected {mine['optimizer']}; use "
+            f"{where}: it has the state of {source.optimizer}, expected {optimizer}; use "
             "the same optimizer, or export() the weights and start with fresh state"
         )
     if source.groups is not None:
-        _compare_groups(where, mine["groups"], source.groups)
+        _compare_groups(where, mine.groups, source.groups)
     if source.extra_state is not None:
-        missing = source.extra_state.keys() ^ mine["extra_state"].keys()
+        missing = source.extra_state.keys() ^ mine.extra.keys()
         if missing:
             raise ValueError(f"{where}: extra state {min(missing)!r} is on one side only")
-    _compare_state(snapshot, source)
+    _compare_state(mine, source)
     return source
 
 
-def _compare_groups(where: str, mine: Any, theirs: Any) -> None:
-    here, there = ([set(group["params"]) for group in groups] for groups in (mine, theirs))
+def _compare_groups(where: str, mine: Sequence[Sequence[str]], theirs: Any) -> None:
+    here, there = list(map(set, mine)), [set(group["params"]) for group in theirs]
     if len(here) != len(there):
         raise ValueError(
             f"{where}: expected {len(here)} param_groups, got {len(there)}; build the optimizer "
@@ -176,24 +175,24 @@ def _compare_groups(where: str, mine: Any, theirs: Any) -> None:
             )
 
 
-def _compare_state(snapshot: Snapshot, source: Source) -> None:
+def _compare_state(mine: Inventory, source: Source) -> None:
     for name, values in source.state.items():
-        slot = snapshot.slots.get(name)
-        if slot is None:
+        if name not in mine.trained:
             raise ValueError(
                 f"{source.where}: it has optimizer state of {name!r}, which is not trained here"
             )
         for key, value in values.items():
             shape = value.shape if isinstance(value, Stored) else ()
-            if shape and math.prod(shape) != slot.numel and snapshot.cuts(name):
+            if shape and shape != mine.shapes[name] and mine.trained[name]:
                 raise ValueError(
                     f"{source.where}: {key!r} of parameter {name!r} has shape {shape}, expected "
-                    f"{slot.shape}; such a state cannot be cut, use partition 'whole'"
+                    f"{mine.shapes[name]}; such a state cannot be cut, use partition 'whole'"
                 )
 
 
 def import_from(snapshot: Snapshot, opened: Callable[[], Source], call: str) -> None:
     """Open what others wrote, compare it, and take it. Collective."""
+    snapshot.meet(call)
     source = snapshot.together(lambda: compare(snapshot, opened()), call)
     take(snapshot, source, call)
 

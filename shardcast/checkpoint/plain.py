@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.loading import import_from
 from shardcast.checkpoint.source import Source, from_tensors
 from shardcast.optimizer.state_dict import join_states
@@ -25,7 +25,7 @@ WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before na
 
 
 def load_plain(
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     weights: Values,
     state: Values | Sequence[Values] | None = None,

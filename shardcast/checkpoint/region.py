@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from shardcast import _compat
+
 Shape = tuple[int, ...]
 
 
@@ -62,6 +64,13 @@ class Region:
         """All of a tensor."""
         return cls(tuple(shape), tuple((Run(0, size),) for size in shape))
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Region:
+        """Where the local tensor of a DTensor lies; all of a plain one."""
+        if not _compat.is_dtensor(tensor):
+            return cls.whole(tensor.shape)
+        return cls(tuple(tensor.shape), tuple(_runs(tensor, dim) for dim in range(tensor.dim())))
+
     @property
     def local(self) -> Shape:
         """The shape of the local tensor."""
@@ -95,6 +104,16 @@ class Region:
             for part in itertools.product(*map(_overlaps, self.runs, box.offsets, box.sizes)):
                 offsets, inside = (tuple(x) for x in zip(*part, strict=True)) if part else ((), ())
                 yield Box(offsets, tuple(view[inside].shape)), view[inside]
+
+
+def _runs(tensor: Tensor, dim: int) -> tuple[Run, ...]:
+    found: list[Run] = []
+    for index in _compat.indices_of(tensor, dim).tolist():
+        if found and sum(found[-1]) == index:
+            found[-1] = Run(found[-1].first, found[-1].size + 1)
+        else:
+            found.append(Run(index, 1))
+    return tuple(found)
 
 
 def _overlaps(runs: Sequence[Run], offset: int, size: int) -> Iterator[tuple[int, slice]]:

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint import storage
-from shardcast.checkpoint.access import Snapshot
+from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import (
     METADATA,
     Record,
@@ -45,7 +44,7 @@ POLL = 0.02  # seconds between two looks
 
 def save(
     directory: str | os.PathLike[str],
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     *,
     step: int,
@@ -106,7 +105,8 @@ class Job:
     Attributes:
         writing: the fresh directory to write into.
         target: what it will be called once it is committed.
-        own: this rank's ``per_rank`` and the state that is no tensor.
+        own: this rank's ``per_rank``, and the state of the optimizer and of modules that is no
+            tensor.
         once: what is stored once, by path; on rank 0.
         facts: the plain facts of the manifest.
         timeout: seconds in which rank 0 must see what the others have written.
@@ -115,7 +115,7 @@ class Job:
     rank: int
     writing: Path
     target: Path
-    own: tuple[Any, dict[str, Any]]
+    own: tuple[Any, dict[str, Any], dict[str, Any]]
     once: dict[Any, Any]
     facts: dict[str, Any]
     keep: int | None
@@ -150,9 +150,12 @@ class Job:
             records += message["records"]
             sums.update(message["sums"])
             owns.append(torch.load(io.BytesIO(message["own"]), weights_only=True))
-        objects = {name: values for _, theirs in owns for name, values in theirs.items()}
-        once = {**self.once, ("per_rank",): [value for value, _ in owns]}
-        once["shardcast",] = {**once["shardcast",], "objects": objects}
+        once = {**self.once, ("per_rank",): [value for value, _, _ in owns]}
+        once["shardcast",] = {
+            **once["shardcast",],
+            "objects": {name: values for _, some, _ in owns for name, values in some.items()},
+            "extra_state": {name: value for _, _, some in owns for name, value in some.items()},
+        }
         name = data_file(0, 1)
         with storage.SYSTEM.create(self.writing / name) as file:
             records += [write_object(file, name, path, value) for path, value in once.items()]
@@ -205,21 +208,23 @@ def begin(
     directory, step, keep = arguments
     base = Path(directory)
 
-    def check() -> tuple[dict[str, Any], dict[str, Any], int]:
+    snapshot.meet(call)
+
+    def check() -> tuple[dict[str, Any], tuple[Any, dict[str, Any], dict[str, Any]], int]:
         snapshot.check_model()
         _check_arguments(arguments)
-        head, objects = snapshot.head(), snapshot.objects()
+        head, own = snapshot.head(), (per_rank, snapshot.objects(), snapshot.extra_state())
         for what, value in {
             "extra": extra,
-            "per_rank": per_rank,
+            "per_rank": own[0],
             "the optimizer's param_groups": head["groups"],
-            "the optimizer's state": objects,
-            "what get_extra_state() of a module returned": head["extra_state"],
+            "the optimizer's state": own[1],
+            "what get_extra_state() of a module returned": own[2],
         }.items():
             _check_plain(what, value)
-        return head, objects, sum(part.nbytes for part in snapshot.parts())
+        return head, own, sum(part.nbytes for part in snapshot.parts())
 
-    head, objects, nbytes = snapshot.together(check, call)
+    head, own, nbytes = snapshot.together(check, call)
     everyone = snapshot.collect(lambda: (arguments, nbytes), call)
     if any(theirs != arguments for theirs, _ in everyone):
         raise ValueError(
@@ -247,7 +252,7 @@ def begin(
         "torch": torch.__version__,
     }
     once = once if snapshot.rank == 0 else {}
-    return Job(snapshot.rank, writing, target, (per_rank, objects), once, facts, keep)
+    return Job(snapshot.rank, writing, target, own, once, facts, keep)
 
 
 def _check_arguments(arguments: tuple[str, int, int | None]) -> None:

@@ -95,7 +95,7 @@ def convert_tensor_(
     device = tensor.device if device is None else device
     if tensor.dtype == dtype and tensor.device == device:
         return
-    if tensor.is_meta or free(device) >= need_of(tensor, dtype):
+    if tensor.is_meta or free(device) >= need_of(tensor.data, dtype):
         tensor.data = tensor.data.to(device, dtype)
         return
     host = tensor.data.cpu()

@@ -130,17 +130,20 @@ class StateDict:
         return Loading(frozenset(head["active"]), pieces, head["scaler"], groups)
 
     def _head(self) -> dict[str, Any]:
-        engine = self._engine
+        engine, axes = self._engine, self._engine.grid.axes
         layout = engine.layout.digest().hex()
-        return {"format": FORMAT, "rank": engine.comm.rank, "layout": layout}
+        place = {dim: [axes.here[dim], axes.sizes[dim]] for dim in (*axes.data, *axes.model)}
+        return {"format": FORMAT, "rank": engine.comm.rank, "layout": layout, "mesh": place}
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
         here, comm = self._head(), self._engine.comm
-        if any(head.get(key) != value for key, value in here.items()):
+        known = {"mesh": {}, **head}  # as states are that were saved before there were meshes
+        if any(known.get(key) != value for key, value in here.items()):
             raise ValueError(
                 "state_dict: expected the local state of this rank and layout (rank "
                 f"{comm.rank} of {comm.size}), got one of rank {head.get('rank')}"
                 + (", another layout" if head.get("layout") != here["layout"] else "")
+                + (", another place in the mesh" if known["mesh"] != here["mesh"] else "")
                 + "; load states of other layouts with shardcast.checkpoint.load"
             )
 

@@ -13,12 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardcast.checkpoint.dcp import METADATA, Reader, data_file, metadata_of, write_part
 from shardcast.checkpoint.parts import Part
 from shardcast.checkpoint.region import Region, Run
 from shardcast.checkpoint.source import from_tensors
 from shardcast.checkpoint.storage import SYSTEM
+from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -125,3 +128,25 @@ def check(folder: Path, whole: Tensor) -> None:
     state = {"model": {"w": torch.full(whole.shape, -1.0)}}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert torch.equal(state["model"]["w"], whole)
+
+
+PLACEMENTS = [
+    (Shard(0), Replicate()),
+    (Replicate(), Shard(1)),
+    (Shard(1), Shard(0)),
+    (Shard(0), Shard(0)),
+    (Shard(0), _StridedShard(0, split_factor=2)),
+    (Replicate(), _StridedShard(1, split_factor=2)),
+    (Replicate(), Replicate()),
+]
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_the_region_of_a_dtensor_is_what_torch_gives_to_the_rank(placements: Any):
+    whole = torch.arange(7 * 5).view(7, 5)
+    for rank in range(6):
+        with fake_world({"a": 2, "b": 3}, rank) as mesh:
+            cut = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            region = Region.of(cut)
+            assert torch.equal(local_of(whole, region), cut.to_local())
+            assert region.shape == whole.shape

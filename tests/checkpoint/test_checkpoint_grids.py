@@ -1,0 +1,207 @@
+"""Checkpoints of hybrid jobs: any grid of tensor, pipeline and data-parallel ranks to any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grids import Job, joined, like
+from models import assert_same_bits, install, parts, sharded, values, whole
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import shardcast
+from shardcast import checkpoint
+from shardcast.testing import threaded_world
+
+pytestmark = pytest.mark.timeout(60)
+
+# (tp, pp, dp), one after the other; among them the pairs of Megatron's resharding tests.
+CHAINS = {
+    "untied": [(1, 1, 1), (2, 1, 2), (1, 1, 4), (2, 1, 2), (8, 1, 1), (1, 2, 1), (1, 1, 1)],
+    "tied": [(2, 2, 1), (1, 1, 2), (2, 4, 1), (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)],
+}
+
+
+def link(mesh: Any, folder: Path, number: int, tie: bool) -> Any:
+    """Resume, look, train one step, look, save."""
+    job = Job(mesh, tie)
+    if number:
+        resumed = checkpoint.resume(folder, job.model, job.optimizer)
+        assert resumed is not None and resumed.step == number and resumed.extra == {"n": number}
+    before = job.found()
+    job.step(number)
+    extra = {"n": number + 1}
+    checkpoint.save(folder, job.model, job.optimizer, step=number + 1, extra=extra)
+    return before, job.found()
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_each_grid_goes_on_from_the_one_before_it_as_one_process_does(tmp_path: Path, kind: str):
+    tie = kind == "tied"
+    plain, expected = Job(None, tie), []
+    for number in range(len(CHAINS[kind])):
+        before = joined([plain.found()], tie)
+        plain.step(number)
+        expected.append((before, joined([plain.found()], tie)))
+    for number, (tp, pp, dp) in enumerate(CHAINS[kind]):
+        if tp * pp * dp == 1:
+            ranks = [link(None, tmp_path, number, tie)]
+        else:
+            world = {"pp": pp, "dp": dp, "tp": tp}
+            ranks = threaded_world(world, link, tmp_path, number, tie)
+        for when in (0, 1):
+            assert_same_bits(joined([rank[when] for rank in ranks], tie), expected[number][when])
+
+
+def everywhere(world: dict[str, int], fn: Any, *args: Any) -> list[str]:
+    """What each rank raises."""
+
+    def caught(mesh: Any) -> str:
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+            fn(mesh, *args)
+        return str(error.value)
+
+    return threaded_world(world, caught)
+
+
+def test_an_export_of_a_grid_is_that_of_one_process(tmp_path: Path):
+    """Weights, and the optimizer's state in the order of the whole model: a plain pair takes it."""
+
+    def saved(mesh: Any, folder: Path, interleaved: bool) -> None:
+        job = Job(mesh, interleaved=interleaved)
+        job.step(0)
+        checkpoint.save(folder, job.model, job.optimizer, step=1)
+
+    saved(None, tmp_path / "plain", False)
+    world = {"pp": 2, "dp": 1, "tp": 2}
+    threaded_world(world, saved, tmp_path / "stages", False)
+    threaded_world(world, saved, tmp_path / "interleaved", True)
+    for kind in ("plain", "stages", "interleaved"):
+        checkpoint.export(tmp_path / kind, tmp_path / f"{kind}-out")
+    expected = tmp_path / "plain-out"
+    weights = load_file(expected / "model.safetensors")
+    state = torch.load(expected / "optimizer.pt", weights_only=True)
+    assert len(state["state"]) == sum(len(g["params"]) for g in state["param_groups"])
+    for kind in ("stages", "interleaved"):
+        out = tmp_path / f"{kind}-out"
+        assert_same_bits(load_file(out / "model.safetensors"), weights)
+        found = torch.load(out / "optimizer.pt", weights_only=True)
+        assert found["param_groups"] == state["param_groups"]
+        assert found["state"].keys() == state["state"].keys()
+        for number, moments in found["state"].items():
+            assert_same_bits(moments, state["state"][number])
+
+    def loaded(mesh: Any) -> Any:
+        job = Job(mesh)
+        files = expected / "model.safetensors", expected / "optimizer.pt"
+        checkpoint.load_plain(job.model, job.optimizer, *files)
+        return job.found()
+
+    plain = Job()
+    checkpoint.load(tmp_path / "interleaved", plain.model, plain.optimizer)
+    from_files = joined(threaded_world(world, loaded), True)
+    assert_same_bits(from_files, joined([plain.found()], True))
+
+
+def test_replicas_of_shards_write_once(tmp_path: Path):
+    def saved(mesh: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(3, 2))
+        model[2:].requires_grad_(False)
+        trained = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()])
+        dims, fields = ("dp_replicate", "dp_shard"), {"param_dtype": "fp32", "fuse": "eager"}
+        optimizer = shardcast.shard(model, trained, mesh=mesh, dp=dims, **fields)
+        install(model, 0)
+        optimizer.step()
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+        return parts(optimizer), values(model)
+
+    ranks = threaded_world({"dp_replicate": 2, "dp_shard": 2}, saved)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(3, 2))
+    model[2:].requires_grad_(False)
+    optimizer = sharded(model, None, lambda m: torch.optim.AdamW(list(m.parameters())[:4]))
+    checkpoint.load(tmp_path, model, optimizer)
+    assert_same_bits(whole([parts(optimizer)]), whole(found for found, _ in ranks[:2]))
+    assert_same_bits(whole([parts(optimizer)]), whole(found for found, _ in ranks[2:]))
+    assert_same_bits(values(model), ranks[0][1])
+
+
+class Experts(nn.Module):
+    """Two experts for each of two ranks, as one DTensor or as plain tensors of one name."""
+
+    def __init__(self, mesh: Any, placed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weight, self.gate = torch.randn(4, 3, 2), nn.Linear(3, 4)
+        if mesh is not None:
+            cut = distribute_tensor(weight, mesh["ep"], [Shard(0)], src_data_rank=None)
+            weight = cut if placed else cut.to_local()
+        self.weight = nn.Parameter(weight)
+
+
+def experts_of(mesh: Any, placed: bool) -> Any:
+    model = Experts(mesh, placed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    more: Any = {}
+    if mesh is not None:
+        dp = mesh["ep", "edp"]._flatten("dp")
+        more = {"mesh": mesh, "dp": dp, "experts": {"edp": ["weight"]}}
+    optimizer = shardcast.shard(model, optimizer, fuse="eager", param_dtype="fp32", **more)
+    for seed, param in enumerate(model.parameters()):
+        grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+        param.grad = like(grad, param)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_experts_are_saved_as_parts_of_one_tensor(tmp_path: Path):
+    def saved(mesh: Any) -> Any:
+        model, optimizer = experts_of(mesh, True)
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+        return model.weight.to_local().detach().clone()
+
+    ranks = threaded_world({"ep": 2, "edp": 2}, saved)
+    model, optimizer = experts_of(None, True)
+    with torch.no_grad():
+        model.weight.zero_()
+    checkpoint.load(tmp_path, model, optimizer)
+    for rank, local in enumerate(ranks):
+        assert torch.equal(model.weight[2 * (rank // 2) :][:2], local)
+
+
+def test_plain_experts_of_one_name_are_refused_on_every_rank(tmp_path: Path):
+    def saving(mesh: Any) -> None:
+        model, optimizer = experts_of(mesh, False)
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+
+    for message in everywhere({"ep": 2, "edp": 2}, saving):
+        assert "parameter 'weight' is another one on ranks 0 and 2" in message
+        assert "make experts DTensors" in message
+
+
+def test_stages_with_parameters_of_one_name_are_refused_on_every_rank(tmp_path: Path):
+    def saving(mesh: Any) -> None:
+        model = nn.Linear(3, 2)  # the same names on both stages
+        optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh)
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+
+    for message in everywhere({"pp": 2, "dp": 2}, saving):
+        assert "parameter 'weight' is another one on ranks 0 and 2" in message
+        assert "shard(tied=...)" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_state_does_not_load_at_another_place_of_the_mesh():
+    world = {"dp": 2, "tp": 2}
+    states = threaded_world(world, lambda mesh: Job(mesh).optimizer.state_dict())
+
+    def loading(mesh: Any, swap: int) -> None:
+        Job(mesh).optimizer.load_state_dict(states[mesh.get_rank() ^ swap])
+
+    threaded_world(world, loading, 0)
+    for message in everywhere(world, loading, 1):  # the same layout, of the other half of rows
+        assert "another place in the mesh" in message
