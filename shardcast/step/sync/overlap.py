@@ -85,7 +85,9 @@ class Overlap:
         if before is None or not before <= modules:
             self._always = modules if before is None else before & modules
             called = {p for module in self._always for p in _compat.own_params(module)}
-            self._first = [pack for pack in self._sync.packs if not called.issuperset(pack.params)]
+            self._first = [
+                pack for pack in self._sync.packs if not called.issuperset(pack.in_model)
+            ]
         self._entered = False
         self._sync.start()
         for param in _compat.own_params(self._model):  # copied before any hook, see _Waiting
@@ -96,7 +98,7 @@ class Overlap:
         self._always = None
         self._pack_of = dict.fromkeys(self._model.parameters())
         for pack in self._sync.packs:
-            self._pack_of.update(dict.fromkeys(pack.params, pack))
+            self._pack_of.update(dict.fromkeys(pack.in_model, pack))
 
     def noting(self, begin: Callable[[], None]) -> Callable[[], None]:
         """``begin``, called when a backward reaches an output of an eager forward of the root."""
