@@ -70,7 +70,9 @@ class Grid:
         _check_dims("experts", experts or {}, data)
         groups = {dim: _comm(mesh, [dim]) for dim in dims}
         cut, replicas = Comm(inner.get_group()), outer if outer and groups[outer].size > 1 else ""
-        ties = _ties(groups, pipeline, tied, shapes or {}) if pipeline in model else {}
+        ties: dict[Tie, Comm] = {}
+        if pipeline in model:
+            ties = _ties(groups, pipeline, tied, shapes or {}, torch.device(mesh.device_type))
         groups.update({tie.group: comm for tie, comm in ties.items()})
         axes = Axes(
             cut.size,
@@ -168,8 +170,13 @@ def _ties(
     pipeline: str,
     tied: Sequence[Sequence[Any]],
     shapes: Mapping[str, Sequence[int]],
+    device: torch.device,
 ) -> dict[Tie, Comm]:
-    """The ties that this rank's stage takes part in, with the ranks that hold the weight."""
+    """The ties that this rank's stage takes part in, with the ranks that hold the weight.
+
+    Args:
+        device: where the stages tell each other what they hold.
+    """
     line, found = groups[pipeline], {}
     if line.size == 1:
         return {}
@@ -181,7 +188,7 @@ def _ties(
             )
         tie = Tie(str(pair[0]), str(pair[1]))
         mine = {n: tuple(shapes[name]) for n, name in enumerate(pair[:2]) if name in shapes}
-        held = line.exchange(mine, torch.device("cpu"))
+        held = line.exchange(mine, device)
         holders = [rank for rank, some in enumerate(held) if some]
         if {number for some in held for number in some} != {0, 1} or len(holders) != 2:
             raise ValueError(

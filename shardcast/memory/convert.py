@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import Precision
+from shardcast.plan.validate import check_matched
 
 GRANULE = 256  # bytes: what allocators round up to
 RESERVE = 1.2  # of the need; the allocator may have to split a larger block
@@ -54,6 +55,7 @@ def convert_(
     """
     config = ShardcastConfig(param_dtype=dtype, keep_fp32=keep_fp32, cast_buffers=True)  # type: ignore[arg-type]
     precision = Precision(module, config)
+    check_matched(precision.unmatched)
     free = free_memory or free_bytes
     target = None if device is None else torch.device(device)
     for param in module.parameters():

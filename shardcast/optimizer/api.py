@@ -133,7 +133,7 @@ def shard(
 
     plan = setup.check(grid.everyone.together(planned, device, "shard"), grid, device)
     with torch.no_grad(), setup.without_collector():
-        setup.convert_rest(plan, grid)
+        setup.convert_rest(plan, stages, grid)
         shards = setup.allocate(plan, grid)
         for param in plan.params.values():
             param.grad = None

@@ -52,7 +52,7 @@ class Engine:
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
         # Stages wait for one another in their backwards, of which a step has many.
-        at_step = len(self.stages) > 1 or grid.axes.sizes.get(grid.axes.pipeline, 1) > 1
+        at_step = len(self.stages) > 1 or grid.axes.in_pipeline
         self.reduce = make_reducer(grid, plan.precision, plan.config, plan.averaged, at_step)
         self.combine = Combine(self.reduce.grads, grid, plan.config, self.device, originals)
         self.sync = Sync()
@@ -118,7 +118,7 @@ class Engine:
     def send(self) -> None:
         """Sync the packs, and rank 0's buffers if they are asked for. Every rank must call it."""
         if self.config.broadcast_buffers:
-            for buffer in self.model.buffers():
+            for buffer in (buffer for stage in self.stages for buffer in stage.buffers()):
                 self.comm.broadcast(buffer, 0)
         if self._overlap is None:
             self.sync()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,7 @@ class Plan:
         costs: of their updates, in units that only compare.
         facts: what all data-parallel ranks must have planned alike, a line each.
         options: the part of it that all ranks must have alike, whatever stage they hold.
+        unmatched: patterns that match nothing in this stage of a pipeline, as messages.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class Plan:
     costs: Mapping[str, float]
     facts: tuple[str, ...]
     options: tuple[str, ...]
+    unmatched: tuple[str, ...] = ()
 
     def outside(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer does not hold."""
@@ -91,6 +93,11 @@ def plan_for(
         validate.check_ddp(params, precision.storage_dtype, config)
     partitions = {n: partition_of(owner, config) for n, owner, _ in originals.numbered()}
     axes = Axes(world) if isinstance(world, int) else world
+    unmatched = (*precision.unmatched, *axes.unmatched(params))
+    if axes.in_pipeline:
+        validate.check_staged(config)
+    else:
+        validate.check_matched(unmatched)
     sharings = axes.sharings(params)
     costs = _costs(params, groups, originals, config)
     infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
@@ -107,7 +114,7 @@ def plan_for(
     packs = layout.packs
     return Plan(
         inner, averaged, config, precision, layout, packs, params, costs, tuple(facts),
-        tuple(options),
+        tuple(options), unmatched,
     )  # fmt: skip
 
 
@@ -135,7 +142,7 @@ def plan_group(
     precision = _precision(model, params, config)
     groups = dict.fromkeys(params.values(), number)
     costs = {name: _cost(name, param, optimizer, group, config) for name, param in params.items()}
-    sharings = {name: axes.sharing(name, param) for name, param in params.items()}
+    sharings = axes.sharings(params)
     infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
     own = plan_packs(infos, axes, partition_of(optimizer, config), config)
     first = len(before.packs)
@@ -193,6 +200,9 @@ def check(plan: Plan, grid: Grid, device: torch.device) -> Plan:
         # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
         for comm, facts in ((grid.dp, plan.facts), *_copied(plan, grid)):
             grid.everyone.together(partial(same_everywhere, comm, facts, device), device)
+    if grid.axes.in_pipeline:
+        everywhere = grid.group(grid.axes.pipeline).exchange(plan.unmatched, device)
+        validate.check_matched(sorted(set(plan.unmatched).intersection(*everywhere)))
     experts = {dim: grid.group(dim).fabric(device) for dim in grid.axes.experts}
     layout = routed(plan.layout, plan.config, grid.cut.fabric(device), experts)
     new = layout.packs[len(layout.packs) - len(plan.new) :]
@@ -224,8 +234,12 @@ def allocate(plan: Plan, grid: Grid) -> list[Shard]:
     ]
 
 
-def convert_rest(plan: Plan, grid: Grid) -> None:
-    """Make equal on all ranks, and cast, what the optimizer does not hold: parameters, buffers."""
+def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
+    """Make equal on all ranks, and cast, what the optimizer does not hold: parameters, buffers.
+
+    Args:
+        stages: the model, or the stages of it that this rank has.
+    """
     precision, rest = plan.precision, plan.outside()
     for name, tensor in (*rest.items(), *plan.model.named_buffers()):
         if tensor.is_meta:
@@ -239,7 +253,7 @@ def convert_rest(plan: Plan, grid: Grid) -> None:
         for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
             comm.broadcast(local.data, 0)
         convert_tensor_(local, precision.storage_dtype(param))
-    for module in plan.model.modules():
+    for module in (module for stage in stages for module in stage.modules()):
         for name, buffer in module.named_buffers(recurse=False):
             grid.dp.broadcast(_compat.local_tensor(buffer), 0)
             module._buffers[name] = buffer.to(precision.buffer_dtype(module, buffer))

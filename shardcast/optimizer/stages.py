@@ -27,11 +27,9 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str) -> None:
             dict(target.named_parameters(recurse=False)).get(name, param), param, prefix, name
         )
         target.register_parameter(name, param)
-    for name, buffer in source.named_buffers(recurse=False):
-        _check_free(
-            dict(target.named_buffers(recurse=False)).get(name, buffer), buffer, prefix, name
-        )
-        target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
+    for name, buffer in source.named_buffers(recurse=False):  # such as tables that all stages have
+        if name not in dict(target.named_buffers(recurse=False)):
+            target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
     for name, child in source.named_children():
         there = dict(target.named_children()).get(name, child)
         if there is child:

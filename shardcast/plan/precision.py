@@ -64,13 +64,14 @@ class Precision:
         config: ``param_dtype``, ``keep_fp32``, ``fp32_outputs``, ``grad_dtype``,
             ``reduce_dtype``, ``cast_forward_inputs`` and ``cast_buffers`` are used.
 
-    Raises:
-        ValueError: a pattern of ``keep_fp32`` or ``fp32_outputs`` that matches nothing.
+    Attributes:
+        unmatched: patterns of ``keep_fp32`` and ``fp32_outputs`` that match nothing, as messages.
     """
 
     def __init__(self, model: nn.Module, config: ShardcastConfig) -> None:
         self._config = config
-        self._kept = _kept_modules(model, config.keep_fp32)
+        self.unmatched: list[str] = []
+        self._kept = _kept_modules(model, config.keep_fp32, self.unmatched)
         if not config.cast_buffers:  # torch refuses fp32 running statistics with low precision
             self._kept.update(
                 (module, None)
@@ -78,7 +79,7 @@ class Precision:
                 if isinstance(module, NORMS) and any(map(is_packable, module.buffers()))
             )
         self._kept_params = {param for module in self._kept for param in own_params(module)}
-        self._fp32_outputs = _named_modules(model, config.fp32_outputs)
+        self._fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which forward and backward see ``param``."""
@@ -195,7 +196,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _kept_modules(model: nn.Module, rules: tuple[KeepRule, ...]) -> dict[nn.Module, None]:
+def _kept_modules(
+    model: nn.Module, rules: tuple[KeepRule, ...], unmatched: list[str]
+) -> dict[nn.Module, None]:
     """Modules kept in fp32, as an ordered set.
 
     A rule keeps the modules that own a matching parameter (patterns, predicates) or that are of
@@ -206,7 +209,7 @@ def _kept_modules(model: nn.Module, rules: tuple[KeepRule, ...]) -> dict[nn.Modu
         matches = _matcher(rule)
         found = [module for prefix, module in model.named_modules() if matches(prefix, module)]
         if not found and isinstance(rule, str) and rule != "norms":
-            raise ValueError(
+            unmatched.append(
                 f"keep_fp32: the pattern {rule!r} matches no parameter of the model; patterns "
                 "are matched against names as in model.named_parameters()"
             )
@@ -225,13 +228,15 @@ def _kept_modules(model: nn.Module, rules: tuple[KeepRule, ...]) -> dict[nn.Modu
         kept.update(dict.fromkeys(tied))
 
 
-def _named_modules(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
+def _named_modules(
+    model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
+) -> set[nn.Module]:
     found: set[nn.Module] = set()
     for pattern in patterns:
         named = model.named_modules()
         matching = {module for name, module in named if fnmatch.fnmatchcase(name, pattern)}
         if not matching:
-            raise ValueError(
+            unmatched.append(
                 f"fp32_outputs: the pattern {pattern!r} matches no module of the model; patterns "
                 "are matched against names as in model.named_modules(), '' is the model itself"
             )

@@ -10,7 +10,7 @@ Packs do not mix parameters that differ in it.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,6 +86,11 @@ class Axes:
     ties: tuple[Tie, ...] = ()
 
     @property
+    def in_pipeline(self) -> bool:
+        """Whether other ranks hold other stages."""
+        return self.sizes.get(self.pipeline, 1) > 1
+
+    @property
     def copying(self) -> tuple[str, ...]:
         """The dimensions along which ranks may hold copies."""
         return tuple(d for d in self.model if d != self.pipeline and self.sizes[d] > 1)
@@ -108,11 +113,21 @@ class Axes:
 
         Raises:
             TypeError: a DTensor without a mesh, or cut along a dimension that is not its own.
-            ValueError: a DTensor over another mesh, a pattern that matches nothing.
+            ValueError: a DTensor over another mesh.
         """
-        _check_patterns("grad_sum_over", self.sum_over, named)
-        _check_patterns("experts", self.experts, named)
         return {name: self.sharing(name, param) for name, param in named.items()}
+
+    def unmatched(self, names: Collection[str]) -> list[str]:
+        """Patterns that match none of these parameters, as messages."""
+        options = {"grad_sum_over": self.sum_over, "experts": self.experts}
+        return [
+            f"{option}: the pattern {pattern!r} of dimension {dim!r} matches no parameter of the "
+            "optimizer; give a list of patterns for names as in model.named_parameters()"
+            for option, patterns in options.items()
+            for dim, some in patterns.items()
+            for pattern in some
+            if isinstance(some, str) or not any(_matches(name, [pattern]) for name in names)
+        ]
 
     def sharing(self, name: str, param: nn.Parameter) -> Sharing:
         """Of one parameter; see :meth:`sharings`."""
@@ -173,16 +188,3 @@ def _placements(
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _check_patterns(
-    option: str, patterns: Mapping[str, Sequence[str]], named: Mapping[str, nn.Parameter]
-) -> None:
-    for dim, some in patterns.items():
-        for pattern in some:
-            if isinstance(some, str) or not any(_matches(name, [pattern]) for name in named):
-                raise ValueError(
-                    f"{option}: the pattern {pattern!r} of dimension {dim!r} matches no parameter "
-                    "of the optimizer; give a list of patterns for names as in "
-                    "model.named_parameters()"
-                )

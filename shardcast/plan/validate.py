@@ -268,6 +268,21 @@ def check_ddp(
             )
 
 
+def check_matched(unmatched: Sequence[str]) -> None:
+    """Raise ValueError with the first of these messages, if there is one."""
+    if unmatched:
+        raise ValueError(unmatched[0])
+
+
+def check_staged(config: ShardcastConfig) -> None:
+    """Raise ValueError for an option that a pipeline does not allow."""
+    if config.grads == "sharded":
+        raise ValueError(
+            "grads: expected 'full' in a pipeline, whose backwards accumulate locally until "
+            "step(), got 'sharded'"
+        )
+
+
 def describe_groups(
     optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], first: int = 0
 ) -> list[str]:

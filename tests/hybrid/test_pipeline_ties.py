@@ -145,11 +145,9 @@ def test_a_frozen_stage_lets_the_others_train() -> None:
 def test_partial_gradients_of_norms_are_added_up_over_tensor_parallel_ranks(
     frozen: Sequence[str],
 ) -> None:
-    patterns = {"tp": ["norm.*"]}
-
     def run(mesh: DeviceMesh) -> dict[str, Any]:
-        own = {"grad_sum_over": patterns} if mesh.get_local_rank("pp") else {}
-        return one_step(mesh, (), frozen, **own)
+        # The first stage has no norm, which the pattern of all stages may well match elsewhere.
+        return one_step(mesh, (), frozen, grad_sum_over={"tp": ["norm.*"]})
 
     ranks = threaded_world({"dp": 1, "pp": 2, "tp": 2}, run)
     first, last = changes(ranks[2:3]), changes(ranks[3:])
@@ -181,3 +179,48 @@ def test_tied_copies_have_the_same_bits_after_100_steps_with_skips(tied: bool) -
     assert torch.equal(ranks[0]["words.weight"], ranks[1]["head.weight"]) is tied
     for one, other in zip(ranks[:2], ranks[2:], strict=True):
         assert_same_bits(one, other)
+
+
+def test_a_pattern_needs_to_match_on_one_stage_only() -> None:
+    def run(mesh: DeviceMesh, pattern: str) -> dict[str, torch.dtype]:
+        stage = stage_of(mesh)
+        sgd = torch.optim.SGD(stage.parameters(), lr=1.0)
+        shardcast.shard([stage], sgd, mesh=mesh, keep_fp32=[pattern])
+        return {name: p.dtype for name, p in stage.named_parameters()}
+
+    first, last = threaded_world(GRID, run, "norm.*")[:2]
+    assert set(first.values()) == {torch.bfloat16}
+    assert (last["norm.bias"], last["head.weight"]) == (torch.float32, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"keep_fp32: the pattern 'nrm.*' matches no parameter"):
+        threaded_world(GRID, run, "nrm.*")
+
+
+class Tables(nn.Module):
+    """A stage with a table that every stage has a copy of, and a parameter of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(3.0) + number)
+        self.layers = nn.ModuleDict({str(number): nn.Linear(3, 3)})
+
+
+def test_two_stages_of_a_rank_may_each_have_a_buffer_of_one_name() -> None:
+    def run(mesh: DeviceMesh) -> list[Tensor]:
+        stages = [Tables(number) for number in (mesh.get_local_rank("pp"), 2)]
+        params = [p for stage in stages for p in stage.parameters()]
+        shardcast.shard(stages, torch.optim.SGD(params, lr=1.0), mesh=mesh, cast_buffers=True)
+        return [stage.angles for stage in stages]
+
+    for first, second in threaded_world({"dp": 2, "pp": 1}, run):
+        assert first.dtype == second.dtype == torch.bfloat16
+        assert (first.tolist(), second.tolist()) == ([0.0, 1.0, 2.0], [2.0, 3.0, 4.0])
+
+
+def test_sharded_gradients_are_refused_in_a_pipeline() -> None:
+    def run(mesh: DeviceMesh) -> None:
+        stage = stage_of(mesh)
+        sgd = torch.optim.SGD(stage.parameters(), lr=1.0)
+        shardcast.shard([stage], sgd, mesh=mesh, grads="sharded")
+
+    with pytest.raises(ValueError, match="grads: expected 'full' in a pipeline"):
+        threaded_world(GRID, run)
