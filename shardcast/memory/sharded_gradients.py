@@ -15,6 +15,7 @@ from shardcast.memory.gradients import check_dense, own_part, owned_slots
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE
 
+COMING = 1 << 22  # bytes of gradients that wait to be copied in, so that one call copies several
 ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
@@ -112,8 +113,9 @@ def _lost(edit: str) -> RuntimeError:
 
 
 class ShardedGradients:
-    """A :class:`GradPack` whose ``data`` is there from ``collect()`` to ``landed()`` only.
+    """A :class:`GradPack` whose ``data`` is there from the first gradients to ``landed()`` only.
 
+    Gradients are copied in while others still come, so that the pack is not there twice.
     Over several backwards the own span is fp32, in which they are added up.
     """
 
@@ -125,9 +127,12 @@ class ShardedGradients:
         self.culprits: Collection[int] = ()
         self._device = pack.params[0].device
         self._data: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._coming: list[int] = []  # gradients to be copied in, when the next one comes
+        self._waiting = 0  # bytes of them
+        self._graph = False  # one of those in ``data`` had a graph of its own
         self._own: Tensor | None = None
         self._marks: list[Mark] = []
-        self._marked = False  # there were marks when gradients began anew
 
     @property
     def data(self) -> Tensor:
@@ -165,30 +170,57 @@ class ShardedGradients:
     def clear_way(self, position: int) -> bool:
         if self.holds(position):  # or autograd would add to the mark
             self.pack.params[position].grad = None
-        return self._marked
+        if self._waiting >= COMING:
+            self._take(self._coming)
+        self._coming.append(position)
+        self._waiting += self.pack.layout.slots[position].numel * self.dtype.itemsize
+        return True
+
+    @torch.no_grad()  # a backward with create_graph runs hooks with gradients on
+    def _take(self, positions: Iterable[int]) -> None:
+        """Copy gradients into ``data``; ``.grad`` is a view of it, to which autograd may add."""
+        if self._data is None:
+            numel = self.pack.layout.numel
+            self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
+            self._views = self.pack.views(self._data)
+        found = self._found(positions)
+        if found:
+            torch._foreach_copy_([self._views[n] for n in found], list(found.values()))
+        self._graph = self._graph or any(grad.requires_grad for grad in found.values())
+        for position in found:
+            self.pack.params[position].grad = self._views[position]
+        self._coming, self._waiting = [], 0
 
     def _found(self, positions: Iterable[int]) -> dict[int, Tensor]:
-        """Gradients that are no marks."""
+        """Gradients that are neither marks nor views of ``data``."""
         found = {}
         for position in positions:
             grad = self.pack.params[position].grad
-            if grad is not None and not self.holds(position):
-                check_dense(self.pack, position, grad)
-                found[position] = grad
+            if grad is None or self.holds(position):
+                continue
+            if self._views and grad is self._views[position]:
+                slot = self.pack.layout.slots[position]
+                place = self.data[slot.offset : slot.end].view(size=slot.shape)
+                if grad.data_ptr() == place.data_ptr():
+                    continue
+                self._views[position] = place  # a script did .grad.data = ...
+            check_dense(self.pack, position, grad)
+            found[position] = grad
         return found
 
-    @torch.no_grad()  # a backward with create_graph runs hooks with gradients on
     def collect(self) -> tuple[set[int], bool]:
         params = self.pack.params
-        self._data = torch.zeros(self.pack.layout.numel, dtype=self.dtype, device=self._device)
-        found = self._found(range(len(params)))
-        if found:
-            views = self.pack.views(self._data)
-            torch._foreach_copy_([views[position] for position in found], list(found.values()))
-        for position in found:
-            self.show(position)
-        absent = {position for position, param in enumerate(params) if param.grad is None}
-        return absent, any(grad.requires_grad for grad in found.values())
+        self._take(range(len(params)))
+        absent = set()
+        for position, param in enumerate(params):
+            if param.grad is self._views[position]:
+                self.show(position)
+            else:  # cleared since it was copied in, it may be
+                self._views[position].zero_()
+                if param.grad is None:
+                    absent.add(position)
+        has_graph, self._graph, self._views = self._graph, False, []
+        return absent, has_graph
 
     @torch.no_grad()
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
@@ -207,20 +239,20 @@ class ShardedGradients:
         """Give the storage back.
 
         Nobody could be asked later for the gradients that spoil the mean. So they are looked for
-        here, on CPU, where a report names the element: one more sum over the own span.
+        here, on CPU, where a report names the element: one more sum over the own span, which would
+        copy it into another dtype first; where it overflows for nothing, nobody is named.
         """
         self._data = None
         self._unzero()
         own = self.own
         if own.device.type != "cpu" or len(pieces) == 1 or self.culprits:
             return
-        if not bool(own.sum(dtype=MASTER_DTYPE).isfinite()):
+        if not bool(own.sum().isfinite()):
             index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
             self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
 
     def reopen(self, kept: Collection[int]) -> Tensor | None:
         """The own span becomes the fp32 sum; not where a script zeroed all that is kept."""
-        self._marked = any(map(self.holds, range(len(self._marks))))
         zeros = all(self._marks and self._marks[position].zeroed for position in kept)
         self._unzero()
         if zeros:

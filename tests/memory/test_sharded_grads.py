@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -133,6 +134,26 @@ def test_a_rank_keeps_its_share_and_a_window_of_packs(size: int):
     assert most <= WINDOW + 2
     after, most, _ = ThreadedWorld(size).run(lambda group: held(group, "full", 1))[0]
     assert (after, most) == (2 * numel, 12), "the control"
+
+
+def test_a_pack_is_not_held_twice_while_its_gradients_come():
+    def body(group: Any) -> None:
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))  # 2 MiB each
+        optimizer = shardcast.shard(model, adamw(model), process_group=group, grads="sharded")
+        assert len(optimizer.layout.packs) == 1
+        came: list[weakref.ref[Tensor]] = []
+        alive: list[int] = []
+
+        def note(param: Tensor) -> None:
+            came.append(weakref.ref(param.grad))
+            alive.append(sum(grad() is not None for grad in came))
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(note)
+        model(torch.ones(1, 1024)).float().sum().backward()
+        assert alive == [1, 2, 1, 2, 1, 2]  # no more than 4 MiB wait to be copied in
+
+    ThreadedWorld(2).run(body)
 
 
 def test_grad_reads_nan_after_backward_and_keeps_its_shape():
