@@ -1,13 +1,15 @@
 """The cost model of `shardcast estimate` against this machine: gloo, on one node.
 
-Every round exchanges tensors much smaller than a pack, sums some, and then reduces and syncs all
-packs of a model. From the least times of the small runs come alpha, beta and the bandwidth of
-memory, with which `estimate` predicts the least times of the others: what else runs on the machine
-only adds to them, and adds most to the smallest.
+Every round exchanges single tensors, up to the size of a pack, sums some, and then reduces and
+syncs all packs of a model. From the least times of the former come alpha, beta and the bandwidth of
+memory, with which `estimate` predicts the least times of the latter: what else runs on the machine
+only adds to them. Each tensor lies elsewhere than the one before, for no pack is in a cache when
+its turn comes; and memory that was freed is kept, as by the allocator of an accelerator.
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +26,11 @@ from shardcast.config import ShardcastConfig
 from shardcast.estimate import PRESETS, Machine, Protocol, StepTime, estimate, step_time
 from shardcast.step.reduce.mean import mean_in_chunks_
 
-SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of a tensor that is exchanged; a pack has 2^24
+SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes that are exchanged; a pack has 2^24
 REPEATS = 7
 SPAN = 1 << 20  # elements of a piece that is summed
-COLD = 1 << 27  # bytes of pieces, of which each repeat takes others: more than caches hold
+COLD = 1 << 27  # bytes of what is sent or summed, more than caches hold
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt
 STAGES = ("reduce", "sync")
 COLUMNS = ("stage", "predicted ms", "least ms", "predicted / least", "quartiles ms")
 Clock = Callable[[], float]
@@ -44,6 +47,7 @@ class Result:
 
 def measure(group: dist.ProcessGroup, model: str, rounds: int, clock: str) -> Result:
     """The body of one rank; all ranks find the same."""
+    keep_freed_memory()
     torch.manual_seed(0)
     module, config, now = WORKLOADS[model].build(), ShardcastConfig(), CLOCKS[clock]
     inner = torch.optim.AdamW(module.parameters())
@@ -72,6 +76,15 @@ def measure(group: dist.ProcessGroup, model: str, rounds: int, clock: str) -> Re
     return Result(machine, step_time(found, config, machine, numel, tokens=1), measured)
 
 
+def keep_freed_memory() -> None:
+    """Have the C library not give freed memory back: with its defaults every reduction has its
+    buffers from the system anew, and page by page, which is no collective's cost.
+    """
+    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
+        if not ctypes.CDLL(None).mallopt(parameter, value):
+            raise RuntimeError("mallopt: the C library refused it")
+
+
 def stages_of_a_step(optimizer: Any, now: Clock) -> dict[str, float]:
     """Seconds of the slowest rank, from the moment when all begin a stage."""
     times: dict[str, float] = {}
@@ -97,10 +110,14 @@ def stages_of_a_step(optimizer: Any, now: Clock) -> dict[str, float]:
 
 def exchanged(comm: Comm, nbytes: int, now: Clock) -> float:
     """Seconds of an exchange of ``nbytes`` on each rank."""
-    numel = nbytes // 2 // comm.size
-    sent = torch.ones(numel * comm.size, dtype=torch.bfloat16)
-    received, sizes = torch.empty_like(sent), [numel] * comm.size
-    return repeated(lambda _: comm.all_to_all(received, sent, sizes, sizes).wait(), now)
+    sent = torch.ones(COLD // nbytes, nbytes // 2, dtype=torch.bfloat16)
+    received = torch.zeros_like(sent)
+
+    def exchange(number: int) -> None:
+        row = number % len(sent)
+        comm.all_to_all(received[row], sent[row]).wait()
+
+    return repeated(exchange, now)
 
 
 def summed(comm: Comm, now: Clock) -> float:
@@ -120,7 +137,7 @@ def summed(comm: Comm, now: Clock) -> float:
 
 
 def repeated(call: Callable[[int], object], now: Clock) -> float:
-    """The least of the slowest rank's times; the first call is not counted."""
+    """The mean of the slowest rank's times; the first call is not counted."""
     times = []
     for number in range(REPEATS + 1):
         dist.barrier()
@@ -129,7 +146,7 @@ def repeated(call: Callable[[int], object], now: Clock) -> float:
         times.append(now() - start)
     slowest = torch.tensor(times[1:], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest.min())
+    return float(slowest.mean())
 
 
 def machine_of(ranks: int, exchanges: Sequence[float], sum_in: float) -> Machine:
