@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bag import Bag
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardcast
 from shardcast.testing import threaded_world
@@ -31,12 +31,16 @@ def numbered(*shape: int) -> Tensor:
     return 1.0 + torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def stepped(model: nn.Module | list[nn.Module], loss: Callable[[], Tensor], **fields: Any) -> float:
-    """Make one step; the norm of all gradients."""
+def sgd(model: nn.Module | list[nn.Module], **fields: Any) -> shardcast.ShardedOptimizer:
     parts = model if isinstance(model, list) else [model]
     params = [param for part in parts for param in part.parameters()]
     fields = {"param_dtype": "fp32", "divisor": 1, **fields}
-    optimizer = shardcast.shard(model, torch.optim.SGD(params, lr=1.0), **fields)
+    return shardcast.shard(model, torch.optim.SGD(params, lr=1.0), **fields)
+
+
+def stepped(model: nn.Module | list[nn.Module], loss: Callable[[], Tensor], **fields: Any) -> float:
+    """Make one step; the norm of all gradients."""
+    optimizer = sgd(model, **fields)
     loss().backward()
     optimizer.step()
     return float(optimizer.grad_norm)
@@ -111,6 +115,84 @@ def test_without_the_option_a_plain_parameter_counts_as_whole():
 
 def tensor_parallel_without(mesh: DeviceMesh) -> tuple[Sums, float]:
     return tensor_parallel(mesh, "dp", grad_sum_over=None)
+
+
+def assigned(mesh: DeviceMesh) -> tuple[Sums, float]:
+    """Gradients that lie in another way than their parameters, as some operators give them."""
+    tp, place = mesh["tp"], mesh.get_local_rank("tp")
+    model = Bag(pending=(4, 6), turned=(4, 6), cut=(4, 6))
+    model.place(tp, pending=Shard(0), turned=Shard(0), cut=Replicate())
+    optimizer = sgd(model, mesh=mesh)
+    same = 2.0 ** dist.get_process_group_ranks(mesh.get_group("tp"))[0]
+    half = (numbered(4, 6) * same).chunk(2, 1)[place].contiguous()
+    part = numbered(4, 6) * 2.0 ** dist.get_rank()
+    model.pending.grad = DTensor.from_local(part, tp, [Partial()], run_check=False)
+    model.turned.grad = DTensor.from_local(half, tp, [Shard(1)], run_check=False)
+    model.cut.grad = DTensor.from_local(half, tp, [Shard(1)], run_check=False)
+    optimizer.step()
+    return negated(model), float(optimizer.grad_norm)
+
+
+def test_gradients_that_lie_in_another_way_are_moved():
+    parts = {"pending": 15, "turned": 5, "cut": 5}
+    for found, norm in threaded_world({"dp": 2, "tp": 2}, assigned):
+        for name, total in parts.items():
+            assert torch.equal(found[name], numbered(4, 6) * total), name
+        totals = [numbered(4, 6) * total for total in parts.values()]
+        assert norm == pytest.approx(norm_of(totals), rel=1e-7)
+
+
+def apart(mesh: DeviceMesh) -> tuple[Sums, float]:
+    """A parameter over two model-parallel dimensions, and one that each data rank alone uses."""
+    model = Bag(block=(4, 6), first=(3,), other=(2, 2))
+    block = distribute_tensor(model.block.data, mesh["ep", "tp"], [Shard(0), Shard(1)])
+    model.register_parameter("block", nn.Parameter(block))
+    model.place(mesh["tp"], first=Replicate())
+    here = mesh.get_local_rank("dp")
+    rows, columns = mesh.get_local_rank("ep"), mesh.get_local_rank("tp")
+    grads = {"block": numbered(4, 6).chunk(2)[rows].chunk(2, 1)[columns] * 2.0**here}
+    used = "other" if here else "first"
+    grads[used] = numbered(*getattr(model, used).shape) * 2.0**here
+    return negated_after(model, grads, mesh)
+
+
+def negated_after(model: Bag, grads: Sums, mesh: DeviceMesh) -> tuple[Sums, float]:
+    norm = stepped(model, lambda: model(grads), mesh=mesh)
+    return negated(model), norm
+
+
+def test_two_model_parallel_dimensions_and_gradients_of_one_rank_alone():
+    totals = {"block": numbered(4, 6) * 3, "first": numbered(3), "other": numbered(2, 2) * 2}
+    for found, norm in threaded_world({"dp": 2, "ep": 2, "tp": 2}, apart):
+        for name, total in totals.items():
+            assert torch.equal(found[name], total), name
+        assert norm == pytest.approx(norm_of(totals.values()), rel=1e-7)
+
+
+def grown(mesh: DeviceMesh) -> Sums:
+    """A group that is added later, and another divisor for each step."""
+    model, more = Bag(rows=(4, 6)), Bag(columns=(4, 6), partial=(5,))
+    model.place(mesh["tp"], rows=Shard(0))
+    more.place(mesh["tp"], columns=Shard(1), partial=Replicate())
+    optimizer = sgd(model, mesh=mesh)
+    rows = {"rows": torch.ones(2, 6)}
+    others = {"columns": torch.ones(4, 3), "partial": torch.ones(5)}
+    model(rows).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.more = more
+    optimizer.add_param_group({"params": list(more.parameters())})
+    optimizer.divisor = torch.tensor(4.0)
+    (model(rows) + more(others, ["partial"])).backward()
+    optimizer.step()
+    return negated(model)
+
+
+def test_parameters_that_are_added_later_are_summed_as_the_first_ones():
+    for found in threaded_world({"dp": 2, "tp": 2}, grown):
+        assert torch.equal(found["rows"], torch.full((4, 6), 2 / 1 + 2 / 4))
+        assert torch.equal(found["more.columns"], torch.full((4, 6), 2 / 4))
+        assert torch.equal(found["more.partial"], torch.full((5,), 4 / 4))
 
 
 # -- experts --------------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""What holds for data parallelism holds on a mesh: options, clips, accumulation, edits, skips.
+
+Each case trains a few steps on tensor-parallel ranks, and on replicas of shards, and comes to the
+norms and parameters of the same number of data-parallel ranks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from language import PARTS, Language, batches, loss_of, parallel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import shardcast
+from shardcast import ShardedOptimizer
+from shardcast.testing import threaded_world
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 3
+Loop = Callable[[nn.Module, ShardedOptimizer, Tensor, int], Any]
+
+
+def plain(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    optimizer.scale_loss(loss_of(model, batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.grad_norm
+
+
+def clips_norm(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    loss_of(model, batch).backward()
+    norm = optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def clips_values(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    loss_of(model, batch).backward()
+    optimizer.clip_grad_value_(0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.grad_norm
+
+
+def accumulates(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    halves = batch.chunk(2)
+    for half in halves:
+        # Without the last context too: what is reduced already is added to.
+        with optimizer.no_sync() if half is halves[0] and step else nullcontext():
+            (loss_of(model, half) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=step == 1)
+    return optimizer.grad_norm
+
+
+def edits(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    loss_of(model, batch).backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            if step == 1:
+                param.grad = param.grad * 0.5
+            else:
+                param.grad.mul_(0.5)
+    for absent in (model.norm.weight, model.wide.up.weight, model.gain):
+        absent.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.grad_norm
+
+
+def skips(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    loss = loss_of(model, batch)
+    (loss * float("inf") if step == 1 else loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.skipped_steps == int(step > 0)
+    return torch.nan_to_num(optimizer.grad_norm)
+
+
+def freezes(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    for param in (model.head.weight, model.gain, model.norm.weight):
+        param.requires_grad_(step != 1)
+    return plain(model, optimizer, batch, step)
+
+
+def loads(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+    norm = plain(model, optimizer, batch, step)
+    if step == 1:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+    return norm
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    return torch.optim.SGD(
+        [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.ndim < 2], "lr": 0.03, "max_grad_norm": 0.05},
+        ],
+        lr=0.1,
+        momentum=0.9,
+    )
+
+
+class Case(NamedTuple):
+    loop: Loop = plain
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    fields: dict[str, Any] = {}  # noqa: RUF012, nobody writes into it
+
+
+CASES = {
+    "adamw": Case(),
+    "groups": Case(optimizer=two_groups),
+    "max_grad_norm": Case(fields={"max_grad_norm": 0.1}),
+    "largest": Case(fields={"norm_type": float("inf"), "max_grad_norm": 0.01}),
+    "sum": Case(fields={"norm_type": 1.0}),
+    "clip_grad_norm_": Case(clips_norm),
+    "clip_grad_value_": Case(clips_values),
+    "accumulation": Case(accumulates),
+    "edits": Case(edits),
+    "skips": Case(skips),
+    "freezes": Case(freezes),
+    "loads": Case(loads),
+    "packs": Case(fields={"pack_params": 1, "reduce": "reduce_scatter", "sync": "broadcast"}),
+    "whole": Case(fields={"partition": "whole"}),
+    "sharded": Case(accumulates, fields={"grads": "sharded"}),
+    "overlap": Case(fields={"overlap_sync": True}),
+    "scaled": Case(fields={"loss_scale": 1024.0}),
+}
+
+Seen = tuple[list[float], dict[str, Tensor]]
+
+
+def train(mesh: DeviceMesh, dp: Any) -> dict[str, Seen]:
+    """All cases, one after the other: norms, and whole parameters at the end."""
+    return {name: train_one(mesh, dp, case) for name, case in CASES.items()}
+
+
+def train_one(mesh: DeviceMesh, dp: Any, case: Case) -> Seen:
+    torch.manual_seed(0)
+    model, options = Language(6), {"param_dtype": "fp32", **case.fields}
+    if "tp" in (mesh.mesh_dim_names or ()):
+        parallel(model, mesh["tp"])
+        options["grad_sum_over"] = PARTS
+    optimizer = shardcast.shard(model, case.optimizer(model), mesh=mesh, dp=dp, **options)
+    place, parts = 0, 1
+    for dim in [dp] if isinstance(dp, str) else dp:
+        place = place * mesh[dim].size() + mesh.get_local_rank(dim)
+        parts *= mesh[dim].size()
+    norms = [
+        case.loop(model, optimizer, batch.chunk(parts)[place], step).item()
+        for step, batch in enumerate(batches(STEPS))
+    ]
+    optimizer.wait_sync()
+    return norms, {name: whole(param) for name, param in model.named_parameters()}
+
+
+def whole(param: Tensor) -> Tensor:
+    data = param.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data.clone()
+
+
+@pytest.mark.parametrize(
+    ("grid", "dp", "ranks"),
+    [({"dp": 2, "tp": 2}, "dp", 2), ({"copies": 2, "dp": 2}, ("copies", "dp"), 4)],
+    ids=str,
+)
+def test_a_mesh_trains_as_data_parallel_ranks_alone_do(grid: dict[str, int], dp: Any, ranks: int):
+    expected = threaded_world({"dp": ranks}, train, "dp")[0]
+    results = threaded_world(grid, train, dp)
+    for name, (norms, params) in expected.items():
+        for found in results:
+            mine, here = found[name]
+            assert mine == pytest.approx(norms, rel=1e-6), name
+            for key, value in params.items():
+                torch.testing.assert_close(here[key], value, rtol=1e-5, atol=1e-6, msg=name)
+                assert torch.equal(here[key], results[0][name][1][key]), "the same everywhere"
+    apart = {tuple(norms) for norms, _ in expected.values()}
+    assert len(apart) > 6, "the cases differ"
