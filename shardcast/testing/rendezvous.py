@@ -87,7 +87,8 @@ class Run:
         """Make every rank raise: at once where it waits, else at its next collective."""
         with self.turns.changed:
             self.failure = self.failure or failure
-            self.turns.changed.notify_all()
+            self.turns.changed.notify_all()  # those that sleep
+            self.turns.pass_on()
 
     def fail_stuck(self) -> None:
         """Fail: every rank that has not left waits for another one, in another group."""

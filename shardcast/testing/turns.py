@@ -23,8 +23,11 @@ class Turns:
     """Whose turn it is, in rank order, among the ranks that are ready to go on."""
 
     def __init__(self, world_size: int) -> None:
-        self.changed = threading.Condition()
-        """Notified when a turn begins or ends; guards what ranks change without having a turn."""
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        """Notified when a rank leaves, when no rank is ready and when the run ends; guards what
+        ranks change without having a turn."""
+        self._mine = [threading.Condition(lock) for _ in range(world_size)]  # who is next, alone
         self.holder: int | None = None
         self._world_size = world_size
         # All ranks stand in line before the first one runs: the order does not depend on how
@@ -43,8 +46,8 @@ class Turns:
         """Wait until ``ready()`` and it is ``rank``'s turn, or until :meth:`end`."""
         with self.changed:
             self._waiting[rank] = ready or _always
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.ended or self._next() == rank)
+            self.pass_on()
+            self._mine[rank].wait_for(lambda: self.ended or self._next() == rank)
             del self._waiting[rank]
             if not self.ended:
                 self.holder = self._last = rank
@@ -54,17 +57,24 @@ class Turns:
     def give(self, rank: int) -> None:
         """Pass the turn on."""
         with self.changed:
-            if self.holder == rank:
-                self._random[rank] = torch.get_rng_state()
-                self.holder = None
-                self._since = time.monotonic()
-            self.changed.notify_all()
+            self._release(rank)
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Wake the rank whose turn it is next, if it is nobody's turn and somebody is ready."""
+        with self.changed:
+            rank = self._next()
+            if rank is not None:
+                self._mine[rank].notify()
+            elif self.holder is None:
+                self.changed.notify_all()
 
     def leave(self, rank: int) -> None:
         """Pass the turn on for good."""
         with self.changed:
             self._present -= 1
             self.give(rank)
+            self.changed.notify_all()
 
     def wait(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
         """Pass the turn on and stand in line again.
@@ -72,7 +82,7 @@ class Turns:
         In one, since the order must not depend on who is quicker, this rank or the next one.
         """
         with self.changed:
-            self.give(rank)
+            self._release(rank)
             self.take(rank, ready)
 
     def sleep(self, rank: int, seconds: float, interrupted: Callable[[], bool]) -> None:
@@ -87,7 +97,8 @@ class Turns:
         with self.changed:
             self.ended = True
             self._since = time.monotonic()
-            self.changed.notify_all()
+            for condition in (self.changed, *self._mine):
+                condition.notify_all()
 
     def idle(self) -> float:
         """Seconds since the turn last changed hands."""
@@ -96,6 +107,12 @@ class Turns:
     def stuck(self) -> bool:
         """Whether all ranks that are left stand in line and none is ready."""
         return 0 < self._present == len(self._waiting) and not self.ended and self._next() is None
+
+    def _release(self, rank: int) -> None:
+        if self.holder == rank:
+            self._random[rank] = torch.get_rng_state()
+            self.holder = None
+            self._since = time.monotonic()
 
     def _next(self) -> int | None:
         """The first ready rank after the one that had the last turn."""
