@@ -140,6 +140,11 @@ def by_torch() -> dict[str, Any]:
     return {"values": values(model), "norms": torch.stack(norms)}
 
 
+@functools.cache
+def on_four(four: SpawnedWorld, schedule: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    return four.run(pipelined, schedule, dtype, True, False)
+
+
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The parameters of all stages; those of the two replicas have the same bits."""
     for one, other in zip(ranks[:2], ranks[2:], strict=True):
@@ -153,7 +158,7 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(
     four: SpawnedWorld, schedule: str
 ):
-    ranks = four.run(pipelined, schedule, FP32, True, False)
+    ranks = on_four(four, schedule, FP32)
     expected = by_torch()
     torch.testing.assert_close(joined(ranks), expected["values"])
     for rank in ranks:
@@ -167,7 +172,7 @@ def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(
 def test_a_pipeline_gives_what_data_parallelism_alone_gives(
     four: SpawnedWorld, schedule: str, dtype: torch.dtype
 ):
-    ranks = four.run(pipelined, schedule, dtype, True, False)
+    ranks = on_four(four, schedule, dtype)
     expected = without_pipeline(dtype, backwards=schedule == "LoopedBFS")
     torch.testing.assert_close(joined(ranks), expected["values"], atol=5e-5, rtol=2e-2)
     assert_same_bits(joined(ranks), expected["values"])

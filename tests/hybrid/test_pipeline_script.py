@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from processes import Processes
 from train_hybrid import parse_arguments, train
 
+from shardcast.checkpoint import latest
 from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(120)
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 FLAGS = (
     f"--device cpu --config {ROOT}/configs/fp32.yaml --tie-head --width 32 --depth 4 --heads 2 "
-    "--context 16 --batch-size 2 --warmup-steps 2 --corpus-mb 1 --steps 4 "
+    f"--context 16 --batch-size 2 --warmup-steps 2 --data {ROOT}/launch --steps 4 "
 )
 
 
@@ -51,3 +54,33 @@ def test_a_grid_has_the_losses_of_one_process(
 ) -> None:
     four.run(run, grid, tmp_path)
     assert metrics.largest_difference(alone, metrics.read(tmp_path))[1] < 1e-5
+
+
+@pytest.fixture(scope="module")
+def saved(four: SpawnedWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a run on 2 x 2 tensor and pipeline-parallel ranks, after step 2 of 4."""
+    output = tmp_path_factory.mktemp("saved")
+    directory = output / "checkpoints"
+    flags = f"--tp 2 --pp 2 --checkpoint-dir {directory} --checkpoint-interval 2"
+    four.run(run, flags, output)
+    shutil.rmtree(latest(directory))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "grid", ["", "--tp 2 --dp 2", "--pp 2 --dp 2 --schedule Interleaved1F1B"], ids=str
+)
+def test_a_run_goes_on_on_another_grid(
+    four: SpawnedWorld, alone: list[metrics.Record], saved: Path, tmp_path: Path, grid: str
+) -> None:
+    directory = shutil.copytree(saved, tmp_path / "checkpoints")
+    flags = f"{grid} --checkpoint-dir {directory}"
+    handler = signal.getsignal(signal.SIGTERM)
+    if grid:
+        four.run(run, flags, tmp_path)
+    else:
+        run(None, flags, tmp_path)
+        signal.signal(signal.SIGTERM, handler)  # the script has its own
+    found = metrics.read(tmp_path)
+    assert sorted(metrics.curve(found, "train")) == [3, 4]
+    assert metrics.largest_difference(alone, found)[1] < 1e-5
