@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardcast.estimate import Estimate, estimate
 from shardcast.testing import ThreadedWorld
 
 Shapes = dict[str, tuple[int, ...]]
+HEAD = 128
 
 
 def gpt(dim: int, layers: int) -> Callable[[], Shapes]:
@@ -62,17 +64,33 @@ MODELS = {
 }
 
 
-def estimated(shapes: Shapes, size: int, **fields: Any) -> Estimate:
+def by_heads(dim: int, kv: int, hidden: int, layers: int) -> Callable[[], Shapes]:
+    """The same with queries, keys and values in one matrix, :data:`HEAD` rows to a head."""
+    block = {"qkv": (dim + 2 * kv, dim), "o": (dim, dim)}
+    block |= {"gate": (hidden, dim), "up": (hidden, dim), "down": (dim, hidden)}
+    return lambda: repeated(block, layers, {"embedding": (128256, dim)})
+
+
+def blocks_of(name: str, rows: int, heads: bool) -> list[int]:
+    return [HEAD] * (rows // HEAD) if heads and name.endswith("qkv") else [rows]
+
+
+def estimated(shapes: Shapes, size: int, heads: bool = False, **fields: Any) -> Estimate:
     with torch.device("meta"):
         named = {name.replace(".", "_"): nn.Parameter(torch.empty(s)) for name, s in shapes.items()}
         model = nn.ParameterDict(named)
     muon, rest = [], []
     for name, param in named.items():
         (muon if name.startswith("block") else rest).append(param)
-    first = torch.optim.Muon([param for param in muon if param.dim() == 2])
+    fused = [param for name, param in named.items() if heads and name.endswith("qkv")]
+    whole = [param for param in muon if param.dim() == 2 and not any(param is p for p in fused)]
+    first = torch.optim.Muon(whole)
     stacks = [param for param in muon if param.dim() == 3]
     if stacks:
         first.add_param_group({"params": stacks})
+    for param in fused:
+        splits = blocks_of("qkv", len(param), heads)
+        first.add_param_group({"params": [param], "row_splits": splits})
     return estimate(model, [first, torch.optim.AdamW(rest)], size, fields)
 
 
@@ -90,35 +108,38 @@ def by_elements(_name: str, param: nn.Parameter) -> float:
     return float(param.numel())
 
 
-def computed(found: Estimate, shapes: Shapes) -> float:
+def computed(found: Estimate, heads: bool) -> float:
     """The cost of Newton-Schulz on the busiest rank over the mean, from shapes and owners."""
     load = [0.0] * found.layout.world_size
     for pack, slot in found.layout.slots():
         if pack.partition == "whole":
             owner = next(s.owner for s in pack.spans if s.start <= slot.offset < s.stop)
             *stack, rows, columns = slot.shape
-            small, large = sorted((rows, columns))
-            count = stack[0] if stack else 1
-            load[owner] += count * (4 * small**2 * large + 2 * small**3)
+            for block in blocks_of(slot.name, rows, heads):
+                small, large = sorted((block, columns))
+                load[owner] += math.prod(stack) * (4 * small**2 * large + 2 * small**3)
     return max(load) * len(load) / sum(load)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "mine", "others"),
+    ("shapes", "size", "heads", "mine", "others"),
     [
-        (llama(3584, 512, 18944, 28), 1.001, 1.02),
-        (mixture(4096, 256, 11, stacked=True), 1.1, 1.4),
+        (by_heads(2560, 512, 9728, 36), 64, True, 1.06, 1.24),
+        (llama(3584, 512, 18944, 28), 8, False, 1.001, 1.02),
+        (mixture(4096, 256, 11, stacked=True), 8, False, 1.1, 1.4),
     ],
-    ids=["grouped queries", "stacked small experts"],
+    ids=["grouped queries, heads apart", "grouped queries", "stacked small experts"],
 )
 def test_counting_elements_alone_falls_short(
-    shapes: Callable[[], Shapes], mine: float, others: float
+    shapes: Callable[[], Shapes], size: int, heads: bool, mine: float, others: float
 ):
     """The control: small matrices have fewer operations per element, so that elements mislead."""
-    balanced, misled = estimated(shapes(), 8), estimated(shapes(), 8, cost_fn=by_elements)
-    assert computed(balanced, shapes()) <= mine
-    assert computed(misled, shapes()) >= others
-    assert misled.cost_imbalance < 1.1  # by its own count it is even
+    balanced = estimated(shapes(), size, heads)
+    misled = estimated(shapes(), size, heads, cost_fn=by_elements)
+    assert computed(balanced, heads) <= mine
+    assert computed(misled, heads) >= others
+    if not heads:
+        assert misled.cost_imbalance < 1.1  # by its own count it is even
 
 
 def test_blocks_of_rows_count_as_matrices_of_their_own():

@@ -150,13 +150,14 @@ class AnyOptimizerUpdate:
         """Raise if what the class keeps in its groups differs between ranks.
 
         Then it was computed from all of a rank's parameters, as the step size of Prodigy and
-        D-Adaptation is, and no partition can be right. Such classes are not known by name.
+        D-Adaptation is, and no partition can be right. Such classes are not known by name. Whole
+        numbers are counts: of steps, or of a rank's parameters (heavyball).
         """
         mine = {
             f"{key!r} of group {number}": float(value)
             for number, group in zip(self._groups, self._inner.param_groups, strict=True)
             for key, value in group.items()
-            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+            if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
         }
         everyone = self._comm.exchange(mine, device)
         # Of all ranks: one that owns nothing may know fewer, and has to raise with the others.

@@ -624,6 +624,26 @@ def test_an_optimizer_that_wants_all_parameters_is_named_on_every_rank():
     ThreadedWorld(2).run(run)
 
 
+class Counts(FromAll):
+    """Keeps the number of its parameters, as heavyball does, and uses it for nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = len(group["params"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.01)
+
+
+def test_an_optimizer_that_counts_its_parameters_is_no_such_one():
+    def build(model: nn.Module) -> Optimizers:
+        muon, adamw = pair(model)
+        return [Counts(muon.param_groups[0]["params"]), adamw]
+
+    assert differences(build) == 0
+
+
 # -- kernel calls ---------------------------------------------------------------------------------
 
 
