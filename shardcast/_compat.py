@@ -7,6 +7,7 @@ installed torch, so that a new release that breaks one of them fails there, by n
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import itertools
 import sys
@@ -324,7 +325,10 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """
     # Triton would else try two block sizes in the first step, on copies of all that the kernel
     # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
-    options: dict[str, Any] = {"options": {"triton.autotune_pointwise": False}}
+    settings = {"triton.autotune_pointwise": False}
+    if divides_exactly():
+        settings[EXACT_DIVISION] = True
+    options: dict[str, Any] = {"options": settings}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = 64
     graph = torch.compile(function, dynamic=True, fullgraph=True, **options)
@@ -333,6 +337,20 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
         (graph if _get_current_dispatch_mode() is None else function)(*args)
 
     return run
+
+
+EXACT_DIVISION = "eager_numerics.division_rounding"
+
+
+@functools.cache
+def divides_exactly() -> bool:
+    """Whether :func:`compiled` code divides as eager operations do, rounded to nearest.
+
+    Triton's own division may be one bit off; Inductor has a setting for it (torch >= 2.13).
+    """
+    from torch._inductor import config  # slow to import
+
+    return EXACT_DIVISION in config.get_config_copy()
 
 
 def native_library(source: str) -> ctypes.CDLL:

@@ -8,7 +8,7 @@ by operation. Data has no values: where the host asks for one, it would wait for
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,7 +190,7 @@ def fake_gpu(compiler: Compiler, waits: list[str]) -> Iterator[None]:
             "__float__": lambda _: 0.0,
             "__int__": lambda _: 0,
             "item": lambda _: 0,
-            "tolist": lambda t: [0] * t.numel(),
+            "tolist": lambda t: _zeros(t.shape),
         }.items():
             enter(mock.patch.object(FakeTensor, kind, asked(kind, answer), create=True))
         # It compares digests; the mock group's ranks are replicas anyway.
@@ -203,6 +203,11 @@ def fake_gpu(compiler: Compiler, waits: list[str]) -> Iterator[None]:
         enter(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
         yield
     forget_graphs()
+
+
+def _zeros(shape: Sequence[int]) -> Any:
+    """Of that shape, as nested lists."""
+    return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
 def forget_graphs() -> None:

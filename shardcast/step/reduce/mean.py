@@ -24,7 +24,8 @@ ROW = 16  # elements: two or four loads of 16 bytes
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
 # Of how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
 # a power of two is exact in whatever way a compiler divides.
-SIZES = (2, 4, 8, 16, 32)
+POWERS = (2, 4, 8, 16, 32)
+OTHERS = (3, 5, 6, 7)
 
 Mean = Callable[[Sequence[Tensor], Any, Tensor | None, Tensor], None]
 
@@ -48,7 +49,10 @@ class Divisor:
 
 def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:
     """:func:`mean_`, compiled where the update is, or :func:`mean_in_chunks_`; the same bits."""
-    return _compiled if size in SIZES and compiles(config, device) else mean_in_chunks_
+    if not compiles(config, device):
+        return mean_in_chunks_
+    exact = size in POWERS or (size in OTHERS and _compat.divides_exactly())
+    return _compiled if exact else mean_in_chunks_
 
 
 def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
@@ -111,9 +115,12 @@ def _compiled(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Te
         return target if tensor is out else _compat.rows_of(tensor, row)
 
     rest = None if carry is None else alone(carry)
-    _kernel()([alone(piece) for piece in pieces], size, rest, target)
+    _kernel(size)([alone(piece) for piece in pieces], rest, target)
 
 
 @functools.cache  # one compiled function, so that models of one process share its graphs
-def _kernel() -> Callable[..., None]:
-    return _compat.compiled(mean_)
+def _kernel(size: int) -> Callable[..., None]:
+    def mean(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
+        mean_(pieces, size, carry, out)  # a constant, by which is divided in the pieces' own dtype
+
+    return _compat.compiled(mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from shardcast import ShardcastConfig
+from shardcast import ShardcastConfig, _compat
 from shardcast.step.reduce import mean
 from shardcast.step.reduce.mean import choose_mean, mean_, mean_in_chunks_
 
@@ -73,10 +74,10 @@ def test_in_chunks_it_has_the_bits_of_the_whole(
 
 
 @needs_compiler
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_compiled_it_has_the_same_bits(size: int):
     compiled = choose_mean(ShardcastConfig(fuse="compile"), size, CPU)
-    assert (compiled is mean_in_chunks_) == (size == 3), "it divides by powers of two only"
+    assert (compiled is mean_in_chunks_) == (size == 3 and not _compat.divides_exactly())
     for _, wire, out, carries in (case for case in CASES if case[0] == size):
         torch._dynamo.reset()  # torch 2.11 keeps no more than 8 graphs of a function
         for numel in (0, 64, 70_000):
@@ -91,8 +92,9 @@ def test_compiled_it_has_the_same_bits(size: int):
 def test_one_graph_serves_all_lengths_and_places(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    run = torch.compile(mean_, dynamic=True, fullgraph=True, backend=counter)
-    monkeypatch.setattr(mean, "_kernel", lambda: run)
+    compiled = functools.partial(torch.compile, dynamic=True, fullgraph=True, backend=counter)
+    monkeypatch.setattr(_compat, "compiled", compiled)
+    mean._kernel.cache_clear()
     grads, received = torch.randn(4096).to(BF16), torch.randn(4096).to(BF16)
     # The first as on rank 0 of two, where the offset of what it received is the length too.
     for mine, theirs, numel in ((0, 2048, 2048), (2048, 0, 2048), (64, 128, 960), (128, 64, 64)):
@@ -101,6 +103,7 @@ def test_one_graph_serves_all_lengths_and_places(monkeypatch: pytest.MonkeyPatch
         mean._compiled([own, other], 2, None, own)
         assert torch.equal(own, expected)
     assert counter.frame_count == 1
+    mean._kernel.cache_clear()
 
 
 def test_the_update_and_the_mean_are_compiled_alike():
