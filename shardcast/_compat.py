@@ -13,7 +13,8 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -55,9 +56,12 @@ class Placement(Protocol):
     def is_partial(self) -> bool: ...
 
 
+PLAIN = (Tensor, nn.Parameter)  # for which it takes longer to have no attribute
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a ``DTensor``, whose module takes long to import."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
 
 
 def placements(tensor: Any) -> dict[str, Placement]:
@@ -166,6 +170,30 @@ def rows_of(flat: Tensor, row: int) -> Tensor:
     rows = own_storage(flat.view(-1, row))
     torch._dynamo.mark_static(rows, 1)
     return rows
+
+
+def hook_gradients(
+    params: Sequence[Tensor], hooks: Iterable[Callable[[Tensor | None], None]]
+) -> Callable[[], None]:
+    """``param.register_hook(hook)`` for each of them; call what it returns to remove the hooks.
+
+    Without a handle for each, which takes longer than all else that is done for a small parameter.
+    Frozen ones, which torch refuses, have a hook for when they are unfrozen.
+    """
+    key = object()
+    for param, hook in zip(params, hooks, strict=True):
+        there: Any = param._backward_hooks
+        if there is None:
+            there = param._backward_hooks = OrderedDict()
+        there[key] = hook
+
+    def remove() -> None:
+        for param in params:
+            there: Any = param._backward_hooks
+            if there is not None:
+                there.pop(key, None)
+
+    return remove
 
 
 def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:

@@ -78,8 +78,10 @@ def own_part(pack: Pack, position: int) -> slice:
 
 def owned_slots(pack: Pack) -> tuple[bool, ...]:
     """Per slot, whether part of it lies in the own span."""
-    parts = (own_part(pack, position) for position in range(len(pack.params)))
-    return tuple(part.start < part.stop for part in parts)
+    _, start, stop = pack.own
+    return tuple(
+        max(offset, start) < min(offset + numel, stop) for _, _, offset, numel in pack.layout.slots
+    )
 
 
 def check_dense(pack: Pack, position: int, grad: Tensor) -> None:

@@ -117,12 +117,6 @@ class LocalParam:
     def is_contiguous(self) -> bool:
         return self.data.is_contiguous()
 
-    def requires_grad_(self, requires_grad: bool) -> None:
-        self.param.requires_grad_(requires_grad)
-
-    def register_hook(self, hook: Any) -> Any:
-        return self.param.register_hook(hook)
-
 
 def as_packed(param: nn.Parameter) -> Any:
     """``param`` as a pack takes it."""

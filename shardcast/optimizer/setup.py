@@ -106,7 +106,7 @@ def plan_for(
     for number, owner, group in originals.numbered():
         options += validate.describe_groups(owner, [group], number)
     facts = layout.lines() + options
-    rest = [(n, p) for n, p in inner.named_parameters() if n not in params]
+    rest = [(n, p) for p, n in names.items() if n not in params]
     facts += [  # rank 0's are broadcast, so they must fit everywhere
         f"    {n} {tuple(tensor.shape)} {tensor.dtype}, not trained by the optimizer"
         for n, tensor in (*rest, *inner.named_buffers())

@@ -115,6 +115,8 @@ class Axes:
             TypeError: a DTensor without a mesh, or cut along a dimension that is not its own.
             ValueError: a DTensor over another mesh.
         """
+        if self == Axes(self.world_size) and not any(map(_compat.is_dtensor, named.values())):
+            return dict.fromkeys(named, Sharing())
         return {name: self.sharing(name, param) for name, param in named.items()}
 
     def unmatched(self, names: Collection[str]) -> list[str]:

@@ -19,6 +19,7 @@ from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.gradients import GradPack, set_grad_dtype
+from shardcast.memory.local_param import as_in_model
 from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.precision import Precision
@@ -56,7 +57,7 @@ class Reducer:
         self._edits = Edits(self.grads)
         self._syncs = True
         self._round: Callable[[], Round | None] = nothing  # weak: the engine holds it
-        self._handles: list[Any] = []
+        self._unhook: list[Callable[[], None]] = []
 
     @property
     def _sharded(self) -> bool:
@@ -93,11 +94,9 @@ class Reducer:
         bucket = self._buckets[pack] = Bucket(grads, wire, mean, self.divisor, sums, repeated)
         self.grads.append(grads)
         me = weakref.ref(self)
-        for position, param in enumerate(pack.params):
-            trained = param.requires_grad
-            param.requires_grad_(True)  # a frozen one takes no hooks, and may be unfrozen later
-            self._handles.append(param.register_hook(_hook(me, bucket, position)))
-            param.requires_grad_(trained)
+        params = [as_in_model(param) for param in pack.params]
+        hooks = [_hook(me, bucket, position) for position in range(len(params))]
+        self._unhook.append(_compat.hook_gradients(params, hooks))
         if not self._states.due:
             bucket.collect()
             if not self._alone:
@@ -119,9 +118,9 @@ class Reducer:
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and wait for what a failed backward has sent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._unhook:
+            remove()
+        self._unhook.clear()
         land_all(self._buckets.values())  # last: it raises where a rank was lost
 
     def begin(self) -> None:
