@@ -62,7 +62,7 @@ LEGEND = {
     "compute": "forward and backward: 6 operations per parameter and token",
     "reduce": "gradients to their owners and the fp32 sum there",
     "combine": "the norm, and the all-reduce of what all ranks must agree on",
-    "update": "bytes of masters, state, gradients and parameters over the memory's bandwidth",
+    "update": "bytes read and written over the memory's bandwidth, and Muon's matrix products",
     "sync": "updated parameters to everybody",
     "in_backward": "of reduce, what runs beside the backward",
     "in_forward": "of sync, what runs beside the next forward (overlap_sync)",
@@ -212,7 +212,8 @@ def rows_of(
         row["others"] = peers(numel, moments, size)
         row |= {"machine": machine.name, "tokens": tokens}
         row["time"] = _stages(step_time(found, config, machine, numel, tokens))
-        others = peer_times(units, moments, machine.group(size), tokens)
+        group, products = machine.group(size), sum(found.products)
+        others = peer_times(units, moments, group, tokens, products)
         row["other_times"] = {name: _stages(time) for name, time in others.items()}
         rows.append(row)
     return rows

@@ -17,7 +17,7 @@ from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.layout import Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import routed
-from shardcast.plan.partition import ELEMENTWISE
+from shardcast.plan.partition import ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.rules import STATE_NAMES, rule_of
@@ -65,6 +65,7 @@ class Estimate:
         traffic: of the packs that train, in the order of the layout.
         updated: bytes that the update reads and writes on the rank that updates most.
         normed: bytes that the norm reads there.
+        products: per rank, floating-point operations of Muon's matrix products.
     """
 
     layout: Layout
@@ -83,6 +84,7 @@ class Estimate:
     traffic: tuple[Traffic, ...]
     updated: int
     normed: int
+    products: tuple[float, ...]
 
     @property
     def total(self) -> int:
@@ -127,12 +129,19 @@ def estimate(
     fabric = Fabric(fabric.backend, min(world_size, fabric.node))
     layout = routed(plan.layout, config, fabric)
     states = [state_of(owner, group) for _, owner, group in originals.numbered()]
+    products = {
+        slot.name: matrix_products(
+            originals.owner(pack.group), originals.groups[pack.group], slot.shape
+        )
+        for pack, slot in layout.slots()
+    }
     cast_peak, live = _convert_outside(plan)
     return Estimate(
         layout,
         outside=live - sum(param.nbytes for param in plan.params.values()),
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
         cost_imbalance=_over_mean(_costs(layout, plan.costs)),
+        products=tuple(_costs(layout, products)),
         **_summed(layout, plan.precision, config, states, fabric.backend),
     )
 

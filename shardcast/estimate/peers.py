@@ -5,6 +5,7 @@ Each as its documentation says it is used, with AdamW in mixed precision; source
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -35,7 +36,7 @@ def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
 
 
 def peer_times(
-    units: Sequence[int], moments: float, group: Group, tokens: int
+    units: Sequence[int], moments: float, group: Group, tokens: int, products: float = 0.0
 ) -> dict[str, StepTime]:
     """Seconds of their steps, without accumulation or activation checkpointing.
 
@@ -44,11 +45,18 @@ def peer_times(
         moments: state tensors per parameter.
         group: the data-parallel ranks.
         tokens: of one rank in a step.
+        products: operations of Muon's matrix products for the whole model, which DDP and FSDP2
+            are taken to make on every rank, and Megatron to spread evenly.
     """
+    seconds = products / group.machine.flops
+    found = {
+        "DDP + autocast": (_ddp(sum(units), moments, group, tokens), seconds),
+        "FSDP2": (_fsdp2(units, moments, group, tokens), seconds),
+        "Megatron": (_megatron(sum(units), moments, group, tokens), seconds / group.size),
+    }
     return {
-        "DDP + autocast": _ddp(sum(units), moments, group, tokens),
-        "FSDP2": _fsdp2(units, moments, group, tokens),
-        "Megatron": _megatron(sum(units), moments, group, tokens),
+        name: dataclasses.replace(time, update=time.update + more)
+        for name, (time, more) in found.items()
     }
 
 

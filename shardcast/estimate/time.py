@@ -25,7 +25,8 @@ class StepTime:
         compute: forward and backward.
         reduce: gradients to their owner: what is sent, and the sum of what arrives.
         combine: the norm, and the small all-reduce that all ranks decide with.
-        update: bytes over bandwidth; in the other systems the cast too, wherever it is.
+        update: bytes over bandwidth, and Muon's matrix products at the rate of the forward; in the
+            other systems the cast too, wherever it is.
         sync: updated parameters to everybody.
         in_backward: of ``reduce`` (in FSDP2 of ``sync`` too), what runs beside the backward.
         in_forward: of ``sync``, what runs beside the next forward.
@@ -83,7 +84,7 @@ def step_time(
         compute=forward + backward,
         reduce=sum(sent) + local,
         combine=found.normed / machine.memory + group.all_reduce(8),
-        update=found.updated / bandwidth,
+        update=found.updated / bandwidth + max(found.products) / machine.flops,
         sync=sync,
         in_backward=sum(sent) - waited,
         in_forward=sync - late,

@@ -68,20 +68,25 @@ def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> s
 def update_cost(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: Sequence[int]
 ) -> float:
-    """About how many floating-point operations the update of one parameter takes.
+    """About how many floating-point operations the update of one parameter takes."""
+    return ELEMENT * math.prod(shape) + matrix_products(optimizer, group, shape)
 
-    Muon's are those of its Newton-Schulz iterations: of an m x n matrix, m <= n, each multiplies
-    m x n by n x m, m x m by m x m and m x m by m x n. All other classes: by elements.
+
+def matrix_products(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: Sequence[int]
+) -> float:
+    """How many of them are in matrix products: those of Muon's Newton-Schulz iterations.
+
+    Of an m x n matrix, m <= n, each multiplies m x n by n x m, m x m by m x m and m x m by m x n.
     """
-    elements = math.prod(shape)
     if not isinstance(optimizer, torch.optim.Muon):
-        return ELEMENT * elements
+        return 0.0
     *stack, rows, columns = shape
     products = 0
     for block in group.get("row_splits") or [rows]:
         small, large = sorted((block, columns))
         products += 4 * small * small * large + 2 * small**3
-    return ELEMENT * elements + float(group["ns_steps"]) * products * math.prod(stack)
+    return float(group["ns_steps"]) * products * math.prod(stack)
 
 
 def round_up(value: int, multiple: int) -> int:
