@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.loading import import_from
 from shardcast.checkpoint.source import Source, from_tensors
@@ -115,6 +116,10 @@ def _tensors(source: Values) -> dict[str, Tensor]:
         for path in _files_of(Path(source)):
             found.update(_safetensors(path) if path.suffix == ".safetensors" else torch_file(path))
     for name, value in found.items():
+        if _compat.is_dtensor(value):
+            raise ValueError(
+                f"weights: {name!r} is a DTensor; give whole tensors (full_tensor()), or files"
+            )
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"weights: expected a model's state_dict, got {type(value).__name__} at {name!r}; "

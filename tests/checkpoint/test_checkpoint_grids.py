@@ -34,8 +34,11 @@ def link(mesh: Any, folder: Path, number: int, tie: bool) -> Any:
         assert resumed is not None and resumed.step == number and resumed.extra == {"n": number}
     before = job.found()
     job.step(number)
-    extra = {"n": number + 1}
-    checkpoint.save(folder, job.model, job.optimizer, step=number + 1, extra=extra)
+    pair, told = (job.model, job.optimizer), {"step": number + 1, "extra": {"n": number + 1}}
+    if number % 3 == 2:
+        checkpoint.save_async(folder, *pair, **told).wait()
+    else:
+        checkpoint.save(folder, *pair, **told)
     return before, job.found()
 
 
@@ -205,3 +208,19 @@ def test_a_local_state_does_not_load_at_another_place_of_the_mesh():
     threaded_world(world, loading, 0)
     for message in everywhere(world, loading, 1):  # the same layout, of the other half of rows
         assert "another place in the mesh" in message
+
+
+def test_a_rank_with_another_model_makes_all_of_the_mesh_raise(tmp_path: Path):
+    def acting(mesh: Any, act: Any) -> None:
+        job = Job(mesh)
+        act(tmp_path, nn.Linear(1, 1) if mesh.get_rank() == 3 else job.model, job.optimizer)
+
+    def save(folder: Path, model: Any, optimizer: Any) -> None:
+        checkpoint.save(folder, model, optimizer, step=1)
+
+    job = Job()
+    checkpoint.save(tmp_path, job.model, job.optimizer, step=0)
+    for act in (save, checkpoint.load):
+        messages = everywhere({"pp": 2, "dp": 1, "tp": 2}, acting, act)
+        assert messages.count(messages[0]) == 3 and messages[0] == f"rank 3: {messages[3]}"
+        assert "model: it is not the one that the optimizer was sharded with" in messages[3]
