@@ -19,6 +19,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import add
 from typing import NamedTuple
 
 from torch import Tensor
@@ -71,10 +73,15 @@ class Region:
             return cls.whole(tensor.shape)
         return cls(tuple(tensor.shape), tuple(_runs(tensor, dim) for dim in range(tensor.dim())))
 
-    @property
+    @cached_property
     def local(self) -> Shape:
         """The shape of the local tensor."""
         return tuple(sum(run.size for run in runs) for runs in self.runs)
+
+    @cached_property
+    def _firsts(self) -> list[int] | None:
+        """Where the local tensor begins, if each dimension has one run, as nearly always."""
+        return [run.first for (run,) in self.runs] if all(len(r) == 1 for r in self.runs) else None
 
     @property
     def is_whole(self) -> bool:
@@ -96,11 +103,14 @@ class Region:
             Each box with a view of its elements, of the box's shape. The views are contiguous,
             and at most ``2 d - 1``, where each dimension has one run.
         """
-        done = 0
+        done, firsts = 0, self._firsts
         for box in boxes(self.local, start, start + flat.numel()):
             size = math.prod(box.sizes)
             view = flat[done : done + size].view(box.sizes)
             done += size
+            if firsts is not None:
+                yield Box(tuple(map(add, firsts, box.offsets)), box.sizes), view
+                continue
             for part in itertools.product(*map(_overlaps, self.runs, box.offsets, box.sizes)):
                 offsets, inside = (tuple(x) for x in zip(*part, strict=True)) if part else ((), ())
                 yield Box(offsets, tuple(view[inside].shape)), view[inside]
