@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, load at any world size, and open in plain PyTorch.
+"""Checkpoints that are whole or not there, load on any grid of ranks, and open in plain PyTorch.
 
 ::
 
@@ -7,9 +7,10 @@
         ...
         checkpoint.save("runs/a", model, optimizer, step=step + 1, extra=..., keep=3)
 
-:func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group
-must call them, and so are :func:`save_async`, :func:`load_plain`, :func:`import_dcp` and
-:func:`import_deepspeed`. :func:`latest`, :func:`inspect` and :func:`export` are local.
+:func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group,
+which is that of the whole mesh if it has one, must call them, and so are :func:`save_async`,
+:func:`load_plain`, :func:`import_dcp` and :func:`import_deepspeed`. :func:`latest`, :func:`inspect`
+and :func:`export` are local.
 """
 
 from shardcast.checkpoint.background import Saving, save_async

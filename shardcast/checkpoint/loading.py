@@ -37,7 +37,7 @@ def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -
     """Load the newest sound checkpoint of a directory, or the one that is named.
 
     Every rank of the optimizer's group must call it; it returns on all of them, or raises on all.
-    World size, partition, packs and ``param_dtype`` may differ from when it was saved: masters,
+    The grid of ranks, partition, packs and ``param_dtype`` may differ from the saved ones: masters,
     state and step counts are the same to the bit. Everything is verified and compared before
     anything in memory changes. Extra memory is the state of one pack's span, on the host.
 

@@ -62,6 +62,7 @@ def save(
     Args:
         directory: holds the checkpoints of one run, on a file system that all ranks share; made
             if need be. One job at a time may save into it.
+        model: what was given to :func:`shardcast.shard`; of a pipeline, this rank's stages.
         step: names the checkpoint; a sound one of the same step is never overwritten.
         extra: what else the run needs, rank 0's counts: tensors, containers and plain values, as
             ``torch.load(weights_only=True)`` reads them (schedulers, position in the data).
