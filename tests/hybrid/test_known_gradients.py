@@ -142,6 +142,22 @@ def test_gradients_that_lie_in_another_way_are_moved():
         assert norm == pytest.approx(norm_of(totals), rel=1e-7)
 
 
+def low(mesh: DeviceMesh) -> float:
+    model = Bag(partial=(4,))
+    model.place(mesh["tp"], partial=Replicate())
+    value = (256.0, 1.0, -256.0)[mesh.get_local_rank("tp")]
+    optimizer = sgd(model, mesh=mesh, param_dtype="bf16")
+    model({"partial": torch.full((4,), value)}, ["partial"]).backward()
+    optimizer.step()
+    return float(optimizer.grad_norm)
+
+
+def test_sums_over_tensor_parallel_ranks_are_in_fp32():
+    """256 + 1 - 256, of which 256 + 1 has no place in bf16, the dtype of gradients."""
+    assert torch.tensor(257.0).bfloat16() == 256
+    assert threaded_world({"dp": 2, "tp": 3}, low) == [2.0 * 2] * 6
+
+
 def apart(mesh: DeviceMesh) -> tuple[Sums, float]:
     """A parameter over two model-parallel dimensions, and one that each data rank alone uses."""
     model = Bag(block=(4, 6), first=(3,), other=(2, 2))
