@@ -109,6 +109,9 @@ class FakeGroup(RecordedGroup):
         self.pending[record.seq] = record
         return _FakeWork(self, record.seq)
 
+    def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
+        return DoneWork()  # a message that comes in leaves what is there
+
 
 class _FakeWork(DoneWork):
     def __init__(self, group: FakeGroup, seq: int) -> None:

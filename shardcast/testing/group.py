@@ -104,8 +104,9 @@ class RecordedGroup(dist.ProcessGroup):
     """A process group that needs no ``init_process_group`` and logs every collective.
 
     Pass it as ``group=`` to ``torch.distributed`` functions, with group ranks (``group_src``,
-    ``group_dst``). Tensors must be contiguous. Point-to-point operations are not supported, of
-    coalesced ones those that torch hands to the backend one by one (broadcasts).
+    ``group_dst``). Tensors must be contiguous. Of coalesced operations those are supported that
+    torch hands to the backend one by one (broadcasts). Messages between two ranks are no
+    collectives: they are in no log.
     """
 
     log: list[Collective]
@@ -135,6 +136,10 @@ class RecordedGroup(dist.ProcessGroup):
         return self._group_name
 
     def _issue(self, call: Call) -> dist.Work:
+        raise NotImplementedError
+
+    def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
+        """Send, or receive, one message; this rank is one of the two."""
         raise NotImplementedError
 
     def _note(self, record: Collective) -> None:
@@ -238,6 +243,19 @@ class RecordedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", [], [], opts)
+
+    def send(self, tensors: list[Tensor], dest: int, tag: int = 0) -> dist.Work:
+        return self._message(self._alone("send", tensors, dest), self.rank(), dest, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
+        return self._message(self._alone("recv", tensors, source), source, self.rank(), tag)
+
+    def _alone(self, op: str, tensors: list[Tensor], peer: int) -> Tensor:
+        if len(tensors) != 1 or not tensors[0].is_contiguous():
+            self._refuse(op, "expected one contiguous tensor")
+        if not 0 <= peer < self.size() or peer == self.rank():
+            self._refuse(op, f"rank {peer} is not another one in a world of {self.size()}")
+        return tensors[0]
 
     # What functional collectives call, with one tensor or several: collectives of one launch.
 

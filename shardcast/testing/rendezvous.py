@@ -22,19 +22,26 @@ from .group import Call
 from .record import Collective, name_ranks
 from .turns import Turns
 
-__all__ = ["Rendezvous", "Run", "Slot"]
+__all__ = ["MESSAGE", "Rendezvous", "Run", "Slot"]
+
+MESSAGE = "message"  # the op of what one rank sends to one other
 
 
 @dataclass
 class Slot:
     """One collective: what each rank that has launched it left for the others."""
 
-    seq: int
-    group: str
+    record: Collective
+    """That of the first of them."""
     calls: dict[int, Call] = field(default_factory=dict)
 
+    @property
+    def seq(self) -> int:
+        return self.record.seq
+
     def __str__(self) -> str:
-        return f"collective {self.seq}" + (f" of {self.group}" if self.group else "")
+        kind = MESSAGE if self.record.op == MESSAGE else "collective"
+        return f"{kind} {self.seq}" + (f" of {self.record.group}" if self.record.group else "")
 
 
 class Run:
@@ -55,7 +62,7 @@ class Run:
 
     def group(self, key: str, ranks: Sequence[int]) -> Rendezvous:
         """The rendezvous of a process group, which has the same key on all its ranks."""
-        group = self._groups.setdefault(key, Rendezvous(self, tuple(ranks)))
+        group = self._groups.setdefault(key, Rendezvous(self, key, tuple(ranks)))
         if group.ranks != tuple(ranks):
             raise ValueError(
                 f"process group {key} of this rank has the {name_ranks(ranks)}, that of "
@@ -104,6 +111,16 @@ class Run:
         message = f"no rank can go on, each waits for another one:{''.join(lines)}"
         self.fail(lambda: CollectiveMismatchError(message, calls))
 
+    def check_received(self) -> None:
+        """Raise if a message was sent that nobody has received, for which a real rank may wait."""
+        for group in self._groups.values():
+            slot = group.oldest()
+            if slot is not None and slot.record.op == MESSAGE:
+                calls = {group.ranks[0]: slot.record}
+                raise CollectiveMismatchError(
+                    f"{slot} was never received{group.table(slot)}", calls
+                )
+
     def fail_late(self) -> None:
         """Fail, unless failed already: the turn has not changed hands for ``timeout`` seconds."""
         holder = self.turns.holder
@@ -129,16 +146,21 @@ class Run:
 class Rendezvous:
     """The collectives of one process group in a run; ranks are those of the group."""
 
-    def __init__(self, run: Run, ranks: tuple[int, ...]) -> None:
-        self.run = run
+    def __init__(self, run: Run, key: str, ranks: tuple[int, ...]) -> None:
+        self.run, self.key = run, key
         self.ranks = ranks
         """The ranks of the world that the group has, by rank in the group."""
         self._open: dict[int, Slot] = {}  # without the full ones, which only their ranks hold
 
+    def between(self, source: int, dest: int, tag: int) -> Rendezvous:
+        """Of the messages of one rank to another one with that tag."""
+        key = f"{self.key}: {source} to {dest}, tag {tag}"
+        return self.run.group(key, (self.ranks[source], self.ranks[dest]))
+
     def launch(self, rank: int, call: Call) -> Slot:
         """Leave ``call`` in its slot; raise if it differs from what is there already."""
         seq = call.record.seq
-        slot = self._open.setdefault(seq, Slot(seq, call.record.group))
+        slot = self._open.setdefault(seq, Slot(call.record))
         if self.run.failure is None:
             for other, theirs in slot.calls.items():
                 difference = _difference(self.ranks, rank, call, other, theirs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from torch import Tensor
 from .errors import BufferHazardError
 from .group import Call, DoneWork, RecordedGroup, deliver
 from .record import Collective
-from .rendezvous import Rendezvous, Slot
+from .rendezvous import MESSAGE, Rendezvous, Slot
 
 __all__ = ["StrictGroup"]
 
@@ -29,7 +31,8 @@ class StrictGroup(RecordedGroup):
         self.poison = poison
         self.meeting: Rendezvous | None = None
         """The run that this rank takes part in at present."""
-        self._pending: dict[int, Call] = {}
+        self._pending: dict[Hashable, Call] = {}
+        self._messages: Counter[tuple[int, int, int]] = Counter()
 
     def begin(self, meeting: Rendezvous, rank_log: list[Collective] | None = None) -> None:
         """Take part in a new run, with an empty log.
@@ -38,6 +41,7 @@ class StrictGroup(RecordedGroup):
             rank_log: of this rank of a mesh, beside that of the group.
         """
         self.meeting, self._pending, self.log = meeting, {}, []
+        self._messages.clear()
         self.rank_log = self.log if rank_log is None else rank_log
         self._coalescing = None  # a run that failed may have left it
 
@@ -48,9 +52,7 @@ class StrictGroup(RecordedGroup):
             raise BufferHazardError(f"rank {self.world_rank} never waited for {calls}")
 
     def _issue(self, call: Call) -> dist.Work:
-        meeting = self.meeting
-        if meeting is None:
-            raise RuntimeError("this group works only inside ThreadedWorld.run")
+        meeting = self._here()
         if meeting.run.inject(meeting.ranks[self.rank()]):
             return DoneWork()
         self._note(call.record)
@@ -58,6 +60,34 @@ class StrictGroup(RecordedGroup):
         slot = meeting.launch(self.rank(), replace(call, inputs=copies))
         self._pending[slot.seq] = call
         return _StrictWork(self, meeting, slot, call)
+
+    def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
+        """A rendezvous of two, where the one that sends does not wait."""
+        line = (source, dest, tag)
+        sends, meeting = source == self.rank(), self._here().between(*line)
+        record = Collective(
+            self._messages[line], MESSAGE, tuple(tensor.shape), tensor.dtype, source, dest,
+            group=self._name(),
+        )  # fmt: skip
+        self._messages[line] += 1
+        inputs, outputs = ([tensor.detach().clone()], []) if sends else ([], [tensor.data])
+        call = Call(record, inputs, outputs)
+        slot = meeting.launch(0 if sends else 1, call)
+        if sends:
+            return DoneWork()
+        self._pending[line, slot.seq] = call
+        return _Received(self, meeting, slot, line)
+
+    def receive(self, meeting: Rendezvous, slot: Slot, line: Hashable) -> None:
+        """Wait for a message and write it."""
+        call = self._pending.pop((line, slot.seq))
+        meeting.wait(1, slot)
+        call.outputs[0].copy_(slot.calls[0].inputs[0])
+
+    def _here(self) -> Rendezvous:
+        if self.meeting is None:
+            raise RuntimeError("this group works only inside ThreadedWorld.run")
+        return self.meeting
 
     @property
     def world_rank(self) -> int:
@@ -69,6 +99,23 @@ class StrictGroup(RecordedGroup):
         meeting.wait(self.rank(), slot)
         sent = [slot.calls[rank].inputs for rank in range(self.size())]
         deliver(self.rank(), call, sent, _reduce_in_rank_order)
+
+
+class _Received(dist.Work):
+    """A message; it is written in ``wait()``."""
+
+    def __init__(self, group: StrictGroup, meeting: Rendezvous, slot: Slot, line: Hashable) -> None:
+        super().__init__()
+        self._receive: Callable[[], None] | None = partial(group.receive, meeting, slot, line)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._receive is not None:
+            self._receive()
+            self._receive = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._receive is None
 
 
 class _StrictWork(dist.Work):

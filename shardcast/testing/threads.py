@@ -129,6 +129,8 @@ class ThreadedWorld:
         finally:
             torch.set_rng_state(random_state)
         self._raise_first(run)
+        if run.failure is None:
+            run.check_received()
         if run.unreached and run.failure is None:
             counts = {fault: run.attempts[fault.rank] for fault in run.unreached}
             told = ", ".join(f"{fault} (rank made {n})" for fault, n in counts.items())

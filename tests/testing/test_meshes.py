@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -169,6 +170,62 @@ def test_a_log_names_the_group_and_counts_within_it():
     assert str(world.logs[3][1]) == "#0 all_reduce(float32[2], reduce_op=SUM, group=dp)"
 
 
+def passes_on(mesh: DeviceMesh) -> Any:
+    """Each stage adds its own to what it gets; several messages are under way, in two groups."""
+    rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    got = [torch.zeros(2), torch.zeros(2)]
+    if rank:
+        works = [dist.irecv(out, group=group, group_src=rank - 1) for out in got]
+        for work in works[::-1]:
+            work.wait()
+    if rank < 2:
+        dist.isend(got[0] + 1, group=group, group_dst=rank + 1)
+        dist.isend(got[1] + 10, group=group, group_dst=rank + 1)
+    box = [f"from {dist.get_rank()}"]
+    if rank == 0:
+        dist.send_object_list(box, group=group, group_dst=2)
+    elif rank == 2:
+        dist.recv_object_list(box, group=group, group_src=0)
+    return got[0].tolist(), got[1].tolist(), box[0]
+
+
+def test_messages_go_from_rank_to_rank_of_a_group_in_order():
+    world = ThreadedWorld({"pp": 3, "dp": 2})
+    for rank, (one, other, box) in enumerate(world.run(passes_on)):
+        place = rank // 2
+        assert one == [place] * 2 and other == [10 * place] * 2
+        assert box == (f"from {rank % 2}" if place == 2 else f"from {rank}")
+    assert world.logs == [[]] * 6, "they are no collectives"
+
+
+class Half(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def pipelined(mesh: DeviceMesh) -> tuple[list[Tensor], Tensor]:
+    number = mesh.get_local_rank("pp")
+    module = Half(number)
+    stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, _: out.square().sum(), scale_grads=False)
+    x = torch.arange(12.0).view(4, 3)
+    schedule.step(*[x] * (number == 0), target=x if number else None)
+    return [param.grad for param in module.parameters()], dist.get_rank()
+
+
+def test_a_pipeline_of_torch_runs_in_threads():
+    model = nn.Sequential(Half(0), Half(1))
+    model(torch.arange(12.0).view(4, 3)).square().sum().backward()
+    for grads, rank in threaded_world({"pp": 2, "dp": 2}, pipelined):
+        for grad, param in zip(grads, model[rank // 2].parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad)
+
+
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
@@ -188,6 +245,29 @@ def crosses(mesh: DeviceMesh) -> None:
         dist.all_reduce(ones(), group=mesh.get_group(name))
 
 
+def sends_other(mesh: DeviceMesh) -> None:
+    group = mesh.get_group("tp")
+    if group.rank():
+        dist.recv(torch.ones(3), group=group, group_src=0)
+    else:
+        dist.send(torch.ones(2), group=group, group_dst=1)
+
+
+def sends_in_vain(mesh: DeviceMesh) -> None:
+    if mesh.get_rank() == 2:
+        dist.send(ones(), group=mesh.get_group("tp"), group_dst=1)
+    dist.barrier()
+
+
+def both_receive(mesh: DeviceMesh) -> None:
+    group = mesh.get_group("tp")
+    dist.recv(ones(), group=group, group_src=1 - group.rank())
+
+
+def receives_from_itself(mesh: DeviceMesh) -> None:
+    dist.send(ones(), group=mesh.get_group("tp"), group_dst=5)
+
+
 def other_order(mesh: DeviceMesh) -> None:
     groups = ([0, 1], [0, 2])
     for ranks in groups if dist.get_rank() else groups[::-1]:
@@ -202,6 +282,10 @@ MISTAKES: list[tuple[Callable[..., None], type[Exception], str]] = [
     (shapes_differ, CollectiveMismatchError, r"of tp does not match: ranks 2, 3 differ in shape"),
     (leaves, RankLeftError, r"rank 1 has left after 0 collectives .* 0 of tp waits for it"),
     (crosses, CollectiveMismatchError, r"can go on.*\n  rank 0 waits in .* 0 of tp for rank 1: #0"),
+    (sends_other, CollectiveMismatchError, r"message 0 of tp does not match: .* differ in shape"),
+    (sends_in_vain, CollectiveMismatchError, r"message 0 of tp was never received:\n  rank 2: #0"),
+    (both_receive, CollectiveMismatchError, r"can go on.*\n  rank 0 waits in message 0 of tp for"),
+    (receives_from_itself, ValueError, "(rank 5 is not another one|not in the group)"),
     (other_order, ValueError, r"process group \d+ of this rank has the ranks 0, .*same order"),
     (forgets, BufferHazardError, r"rank \d never waited for #0 all_reduce\(.*group=dp\)"),
 ]
