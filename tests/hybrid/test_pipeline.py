@@ -1,4 +1,4 @@
-"""Pipelines of torch beside data parallelism: two stages' ranks times two, in four processes.
+"""Pipelines of torch beside data parallelism: two stages' ranks times two.
 
 Cases of torch's test_composability, with its sizes and tolerances.
 """
@@ -13,17 +13,18 @@ import pytest
 import torch
 from models import assert_same_bits, run_world
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 import shardcast
-from shardcast.testing import SpawnedWorld
+from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 
 LAYERS, WIDTH, MICRO_BATCHES, STEPS = 8, 10, 8, 3
 FP32, BF16 = torch.float32, torch.bfloat16
+GRID = {"dp": 2, "pp": 2}
 
 
 class Layer(nn.Module):
@@ -69,10 +70,9 @@ def values(*modules: nn.Module) -> dict[str, Tensor]:
 
 
 def pipelined(
-    _group: Any, schedule: str, dtype: torch.dtype, as_list: bool, scale_grads: bool
+    mesh: DeviceMesh, schedule: str, dtype: torch.dtype, as_list: bool, scale_grads: bool
 ) -> dict[str, Any]:
     """Train this rank's stages; what they hold at the end, and the norms of all steps."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     pp, dp_rank = mesh["pp"], mesh.get_local_rank("dp")
     kind = get_schedule_class(schedule)
     several = issubclass(kind, PipelineScheduleMulti)
@@ -141,8 +141,8 @@ def by_torch() -> dict[str, Any]:
 
 
 @functools.cache
-def on_four(four: SpawnedWorld, schedule: str, dtype: torch.dtype) -> list[dict[str, Any]]:
-    return four.run(pipelined, schedule, dtype, True, False)
+def on_four(schedule: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    return threaded_world(GRID, pipelined, schedule, dtype, True, False)
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -155,10 +155,8 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble"])
-def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(
-    four: SpawnedWorld, schedule: str
-):
-    ranks = on_four(four, schedule, FP32)
+def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(schedule: str):
+    ranks = on_four(schedule, FP32)
     expected = by_torch()
     torch.testing.assert_close(joined(ranks), expected["values"])
     for rank in ranks:
@@ -169,10 +167,8 @@ def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(
 @pytest.mark.parametrize(
     "schedule", ["1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
 )
-def test_a_pipeline_gives_what_data_parallelism_alone_gives(
-    four: SpawnedWorld, schedule: str, dtype: torch.dtype
-):
-    ranks = on_four(four, schedule, dtype)
+def test_a_pipeline_gives_what_data_parallelism_alone_gives(schedule: str, dtype: torch.dtype):
+    ranks = on_four(schedule, dtype)
     expected = without_pipeline(dtype, backwards=schedule == "LoopedBFS")
     torch.testing.assert_close(joined(ranks), expected["values"], atol=5e-5, rtol=2e-2)
     assert_same_bits(joined(ranks), expected["values"])
@@ -181,15 +177,13 @@ def test_a_pipeline_gives_what_data_parallelism_alone_gives(
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-def test_gradients_that_the_schedule_scales_are_those_of_a_scaled_loss(
-    four: SpawnedWorld, schedule: str
-):
-    ranks = four.run(pipelined, schedule, FP32, True, True)
+def test_gradients_that_the_schedule_scales_are_those_of_a_scaled_loss(schedule: str):
+    ranks = threaded_world(GRID, pipelined, schedule, FP32, True, True)
     assert_same_bits(joined(ranks), without_pipeline(FP32)["values"])
 
 
-def test_one_stage_need_not_be_in_a_list(four: SpawnedWorld):
-    ranks = four.run(pipelined, "1F1B", FP32, False, False)
+def test_one_stage_need_not_be_in_a_list():
+    ranks = threaded_world(GRID, pipelined, "1F1B", FP32, False, False)
     assert_same_bits(joined(ranks), without_pipeline(FP32)["values"])
 
 
@@ -223,9 +217,8 @@ def texts(step: int, dp_rank: int) -> Tensor:
     return torch.randint(WORDS, (MICRO_BATCHES, TOKENS), generator=generator)
 
 
-def shared_weight(_group: Any, tied: bool) -> dict[str, Any]:
+def shared_weight(mesh: DeviceMesh, tied: bool) -> dict[str, Any]:
     """Losses of the last stage, and the weight at the end."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     number = mesh.get_local_rank("pp")
     stage = Words(first=number == 0, last=number == 1)
     sgd = torch.optim.SGD(stage.parameters(), lr=2.0**-3)
@@ -262,12 +255,10 @@ def shared_weight_alone(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_weight_shared_by_two_stages_gives_the_losses_of_one_process(
-    four: SpawnedWorld, tied: bool
-):
+def test_a_weight_shared_by_two_stages_gives_the_losses_of_one_process(tied: bool):
     exact, weight = shared_weight_alone(torch.float64)
     assert torch.equal(shared_weight_alone(FP32)[1].double(), weight), "the case rounds"
-    ranks = four.run(shared_weight, tied)
+    ranks = threaded_world(GRID, shared_weight, tied)
     losses = torch.stack([torch.stack(ranks[last]["losses"]) for last in (1, 3)]).double()
     if tied:
         torch.testing.assert_close(losses, exact, rtol=1e-7, atol=0)
