@@ -80,6 +80,10 @@ class ThreadedWorld:
     count a rank's collectives in all of them. Ranks that wait for each other in different groups
     raise :class:`CollectiveMismatchError` at once. The groups end with the run.
 
+    **Messages** from one rank to another (``send``, ``irecv``) arrive in order for each tag; who
+    sends does not wait. They are in no log, and no fault counts them. One that nobody has received
+    at the end raises :class:`CollectiveMismatchError`.
+
     CPU tensors only: on accelerators, backward passes of all ranks share one thread, which a
     waiting rank would block. Threads begin with gradients enabled, whatever the caller has set.
     """
