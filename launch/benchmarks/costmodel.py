@@ -13,6 +13,7 @@ import ctypes
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ COLD = 1 << 27  # bytes of what is sent or summed, more than caches hold
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt
 STAGES = ("reduce", "sync")
 COLUMNS = ("stage", "predicted ms", "least ms", "predicted / least", "quartiles ms")
-Clock = Callable[[], float]
 
 
 @dataclass
@@ -49,7 +49,7 @@ def measure(group: dist.ProcessGroup, model: str, rounds: int, clock: str) -> Re
     """The body of one rank; all ranks find the same."""
     keep_freed_memory()
     torch.manual_seed(0)
-    module, config, now = WORKLOADS[model].build(), ShardcastConfig(), CLOCKS[clock]
+    module, config = WORKLOADS[model].build(), ShardcastConfig()
     inner = torch.optim.AdamW(module.parameters())
     found = estimate(module, inner, group.size(), config)
     numel = sum(param.numel() for param in module.parameters())
@@ -60,11 +60,11 @@ def measure(group: dist.ProcessGroup, model: str, rounds: int, clock: str) -> Re
     sums: list[float] = []
     measured: dict[str, list[float]] = {stage: [] for stage in STAGES}
     for number in range(rounds + 1):
-        small = {size: exchanged(comm, size, now) for size in SIZES}
-        summed_in = summed(comm, now)
+        small = {size: exchanged(comm, size, clock) for size in SIZES}
+        summed_in = summed(comm, clock)
         for param, grad in zip(module.parameters(), grads, strict=True):
             param.grad = grad.clone()
-        whole = stages_of_a_step(optimizer, now)
+        whole = stages_of_a_step(optimizer, clock)
         if number:  # the first round warms up
             sums.append(summed_in)
             for size in SIZES:
@@ -85,16 +85,13 @@ def keep_freed_memory() -> None:
             raise RuntimeError("mallopt: the C library refused it")
 
 
-def stages_of_a_step(optimizer: Any, now: Clock) -> dict[str, float]:
-    """Seconds of the slowest rank, from the moment when all begin a stage."""
+def stages_of_a_step(optimizer: Any, clock: str) -> dict[str, float]:
+    """Seconds of each stage."""
     times: dict[str, float] = {}
 
     def timed(call: Callable[[], None], name: str) -> Callable[[], None]:
         def run() -> None:
-            dist.barrier()
-            start = now()
-            call()
-            times[name] = now() - start
+            times[name] = seconds(call, clock)
 
         return run
 
@@ -103,12 +100,29 @@ def stages_of_a_step(optimizer: Any, now: Clock) -> dict[str, float]:
     engine.send = timed(engine.send, "sync")
     optimizer.step()
     del engine.reduce.finish, engine.send
-    slowest = torch.tensor([times[stage] for stage in STAGES], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return dict(zip(STAGES, slowest.tolist(), strict=True))
+    return times
 
 
-def exchanged(comm: Comm, nbytes: int, now: Clock) -> float:
+def seconds(call: Callable[[], object], clock: str) -> float:
+    """From the moment when the first rank begins ``call`` to that when the last one ends it.
+
+    All ranks are on one machine and have one clock. A rank that waits for a core has not begun,
+    which its own clock would not show. Of processor time: that of the rank that takes most.
+    """
+    now = CLOCKS[clock]
+    dist.barrier()
+    start = now()
+    call()
+    first, last = torch.tensor([[start], [now()]], dtype=torch.float64)
+    if clock == "wall":
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+    else:
+        first, last = torch.zeros_like(first), last - first
+    dist.all_reduce(last, dist.ReduceOp.MAX)
+    return (last - first).item()
+
+
+def exchanged(comm: Comm, nbytes: int, clock: str) -> float:
     """Seconds of an exchange of ``nbytes`` on each rank."""
     sent = torch.ones(COLD // nbytes, nbytes // 2, dtype=torch.bfloat16)
     received = torch.zeros_like(sent)
@@ -117,10 +131,10 @@ def exchanged(comm: Comm, nbytes: int, now: Clock) -> float:
         row = number % len(sent)
         comm.all_to_all(received[row], sent[row]).wait()
 
-    return repeated(exchange, now)
+    return repeated(exchange, clock)
 
 
-def summed(comm: Comm, now: Clock) -> float:
+def summed(comm: Comm, clock: str) -> float:
     """Seconds in which gradients are copied into a pack of :data:`SPAN` elements for each rank,
     and the mean of such a span is taken over ranks.
     """
@@ -133,20 +147,12 @@ def summed(comm: Comm, now: Clock) -> float:
         torch._foreach_copy_(pack, grads)
         mean_in_chunks_(pack, comm.size, None, pack[0])
 
-    return repeated(mean, now)
+    return repeated(mean, clock)
 
 
-def repeated(call: Callable[[int], object], now: Clock) -> float:
-    """The mean of the slowest rank's times; the first call is not counted."""
-    times = []
-    for number in range(REPEATS + 1):
-        dist.barrier()
-        start = now()
-        call(number)
-        times.append(now() - start)
-    slowest = torch.tensor(times[1:], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest.mean())
+def repeated(call: Callable[[int], object], clock: str) -> float:
+    """The mean of the times; the first call is not counted."""
+    return statistics.mean([seconds(partial(call, n), clock) for n in range(REPEATS + 1)][1:])
 
 
 def machine_of(ranks: int, exchanges: Sequence[float], sum_in: float) -> Machine:
