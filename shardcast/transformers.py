@@ -14,20 +14,29 @@ Where Trainer takes an optimizer, in ``optimizers=`` or from ``create_optimizer`
 of them, such as ``[muon, adamw]``. The schedule that Trainer makes drives the groups of all, each
 from its own learning rate; or give a list of schedulers of your own: ``optimizers=([muon, adamw],
 [of_muon, of_adamw])``.
+
+Tensor parallelism beside it, by the model's own plan, over neighbouring ranks::
+
+    model = tensor_parallel(AutoModelForCausalLM.from_config(config), 2)
+    trainer = ShardcastTrainer(model=model, ...)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from shardcast import checkpoint
+from shardcast import _compat, checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
+from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
 
 try:
@@ -60,6 +69,8 @@ class ShardcastTrainerMixin:
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
         self._shardcast_config = shardcast_config
         super().__init__(*args, **kwargs)
+        if is_cut(self.model):  # every rank takes part when it is saved; Accelerate places nothing
+            self.is_distributed_loading_by_transformers = True
         if isinstance(self.lr_scheduler, (list, tuple)):
             self.lr_scheduler = Schedulers(self.lr_scheduler)
         elif isinstance(self.optimizer, (list, tuple)) and self.lr_scheduler is not None:
@@ -82,6 +93,22 @@ class ShardcastTrainerMixin:
             optimizer = self.optimizer
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the sharded optimizer has the norm over all of them
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing to do: they are reduced as all others."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        if not is_cut(self.model):  # whose values come with the masters
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        if is_cut(self.model):
+            checkpoint.load(Path(self.state.best_model_checkpoint, FOLDER), *_pair(self))
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         _save(self, output_dir, super()._save_optimizer_and_scheduler)  # type: ignore[misc]
 
@@ -91,6 +118,62 @@ class ShardcastTrainerMixin:
 
 class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
     """``transformers.Trainer`` with a sharded optimizer; see :class:`ShardcastTrainerMixin`."""
+
+
+def tensor_parallel(model: Any, size: int, plan: str | Mapping[str, str] = "auto") -> Any:
+    """Cut the parameters of a model of transformers over every ``size`` neighbours, in place.
+
+    Every rank must call it, before the optimizer is built, with the same whole model: from a
+    configuration, or from ``from_pretrained`` without a plan (which itself would go on to cut
+    parameters over the data-parallel ranks too, by FSDP2). The other ranks are data-parallel.
+
+    Args:
+        plan: transformers' own for the model, or rules that replace some of it.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: the release of transformers has no such plans on DTensors.
+        ValueError: ``size`` does not divide the number of ranks, or the model has no plan.
+    """
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+        from transformers.distributed.utils import initialize_distributed_mesh
+    except ImportError as error:
+        raise ImportError(
+            "tensor_parallel: expected transformers 5.23 or newer, whose plans make DTensors"
+        ) from error
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = max(ranks, int(os.environ.get("WORLD_SIZE", "1")))
+    if size < 2 or ranks % size:
+        raise ValueError(f"size: expected a divisor of {ranks} ranks, at least 2, got {size}")
+    rules = plan if isinstance(plan, str) else dict(plan)
+    device, meshes = initialize_distributed_mesh(
+        DistributedConfig(tp_size=size, tp_plan=rules, fsdp_size=ranks // size)
+    )
+    _untie(model)  # a plan cuts each name by itself
+    alone = DistributedConfig(tp_size=size, tp_plan=rules, fsdp_size=1)  # so nothing is fully_shard
+    model = type(model).maybe_distribute_model(model, alone, meshes)
+    model.tie_weights()
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not _compat.is_dtensor(tensor):
+            tensor.data = tensor.data.to(device)
+    # What Trainer and Accelerate ask for the number of data-parallel ranks.
+    model.config.distributed_config.fsdp_size = ranks // size
+    model._is_distributed_loading_by_transformers = False  # else Trainer refuses to save for resume
+    return model
+
+
+def _untie(model: nn.Module) -> None:
+    """Give each name a parameter of its own."""
+    seen = set()
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param in seen:
+                copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+                setattr(module, name, copy)
+            seen.add(param)
 
 
 class Schedulers:
@@ -132,7 +215,22 @@ def adapt() -> None:
     Trainer._load_optimizer_and_scheduler = lambda self, folder: _load(
         self, folder, partial(load, self)
     )
+    for name in ("_has_mixed_mesh_grads", "_sync_replicated_trainable_parameters"):
+        ours, stock = vars(ShardcastTrainerMixin)[name], getattr(Trainer, name, None)
+        if stock is not None:  # not in older releases
+            setattr(Trainer, name, _where_sharded(ours, stock))
     Trainer._shardcast_adapted = True
+
+
+def _where_sharded(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    def method(trainer: Any, model: nn.Module) -> Any:
+        return (ours if _shards(trainer.accelerator) else stock)(trainer, model)
+
+    return method
+
+
+def _pair(trainer: Any) -> tuple[nn.Module, Any]:
+    return trainer.accelerator.sharded_model, trainer.accelerator.sharded_optimizer
 
 
 def _shards(accelerator: Any) -> bool:
@@ -151,8 +249,7 @@ def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
     # Trainer may save a step a second time; a committed checkpoint is never overwritten.
     number = max(steps(folder), default=-1) + 1
-    pair = accelerator.sharded_model, accelerator.sharded_optimizer
-    checkpoint.save(folder, *pair, step=number, keep=1)
+    checkpoint.save(folder, *_pair(trainer), step=number, keep=1)
 
 
 def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], None]) -> None:
@@ -161,7 +258,6 @@ def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], Non
     if directory is None or not _shards(accelerator) or not Path(directory, FOLDER).is_dir():
         stock(directory)
         return
-    pair = accelerator.sharded_model, accelerator.sharded_optimizer
-    checkpoint.load(Path(directory, FOLDER), *pair)
+    checkpoint.load(Path(directory, FOLDER), *_pair(trainer))
     state = torch.load(Path(directory, SCHEDULER), weights_only=True)
     trainer.lr_scheduler.load_state_dict(state)

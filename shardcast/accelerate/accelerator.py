@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.accelerate import guards, state
+from shardcast.accelerate import guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
@@ -53,7 +54,7 @@ class ShardcastAccelerator(Accelerator):
     Raises:
         ValueError: ``mixed_precision`` and ``param_dtype`` contradict each other.
         RuntimeError: a plug-in that shards or casts by itself is in use (DeepSpeed, FSDP,
-            Megatron-LM, XLA, fp8, a parallelism config), or the processes were not joined.
+            Megatron-LM, XLA, fp8), or the processes were not joined.
     """
 
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
@@ -190,12 +191,25 @@ class ShardcastAccelerator(Accelerator):
         else:
             guards.refuse_sharded(model)
             config = guards.with_fp32_head(self.shardcast_config, model)
-            sharded = shard(model, optimizer, config)
+            sharded = shard(model, optimizer, config, **mesh.options(self, model))
         watch = self._unsharded.pop(model, None)
         if watch is not None:
             watch.remove()
         self._sharded, self._model = sharded, model
         return ShardcastOptimizer(sharded, model)
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:  # Accelerate's own
+        return args  # it would place the optimizer's parameters anew; the model is as it must be
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``Accelerator.prepare_data_loader``: tp and cp ranks of a group get the same batches.
+
+        Raises:
+            ValueError: rank 0 reads for all, beside tp with dp, or cp.
+        """
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))
+        return prepared
 
     # -- backward and step --------------------------------------------------------------------
 
@@ -330,13 +344,21 @@ class ShardcastAccelerator(Accelerator):
         options = {"load_kwargs": load_kwargs, **kwargs}
         state.load(self, input_dir, partial(super().load_state, **options))
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """As ``Accelerator.get_state_dict``; of a tensor-parallel model every rank must call it."""
+        return mesh.whole(super().get_state_dict(model, unwrap))
+
     @contextmanager
     def seen_by_stock(
-        self, wrap: Callable[[nn.Module], nn.Module] | None, optimizers: bool
+        self,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        *,
+        models: bool = True,
+        optimizers: bool = False,
     ) -> Iterator[None]:
-        """Within it Accelerate's own methods see wrapped models, and optimizers or none. Local."""
+        """Within it Accelerate's own methods see wrapped models and optimizers, or none. Local."""
         before = self._models, self._optimizers
-        self._models = before[0] if wrap is None else [wrap(model) for model in before[0]]
+        self._models = [wrap(it) if wrap else it for it in before[0]] if models else []
         self._optimizers = before[1] if optimizers else []
         try:
             yield

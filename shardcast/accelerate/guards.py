@@ -21,8 +21,6 @@ PLUGINS = {  # keyword of Accelerator -> (variable that the launcher sets, name)
     "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
     "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FSDP"),
     "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
-    "torch_tp_plugin": ("", "tensor parallelism"),
 }
 
 
@@ -69,8 +67,9 @@ def refuse_unsupported(accelerator: Any) -> None:
         _refuse(names[kind], f"distributed_type {kind}")
     if accelerator.mixed_precision == "fp8" or accelerator.has_fp8_handler:
         _refuse("fp8", "mixed_precision fp8")
-    if getattr(accelerator, "parallelism_config", None) is not None:
-        _refuse("a parallelism config", "parallelism_config=")
+    parallel: Any = getattr(accelerator, "parallelism_config", None)
+    if getattr(parallel, "sp_size", 1) > 1:
+        _refuse("DeepSpeed's sequence parallelism", f"sp_size={parallel.sp_size}")
     announced = int(os.environ.get("WORLD_SIZE", "1"))
     if announced > 1 and accelerator.num_processes == 1:
         remedy = (
@@ -112,8 +111,9 @@ def _refuse_handlers(accelerator: Any) -> None:
 def _refuse(name: str, where: str) -> None:
     raise RuntimeError(
         f"accelerate: shardcast shards the optimizer itself and cannot be combined with {name} "
-        f"({where}); expected plain data parallelism (distributed_type MULTI_GPU, MULTI_CPU or "
-        "NO, mixed_precision no, bf16 or fp16). Turn the plug-in off, or use a plain Accelerator"
+        f"({where}); expected distributed_type MULTI_GPU, MULTI_CPU or NO, with or without a "
+        "ParallelismConfig of tp and dp, and mixed_precision no, bf16 or fp16. Turn the plug-in "
+        "off, or use a plain Accelerator"
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardcast import checkpoint
+from shardcast.accelerate import mesh
 
 T = TypeVar("T")
 SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
@@ -39,7 +40,7 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
         newest = _agreed(accelerator, lambda: max(_folders(root), default=-1), "save_state")
         output_dir = root / f"state-{newest + 1}"
     step = accelerator.save_iteration
-    with accelerator.seen_by_stock(None, optimizers=False):  # saved on rank 0 alone; ours by all
+    with accelerator.seen_by_stock():  # saved on rank 0 alone; ours by all
         folder = Path(stock(os.fspath(output_dir or "")))
     accelerator.wait_for_everyone()
     model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
@@ -59,17 +60,24 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
     takes the one before, unless ``input_dir`` is that one.
     """
     chosen = _agreed(accelerator, lambda: _committed(accelerator, input_dir), "load_state")
+    model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
+    cut = mesh.is_cut(model)  # DTensors do not take the model's file, which has whole tensors
     if chosen is not None:
-        with accelerator.seen_by_stock(None, optimizers=False):
+        with accelerator.seen_by_stock(models=not cut):
             stock(chosen)
         # After the model's file, which is in param_dtype: the masters are exact.
-        model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
         checkpoint.load(Path(chosen) / SHARDS, model, sharded)
         return
     if input_dir is None or not (Path(input_dir) / "optimizer.bin").exists():
         raise FileNotFoundError(
             f"load_state: expected a committed checkpoint in {input_dir}, found none; saves that "
             "were interrupted do not count. Pass the folder that was given to save_state"
+        )
+    if cut:
+        raise ValueError(
+            f"load_state: expected a checkpoint of shardcast in {input_dir}, got one of Accelerate "
+            "under DDP, which a tensor-parallel model cannot take; load it without tp, save that, "
+            "and load the copy"
         )
     wrap = _Wrapped if _has_prefix(Path(input_dir)) else None
     options = {"map_location": "cpu"} | stock.keywords  # each rank keeps its part only
@@ -80,14 +88,15 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
 def _agreed(accelerator: Any, find: Callable[[], T], call: str) -> T:
     """What ``find`` returns or raises on rank 0, on every rank. Collective."""
     engine = accelerator.sharded_optimizer.engine
+    everyone = engine.grid.everyone
 
     def found() -> Any:
         try:
-            return find() if engine.comm.rank == 0 else None
+            return find() if everyone.rank == 0 else None
         except (checkpoint.DamagedCheckpointError, ValueError) as error:
             return error
 
-    value: Any = engine.comm.collect(found, engine.device, call)[0]
+    value: Any = everyone.collect(found, engine.device, call)[0]
     if isinstance(value, Exception):
         raise value
     return value  # type: ignore[no-any-return]

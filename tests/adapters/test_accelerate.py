@@ -245,7 +245,6 @@ def test_param_dtype_may_be_said_in_every_place_instead(
         ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
         ("ACCELERATE_USE_FSDP", "FSDP"),
         ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
     ],
 )
 def test_plugins_that_the_launcher_turns_on_are_refused(
@@ -256,9 +255,7 @@ def test_plugins_that_the_launcher_turns_on_are_refused(
         ShardcastAccelerator(cpu=True)
 
 
-@pytest.mark.parametrize(
-    "keyword", ["deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"]
-)
+@pytest.mark.parametrize("keyword", ["deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"])
 def test_plugins_given_in_code_are_refused(keyword: str) -> None:
     with pytest.raises(RuntimeError, match=rf"cannot be combined with .* \({keyword}=\)"):
         ShardcastAccelerator(cpu=True, **{keyword: object()})
@@ -289,8 +286,9 @@ def test_other_ways_to_distribute_are_refused(kind: str) -> None:
         guards.refuse_unsupported(plain(distributed_type=SimpleNamespace(value=kind)))
     with pytest.raises(RuntimeError, match="cannot be combined with fp8"):
         guards.refuse_unsupported(plain(has_fp8_handler=True))
-    with pytest.raises(RuntimeError, match="a parallelism config"):
-        guards.refuse_unsupported(plain(parallelism_config=object()))
+    with pytest.raises(RuntimeError, match=r"DeepSpeed's sequence parallelism \(sp_size=2\)"):
+        guards.refuse_unsupported(plain(parallelism_config=SimpleNamespace(sp_size=2)))
+    guards.refuse_unsupported(plain(parallelism_config=SimpleNamespace(sp_size=1)))
     guards.refuse_unsupported(plain())
 
 

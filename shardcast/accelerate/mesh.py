@@ -1,0 +1,105 @@
+"""The device mesh of Accelerate's ParallelismConfig, as :func:`shardcast.shard` takes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shardcast import _compat
+
+TP = "tp"  # Accelerate's names of the dimensions
+CP = "cp"
+
+
+def options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
+    """``mesh=``, ``dp=`` and ``grad_sum_over=``; empty for data parallelism alone.
+
+    Every rank must call it: tensor parallelism alone gets a mesh with a data-parallel dimension.
+
+    Raises:
+        ValueError: the model is not tensor-parallel over as many ranks as the mesh.
+    """
+    mesh = getattr(accelerator.state, "device_mesh", None)
+    if mesh is None:
+        return {}
+    _check_model(model, accelerator.parallelism_config.tp_size)
+    names = mesh.mesh_dim_names
+    if names == (TP,):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        both = ("dp", TP)
+        mesh = init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=both)
+        found: dict[str, Any] = {"mesh": mesh, "dp": "dp"}
+    elif CP in names:  # its ranks have parts of one batch: gradients are averaged over them too
+        found = {"mesh": mesh, "dp": mesh["dp_cp"]}  # flattened by Accelerate
+    else:
+        found = {"mesh": mesh, "dp": tuple(name for name in names if name != TP)}
+    if TP in names:
+        found["grad_sum_over"] = {TP: _partial(model)}
+    return found
+
+
+def _check_model(model: nn.Module, size: int) -> None:
+    found = set()
+    for param in model.parameters():
+        dims = list(_compat.placements(param))
+        if TP in dims:
+            found.add(param.device_mesh.size(dims.index(TP)))  # type: ignore[attr-defined]
+    found = found or {1}
+    if found != {size}:
+        raise ValueError(
+            f"prepare: expected a model that is tensor-parallel over {size} ranks, as the "
+            f"parallelism config says, found {', '.join(map(str, sorted(found)))}; parallelize it "
+            "before its optimizer is built: parallelize_module(model, "
+            'accelerator.torch_device_mesh["tp"], plan), or for a model of transformers '
+            f"shardcast.transformers.tensor_parallel(model, {size})"
+        )
+
+
+def _partial(model: nn.Module) -> list[str]:
+    """The plain parameters whose gradient on each rank is a part of the sum, as transformers says.
+
+    It sums in a hook on ``.grad``, and so again what was accumulated before: the hook is taken off
+    (it would be set in the first forward), and the sharded optimizer sums, once per step.
+    """
+    found = []
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            assert callable(forward)
+            module.forward = inspect.getclosurevars(forward).nonlocals["original_forward"]
+            found += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+    return found
+
+
+def refuse_dispatch(accelerator: Any, dispatches: bool) -> None:
+    """Accelerate sends every rank the same batch, or ranks that share one different batches.
+
+    Raises:
+        ValueError: rank 0 reads for all, in a job that is more than data-parallel.
+    """
+    config = getattr(accelerator, "parallelism_config", None)
+    if config is None or not dispatches:
+        return
+    if config.cp_enabled or (config.tp_enabled and config.data_parallel_size > 1):
+        raise ValueError(
+            "prepare: a DataLoader that rank 0 reads for all (dispatch_batches=True, and for an "
+            "IterableDataset the default) gives wrong batches beside tp with dp, or cp; expected "
+            "dispatch_batches=False: DataLoaderConfiguration(dispatch_batches=False)"
+        )
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors in place of DTensors. Every rank must call it where there are any."""
+    return {
+        name: value.full_tensor() if _compat.is_dtensor(value) else value
+        for name, value in state.items()
+    }
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether parameters are DTensors."""
+    return any(map(_compat.is_dtensor, model.parameters()))

@@ -1,0 +1,248 @@
+"""Accelerate's ParallelismConfig and transformers' plans, in four real processes.
+
+Accelerate takes a ParallelismConfig on accelerators only; here it takes the processes for such.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import ParallelismConfig
+from test_accelerate_processes import fresh
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from shardcast.accelerate import ShardcastAccelerator
+from shardcast.testing import SpawnedWorld, spawn_world
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+STEPS, ROWS, CLIP = 4, 8, 0.05  # rows of a global batch
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[SpawnedWorld]:
+    with spawn_world(4, timeout=240.0) as world:
+        yield world
+
+
+def as_on_accelerators(fn: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> T:
+        fresh()
+        wanted = property(lambda accelerator: accelerator.parallelism_config is not None)
+        with mock.patch.object(Accelerator, "multi_device", wanted):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(31, 12), nn.LayerNorm(12)
+        self.up, self.down, self.head = nn.Linear(12, 20), nn.Linear(20, 12), nn.Linear(12, 31)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        hidden = hidden + self.down(self.up(self.norm(hidden)).relu())
+        scores = self.head(hidden).flatten(0, 1)
+        return nn.functional.cross_entropy(scores, target.flatten())
+
+
+def seeded(build: Callable[[], T]) -> T:
+    torch.manual_seed(3)
+    return build()
+
+
+def data() -> Tensor:
+    return torch.randint(31, (STEPS * ROWS, 9), generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def context(accelerator: Accelerator, batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets; of context parallelism this rank's part of the sequence."""
+    ids, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    config = accelerator.parallelism_config
+    if config is None or not config.cp_enabled:
+        yield ids, target
+        return
+    with accelerator.maybe_context_parallel(buffers=[ids, target], buffer_seq_dims=[1, 1]):
+        assert ids.shape[1] == (batch.shape[1] - 1) // config.cp_size
+        yield ids, target
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def one_process() -> dict[str, Any]:
+    """The whole batches in plain torch."""
+    model = seeded(Net)
+    optimizer, log = adam(model), {"loss": [], "norm": []}
+    for batch in data().split(ROWS):
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        log["norm"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        log["loss"].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return log | {"params": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+@as_on_accelerators
+def train(_group: Any, sizes: dict[str, int], folder: str = "", resume: bool = False) -> Any:
+    accelerator = ShardcastAccelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    model: Any = seeded(Net)
+    if "tp_size" in sizes:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    shares = sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    loader: Any = DataLoader(TensorDataset(data()), batch_size=ROWS // shares)
+    model, optimizer, loader = accelerator.prepare(model, adam(model), loader)
+    if resume:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, STEPS // 2)
+    log: dict[str, Any] = {"loss": [], "norm": []}
+    for step, (batch,) in enumerate(loader):
+        with context(accelerator, batch) as (batch, target):
+            loss = model(batch, target)
+            accelerator.backward(loss)
+        log["norm"].append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
+        log["loss"].append(accelerator.gather(loss.detach()[None]).mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if folder and not resume and step == STEPS // 2 - 1:
+            accelerator.save_state(folder)
+    log["params"] = accelerator.get_state_dict(model)
+    log["layout"] = repr(accelerator.sharded_optimizer)
+    accelerator.free_memory(model)
+    return log
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for key in ("loss", "norm"):
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found["params"], expected["params"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 2, "dp_shard_size": 2},
+        {"tp_size": 4},
+        {"dp_replicate_size": 2, "dp_shard_size": 2},
+        {"dp_replicate_size": 4},
+        {"cp_size": 2, "dp_shard_size": 2},
+    ],
+    ids=str,
+)
+def test_a_parallelism_config_trains_as_one_process(
+    four: SpawnedWorld, sizes: dict[str, int]
+) -> None:
+    for found in four.run(train, sizes):
+        assert_close(found, one_process())
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from data()
+
+
+@as_on_accelerators
+def refusals(_group: Any) -> None:
+    accelerator = ShardcastAccelerator(
+        cpu=True, parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2)
+    )
+    whole = Net()
+    with pytest.raises(ValueError, match=r"tensor-parallel over 2 ranks.*found 1; parallelize it"):
+        accelerator.prepare(whole, adam(whole))
+    with pytest.raises(ValueError, match="expected dispatch_batches=False"):
+        accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    model: Any = Net()
+    parallelize_module(model, accelerator.torch_device_mesh, {"up": ColwiseParallel()})
+    accelerator.free_memory()
+    with pytest.raises(
+        TypeError, match=r"'up\.weight' is a DTensor over mesh dimension 'dp_shard'"
+    ):
+        accelerator.prepare(model, adam(model))
+    fresh()
+    with mock.patch.object(Accelerator, "multi_device", property(lambda _: False)):
+        with pytest.raises(ValueError, match=r"only compatible.*got .*MULTI_CPU"):
+            ShardcastAccelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=4))
+
+
+def test_what_cannot_go_through_is_refused_by_name(four: SpawnedWorld) -> None:
+    four.run(refusals)
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return STEPS * ROWS * 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = torch.randint(31, (9,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": row, "labels": row}
+
+
+def qwen() -> Any:
+    """Tied, and with norms whose gradient on each rank is a part of the sum."""
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=4, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+@as_on_accelerators
+def trained(_group: Any, folder: str, tp: int, **options: Any) -> Any:
+    from shardcast.transformers import ShardcastTrainer, tensor_parallel
+
+    model = seeded(qwen)
+    if tp > 1:
+        model = tensor_parallel(model, tp)
+    arguments = transformers.TrainingArguments(
+        **{
+            "output_dir": folder, "use_cpu": True, "max_steps": STEPS, "logging_steps": 1,
+            "gradient_accumulation_steps": 2, "per_device_train_batch_size": tp,
+            "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_grad_norm": 0.3, "seed": 1,
+            "save_strategy": "no", "report_to": [], "disable_tqdm": True, **options,
+        }
+    )  # fmt: skip
+    kind = transformers.Trainer if tp == 1 else ShardcastTrainer
+    trainer = kind(model=model, args=arguments, train_dataset=Text())
+    trainer.train()
+    log = {
+        key: [entry[key] for entry in trainer.state.log_history if key in entry]
+        for key in ("loss", "grad_norm", "learning_rate")
+    }
+    log["params"] = trainer.accelerator.get_state_dict(trainer.model)
+    if tp > 1:
+        log["layout"] = repr(trainer.accelerator.sharded_optimizer)
+        trainer.accelerator.free_memory(model)
+    return log
+
+
+def test_a_trainer_with_a_plan_of_transformers_trains_as_under_ddp(
+    four: SpawnedWorld, tmp_path: Any
+) -> None:
+    expected = four.run(trained, str(tmp_path / "dp"), 1)[0]
+    for found in four.run(trained, str(tmp_path / "tp"), 2):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert len(found[key]) == STEPS
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=0)
+        torch.testing.assert_close(found["params"], expected["params"], rtol=1e-5, atol=1e-6)
