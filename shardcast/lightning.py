@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
@@ -141,8 +142,9 @@ class ShardcastStrategy(DDPStrategy):
         kwargs: those of ``DDPStrategy`` (``process_group_backend``, ``timeout`` ...).
 
     Raises:
-        ValueError: for a hook of DDP's communication; at ``fit``, for another precision, or for a
-            ``param_dtype`` that contradicts ``precision``.
+        ValueError: for a hook of DDP's communication, or sizes of ``ModelParallelStrategy``; at
+            ``fit``, for another precision, for a ``param_dtype`` that contradicts ``precision``,
+            or for a DTensor.
     """
 
     strategy_name = "shardcast"
@@ -156,6 +158,9 @@ class ShardcastStrategy(DDPStrategy):
                     f"{name}: expected nothing, got {kwargs[name]!r}, which has no effect without "
                     "DDP; reduce_dtype says in which dtype gradients travel"
                 )
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            if name in kwargs:
+                _refuse_parallel(f"{name}={kwargs[name]!r}")
         self._shardcast_config = shardcast_config
         super().__init__(**kwargs)
 
@@ -192,6 +197,9 @@ class ShardcastStrategy(DDPStrategy):
         self.precision_plugin.sharded = None  # of a fit before; its memory is needed now
         self.setup_optimizers(trainer)
         module, originals = self.lightning_module, self.optimizers
+        for name, param in module.named_parameters():
+            if _compat.is_dtensor(param):
+                _refuse_parallel(f"parameter {name!r} is a DTensor")
         if not originals[0].param_groups:  # configure_optimizers returned None: nothing is trained
             self.precision_plugin.convert_module(module)
         else:
@@ -269,6 +277,15 @@ class ShardcastStrategy(DDPStrategy):
         strategy_registry.register(
             cls.strategy_name, cls, description="Optimizer state sharded over data-parallel ranks"
         )
+
+
+def _refuse_parallel(found: str) -> None:
+    """What Lightning's ModelParallelStrategy is for."""
+    raise ValueError(
+        f"strategy: 'shardcast' is data-parallel, without the tensor parallelism of "
+        f"ModelParallelStrategy, got {found}; use shardcast.shard(model, optimizer, mesh=...) in a "
+        "loop of your own, or shardcast.accelerate"
+    )
 
 
 def _warn_of_local_norms(hooked: Sequence[Any]) -> None:

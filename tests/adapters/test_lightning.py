@@ -321,6 +321,16 @@ def test_hooks_of_ddp_are_refused(name: str):
         ShardcastStrategy(**{name: 3})
 
 
+def test_the_tensor_parallelism_of_lightning_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ValueError, match=r"ModelParallelStrategy, got tensor_parallel_size=2; use"):
+        ShardcastStrategy(tensor_parallel_size=2)
+    monkeypatch.setattr("shardcast._compat.is_dtensor", lambda param: param.dim() == 2)
+    with pytest.raises(ValueError, match=r"got parameter 'net\.0\.weight' is a DTensor; use"):
+        trainer_of(str(tmp_path), 1, max_epochs=1).fit(Net(), loader())
+
+
 @pytest.mark.parametrize("place", ["object", "mapping", "file", "variable"])
 def test_a_param_dtype_that_is_named_wins_over_fp32_and_must_agree_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -18,12 +18,13 @@ from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shardcast.accelerate import ShardcastAccelerator
 from shardcast.testing import SpawnedWorld, spawn_world
@@ -105,12 +106,13 @@ def one_process() -> dict[str, Any]:
 
 @as_on_accelerators
 def train(_group: Any, sizes: dict[str, int], folder: str = "", resume: bool = False) -> Any:
-    accelerator = ShardcastAccelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    parallel = ParallelismConfig(**sizes) if sizes else None
+    accelerator = ShardcastAccelerator(cpu=True, parallelism_config=parallel)
     model: Any = seeded(Net)
     if "tp_size" in sizes:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
-    shares = sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    shares = parallel.data_parallel_size if parallel else accelerator.num_processes
     loader: Any = DataLoader(TensorDataset(data()), batch_size=ROWS // shares)
     model, optimizer, loader = accelerator.prepare(model, adam(model), loader)
     if resume:
@@ -128,7 +130,8 @@ def train(_group: Any, sizes: dict[str, int], folder: str = "", resume: bool = F
         if folder and not resume and step == STEPS // 2 - 1:
             accelerator.save_state(folder)
     log["params"] = accelerator.get_state_dict(model)
-    log["layout"] = repr(accelerator.sharded_optimizer)
+    grid = accelerator.sharded_optimizer.engine.grid
+    log["grid"] = grid.cut.size, grid.dp.size, grid.model.size
     accelerator.free_memory(model)
     return log
 
@@ -140,21 +143,33 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "grid"),
     [
-        {"tp_size": 2, "dp_shard_size": 2},
-        {"tp_size": 4},
-        {"dp_replicate_size": 2, "dp_shard_size": 2},
-        {"dp_replicate_size": 4},
-        {"cp_size": 2, "dp_shard_size": 2},
+        ({"tp_size": 2, "dp_shard_size": 2}, (2, 2, 2)),
+        ({"tp_size": 4}, (1, 1, 4)),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, (2, 4, 1)),
+        ({"dp_replicate_size": 4}, (4, 4, 1)),
+        ({"cp_size": 2, "dp_shard_size": 2}, (4, 4, 1)),
     ],
     ids=str,
 )
 def test_a_parallelism_config_trains_as_one_process(
-    four: SpawnedWorld, sizes: dict[str, int]
+    four: SpawnedWorld, sizes: dict[str, int], grid: tuple[int, int, int]
 ) -> None:
     for found in four.run(train, sizes):
         assert_close(found, one_process())
+        assert found["grid"] == grid  # ranks that cut, are data-parallel, are model-parallel
+
+
+def test_a_saved_state_goes_on_on_another_grid(four: SpawnedWorld, tmp_path: Any) -> None:
+    folder, expected = str(tmp_path), one_process()
+    for found in four.run(train, {"tp_size": 2, "dp_shard_size": 2}, folder):
+        assert_close(found, expected)
+    after = {key: expected[key][STEPS // 2 :] for key in ("loss", "norm")}
+    grids: list[dict[str, int]] = [{"tp_size": 2, "dp_shard_size": 2}, {}, {"tp_size": 4}]
+    for sizes in grids:
+        for found in four.run(train, sizes, folder, True):
+            assert_close(found, after | {"params": expected["params"]})
 
 
 class Stream(IterableDataset[Tensor]):
@@ -173,16 +188,16 @@ def refusals(_group: Any) -> None:
     with pytest.raises(ValueError, match="expected dispatch_batches=False"):
         accelerator.prepare(DataLoader(Stream(), batch_size=2))
     model: Any = Net()
-    parallelize_module(model, accelerator.torch_device_mesh, {"up": ColwiseParallel()})
-    accelerator.free_memory()
-    with pytest.raises(
-        TypeError, match=r"'up\.weight' is a DTensor over mesh dimension 'dp_shard'"
-    ):
+    both = distribute_tensor(model.up.weight, accelerator.torch_device_mesh, [Shard(0), Shard(1)])
+    model.up.weight = nn.Parameter(both)
+    with pytest.raises(TypeError, match=r"'up.weight' is a DTensor over mesh dimension 'dp_shard'"):
         accelerator.prepare(model, adam(model))
     fresh()
-    with mock.patch.object(Accelerator, "multi_device", property(lambda _: False)):
-        with pytest.raises(ValueError, match=r"only compatible.*got .*MULTI_CPU"):
-            ShardcastAccelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=4))
+    with (
+        mock.patch.object(Accelerator, "multi_device", property(lambda _: False)),
+        pytest.raises(ValueError, match=r"only compatible.*got .*MULTI_CPU"),
+    ):
+        ShardcastAccelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=4))
 
 
 def test_what_cannot_go_through_is_refused_by_name(four: SpawnedWorld) -> None:
@@ -209,7 +224,7 @@ def qwen() -> Any:
 
 
 @as_on_accelerators
-def trained(_group: Any, folder: str, tp: int, **options: Any) -> Any:
+def trained(_group: Any, folder: str, tp: int, resume: bool = False) -> Any:
     from shardcast.transformers import ShardcastTrainer, tensor_parallel
 
     model = seeded(qwen)
@@ -220,19 +235,19 @@ def trained(_group: Any, folder: str, tp: int, **options: Any) -> Any:
             "output_dir": folder, "use_cpu": True, "max_steps": STEPS, "logging_steps": 1,
             "gradient_accumulation_steps": 2, "per_device_train_batch_size": tp,
             "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_grad_norm": 0.3, "seed": 1,
-            "save_strategy": "no", "report_to": [], "disable_tqdm": True, **options,
+            "save_steps": STEPS // 2, "report_to": [],
+            "disable_tqdm": True,
         }
     )  # fmt: skip
     kind = transformers.Trainer if tp == 1 else ShardcastTrainer
     trainer = kind(model=model, args=arguments, train_dataset=Text())
-    trainer.train()
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resume else None)
     log = {
         key: [entry[key] for entry in trainer.state.log_history if key in entry]
         for key in ("loss", "grad_norm", "learning_rate")
     }
     log["params"] = trainer.accelerator.get_state_dict(trainer.model)
     if tp > 1:
-        log["layout"] = repr(trainer.accelerator.sharded_optimizer)
         trainer.accelerator.free_memory(model)
     return log
 
@@ -240,9 +255,13 @@ def trained(_group: Any, folder: str, tp: int, **options: Any) -> Any:
 def test_a_trainer_with_a_plan_of_transformers_trains_as_under_ddp(
     four: SpawnedWorld, tmp_path: Any
 ) -> None:
-    expected = four.run(trained, str(tmp_path / "dp"), 1)[0]
-    for found in four.run(trained, str(tmp_path / "tp"), 2):
+    expected, folder = four.run(trained, str(tmp_path / "dp"), 1)[0], str(tmp_path / "tp")
+    first, resumed = four.run(trained, folder, 2), four.run(trained, folder, 2, True)
+    for found in first + resumed:
         for key in ("loss", "grad_norm", "learning_rate"):
             assert len(found[key]) == STEPS
             torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=0)
         torch.testing.assert_close(found["params"], expected["params"], rtol=1e-5, atol=1e-6)
+    last = transformers.Qwen3ForCausalLM.from_pretrained(f"{folder}/checkpoint-{STEPS}")
+    for name, param in last.named_parameters():
+        assert torch.equal(param, resumed[0]["params"][name]), name
