@@ -199,7 +199,7 @@ class ShardcastAccelerator(Accelerator):
         return ShardcastOptimizer(sharded, model)
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:  # Accelerate's own
-        return args  # it would place the optimizer's parameters anew; the model is as it must be
+        return args  # it would find the optimizer's parameters by address, which empty parts share
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``Accelerator.prepare_data_loader``: tp and cp ranks of a group get the same batches.

@@ -219,6 +219,7 @@ def qwen() -> Any:
         transformers.Qwen3Config(
             vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, head_dim=4, tie_word_embeddings=True,
+            initializer_range=0.2,
         )
     )  # fmt: skip
 
