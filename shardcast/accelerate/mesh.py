@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -92,12 +91,12 @@ def refuse_dispatch(accelerator: Any, dispatches: bool) -> None:
         )
 
 
-def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors in place of DTensors. Every rank must call it where there are any."""
-    return {
-        name: value.full_tensor() if _compat.is_dtensor(value) else value
-        for name, value in state.items()
-    }
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The same, with tensors in place of DTensors. Every rank must call it where there are any."""
+    for name, value in state.items():
+        if _compat.is_dtensor(value):
+            state[name] = value.full_tensor()
+    return state
 
 
 def is_cut(model: nn.Module) -> bool:
