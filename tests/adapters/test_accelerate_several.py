@@ -80,6 +80,19 @@ def test_two_prepared_optimizers_train_as_two_plain_ones(micros: int):
     assert not first.step_was_skipped
 
 
+def test_a_list_of_optimizers_is_prepared_as_one_that_a_scheduler_drives_whole():
+    it = accelerator()
+    model = mlp()
+    both = pair(model)
+    model, optimizer = it.prepare(model, both)
+    scheduler = it.prepare(halving(optimizer))
+    train(it, model, [optimizer], [scheduler], 4)
+    assert difference(model, plain(4)) <= 1e-6
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 2**4] * 2
+    with pytest.raises(RuntimeError, match="has a sharded optimizer already"):
+        it.prepare(pair(model))
+
+
 def test_their_state_is_saved_and_loaded_together(tmp_path: Path):
     it = accelerator()
     model = mlp()
