@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from processes import Processes
 from train_hybrid import parse_arguments, train
 
 from shardcast.checkpoint import latest
-from shardcast.testing import SpawnedWorld
+from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,6 +31,12 @@ def run(group: Any, flags: str, output: Path) -> None:
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     args = parse_arguments([*FLAGS.split(), *flags.split(), "--output", str(output)])
     train(args, Processes(rank, world, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[SpawnedWorld]:
+    with spawn_world(4, timeout=110.0) as world:
+        yield world
 
 
 @pytest.fixture(scope="module")
