@@ -7,7 +7,8 @@ straight into it and nothing is cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -144,8 +145,31 @@ def build_shard(
     nothing = torch.empty(0, dtype=layout.dtype, device=device)
     for param in pack.params:
         param.data = nothing
-    for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
+    dims = [name for name in sharing.copies if name in grid.axes.model]  # of ties they may differ
+    mine = staged.clone() if dims else staged
+    for comm in grid.groups(dims):
+        comm.broadcast(staged, 0)
+    if dims:
+        _warn_of_parts(pack, mine, staged, dims)
+    ties = [name for name in sharing.copies if name not in dims]
+    for comm in (*grid.groups(ties), grid.holders(sharing)):
         comm.broadcast(staged, 0)
     pack.fill(staged)
     shard.fill(staged)
     return shard
+
+
+def _warn_of_parts(pack: Pack, mine: Tensor, theirs: Tensor, dims: Sequence[str]) -> None:
+    """Warn of copies that were not equal: perhaps they are parts, cut by hand."""
+    for slot, here, there in zip(
+        pack.layout.slots, pack.views(mine), pack.views(theirs), strict=True
+    ):
+        if not torch.equal(here, there):
+            warnings.warn(
+                f"parameter {slot.name!r} differs between ranks of {' and '.join(dims)}: it was "
+                "taken for a copy, and has the first rank's values now. If it is a part of a "
+                "bigger one make it a DTensor (DTensor.from_local(..., [Shard(dim)])); if it is a "
+                "copy, build the model with one seed",
+                stacklevel=7,
+            )
+            return

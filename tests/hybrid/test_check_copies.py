@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ class Pair(nn.Module):
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3)
 
 
+PAIR = Pair()
+
+
 def broken(mesh: Any, edited: int | None) -> str:
-    model = Pair()
+    model = copy.deepcopy(PAIR)
     optimizer = shardcast.shard(
         model, torch.optim.SGD(model.parameters()), mesh=mesh, param_dtype="fp32"
     )
@@ -43,3 +48,22 @@ def test_copies_are_compared_over_data_and_tensor_parallel_ranks(edited: int | N
     by_tp, by_dp = ("'second.bias' between ranks 0 and 1 " + how for how in ("(tp)", "(data-"))
     assert by_tp in found[edited] and by_dp in found[edited]
     assert all("'second.bias'" in message and "'first" not in message for message in found)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_plain_parts_that_were_cut_by_hand_do_not_pass_for_copies_silently(seeds: int):
+    pairs = []
+    for number in range(2):
+        torch.manual_seed(number % seeds)
+        pairs.append(Pair())
+
+    def taken(mesh: Any) -> None:
+        model = copy.deepcopy(pairs[mesh.get_local_rank("tp")])
+        shardcast.shard(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threaded_world({"dp": 1, "tp": 2}, taken)
+    told = [str(one.message) for one in caught if "taken for a copy" in str(one.message)]
+    assert len(told) == seeds - 1
+    assert all("'first.weight'" in message and "DTensor.from_local" in message for message in told)
