@@ -123,7 +123,7 @@ def shard(
         if not stages:
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
         whole = model if isinstance(model, nn.Module) else joined(stages)
-        plan = setup.plan_for(whole, originals, config, grid.axes)
+        plan = setup.plan_for(whole, originals, config, grid.axes, stages)
         if plan.averaged and mesh is not None:
             raise ValueError("mesh: expected the bare model, got one in DDP; leave DDP out")
         validate.check_memory(plan.params)

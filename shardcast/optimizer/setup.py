@@ -74,11 +74,13 @@ def plan_for(
     optimizers: torch.optim.Optimizer | Originals,
     config: ShardcastConfig,
     world: int | Axes,
+    stages: Sequence[nn.Module] = (),
 ) -> Plan:
     """Plan all parameters of the optimizers. Local; the model may be on ``meta``.
 
     Args:
         world: the number of ranks, or the dimensions of a mesh.
+        stages: of a pipeline, of which several in ``model`` share no pack.
 
     Raises:
         TypeError, ValueError: what cannot be sharded, by name.
@@ -101,6 +103,9 @@ def plan_for(
     sharings = axes.sharings(params)
     costs = _costs(params, groups, originals, config)
     infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
+    if len(stages) > 1:  # each can be reduced as soon as its own backwards are done
+        numbers = {param: n for n, stage in enumerate(stages) for param in stage.parameters()}
+        infos = [i._replace(key=f"{i.key}stage {numbers[params[i.name]]}") for i in infos]
     layout = plan_packs(infos, axes, partitions, config)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     for number, owner, group in originals.numbered():

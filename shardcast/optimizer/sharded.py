@@ -16,6 +16,7 @@ from shardcast.optimizer import setup
 from shardcast.optimizer.copies import check_copies
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.original import OptimizerHandle, StepTogether, retire, take_hooks
+from shardcast.optimizer.stages import overlap_stages
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView, apart
 from shardcast.plan import validate
@@ -190,6 +191,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Put all micro-batches of a step but the last in it, on every rank alike.
         """
         return self.engine.reduce.no_sync()
+
+    def overlap_reduce(self, stages: Sequence[Any]) -> None:
+        """Reduce each stage of a pipeline as soon as its own backwards of a schedule are done.
+
+        Without it all are reduced in :meth:`step`. ``scale_grads`` of the schedule is then part of
+        the mean, instead of a pass over the gradients. Call it once, before the first schedule, on
+        every rank; afterwards call :meth:`step` after each run of a schedule.
+
+        Args:
+            stages: the ``torch.distributed.pipelining.PipelineStage`` of all modules that are
+                sharded here.
+
+        Raises:
+            ValueError: they hold other modules.
+        """
+        overlap_stages(self.engine, stages)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale; call ``backward()`` on the result.

@@ -70,7 +70,12 @@ def values(*modules: nn.Module) -> dict[str, Tensor]:
 
 
 def pipelined(
-    mesh: DeviceMesh, schedule: str, dtype: torch.dtype, as_list: bool, scale_grads: bool
+    mesh: DeviceMesh,
+    schedule: str,
+    dtype: torch.dtype,
+    as_list: bool,
+    scale_grads: bool,
+    overlap: bool = False,
 ) -> dict[str, Any]:
     """Train this rank's stages; what they hold at the end, and the norms of all steps."""
     pp, dp_rank = mesh["pp"], mesh.get_local_rank("dp")
@@ -93,14 +98,18 @@ def pipelined(
     pipeline = kind(
         parts if several else parts[0], MICRO_BATCHES, loss_fn=loss_of, scale_grads=scale_grads
     )
-    norms = []
+    if overlap:
+        optimizer.overlap_reduce(parts)
+    norms, sent = [], []
     for step in range(STEPS):
         x = inputs(step, dp_rank)
+        before = len(mesh.get_group("dp").rank_log)
         pipeline.step(*[x] * parts[0].is_first, target=x if parts[-1].is_last else None)
+        sent.append(len(mesh.get_group("dp").rank_log) - before)
         optimizer.step()
         optimizer.zero_grad()
         norms.append(optimizer.grad_norm)
-    return {"values": values(*stages), "norms": torch.stack(norms)}
+    return {"values": values(*stages), "norms": torch.stack(norms), "sent": sent}
 
 
 def data_parallel(group: Any, dtype: torch.dtype, backwards: bool) -> dict[str, Any]:
@@ -266,3 +275,40 @@ def test_a_weight_shared_by_two_stages_gives_the_losses_of_one_process(tied: boo
             assert torch.equal(rank["weight"].double(), weight)
     else:
         assert not torch.allclose(losses, exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_stages_are_reduced_beside_the_schedule_with_the_same_bits(schedule: str):
+    ranks = threaded_world(GRID, pipelined, schedule, FP32, True, True, True)
+    several = issubclass(get_schedule_class(schedule), PipelineScheduleMulti)
+    for rank, plain in zip(ranks, on_four(schedule, FP32), strict=True):
+        assert_same_bits(rank["values"], plain["values"])
+        assert torch.equal(rank["norms"], plain["norms"])
+        assert sum(plain["sent"]) == 0 < (2 if several else 1) * STEPS <= sum(rank["sent"])
+
+
+def test_a_second_schedule_before_the_step_is_refused_where_stages_are_reduced_at_once():
+    def twice(mesh: DeviceMesh) -> str:
+        pp = mesh["pp"]
+        stage = layers()
+        optimizer = shardcast.shard([stage], adam(stage), mesh=mesh, param_dtype=FP32)
+        part = PipelineStage(stage, 0, 1, torch.device("cpu"), group=pp.get_group())
+        optimizer.overlap_reduce([part])
+        with pytest.raises(ValueError, match="expected the 1 PipelineStage"):
+            optimizer.overlap_reduce([])
+        x = inputs(0, 0)
+        second = "ran a second time before step"
+        mean_loss(stage(x), x).backward()
+        part.scale_grads(8)
+        with pytest.raises(RuntimeError, match=second):
+            part.scale_grads(8)  # as of a zero-bubble schedule, whose gradients no hook sees
+        with pytest.raises(RuntimeError, match=second):
+            mean_loss(stage(x), x).backward()
+        optimizer.zero_grad()  # forgets it
+        mean_loss(stage(x), x).backward()
+        part.scale_grads(8)
+        optimizer.step()
+        return str(optimizer.grad_norm)
+
+    first, second = threaded_world({"dp": 2, "pp": 1}, twice)
+    assert first == second

@@ -26,6 +26,10 @@ class Bucket:
     sums: Sequence[Comm] = ()  # further groups over which gradients are summed
     # Mesh dimensions along which a gradient that is whole is left to the ranks of coordinate 0.
     repeated: Sequence[str] = ()
+    # Sent before the round of its step, as all gradients of its pipeline stage were there; they are
+    # sums over so many micro-batches.
+    early: bool = False
+    micro_batches: int = 1
     flight: Flight | None = None
     reduced: bool = False  # the own span holds the mean
     carry: Tensor | None = None  # fp32 means of earlier rounds of this step
@@ -58,6 +62,10 @@ class Bucket:
                 if isinstance(param, LocalParam) and param.repeats(self.repeated):
                     self.grads.data[slot.offset : slot.end].zero_()
         return has_graph
+
+    def settle(self) -> None:
+        """The round of the step is here, for which it was sent early, or it is not to be."""
+        self.early, self.micro_batches = False, 1
 
     def forget(self, positions: Iterable[int]) -> None:
         """Keep no means of these slots."""
@@ -105,7 +113,7 @@ class Bucket:
         """
         flight, grads = self.flight, self.grads
         assert flight is not None
-        pieces, divisor = flight.wait(), self.divisor.value
+        pieces, divisor = flight.wait(), self.divisor.value * self.micro_batches
         if self.sums:
             total = added(pieces)
             for comm in self.sums:

@@ -8,7 +8,7 @@ is only on the wire, and the mean is rounded once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ class Reducer:
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
         divisor: of the sums over ranks.
+        at_step: backwards send nothing; :meth:`finish` does.
         touched: a gradient arrived since :meth:`finish`.
     """
 
@@ -48,7 +49,7 @@ class Reducer:
         self, grid: Grid, precision: Precision, config: ShardcastConfig, at_step: bool
     ) -> None:
         self._grid, self._precision, self._config = grid, precision, config
-        self._at_step = at_step
+        self.at_step = at_step
         self.divisor = Divisor(grid.dp.size)
         self.grads: list[GradPack] = []
         self.touched = False
@@ -66,7 +67,7 @@ class Reducer:
     @property
     def _local(self) -> bool:
         """Whether backwards send nothing at present."""
-        return not self._syncs or self._at_step or self._alone
+        return not self._syncs or self.at_step or self._alone
 
     @property
     def _alone(self) -> bool:
@@ -157,6 +158,26 @@ class Reducer:
         for grads in self.grads:
             grads.adopt()  # one replaced by hand after the reduction is final, as with DDP
 
+    def finish_early(self, packs: Collection[Pack], micro_batches: int) -> None:
+        """Send packs whose gradients of this step are all here; :meth:`finish` has the rest.
+
+        Every rank that cuts them must call it, in the same order.
+
+        Args:
+            micro_batches: of which the gradients are sums, and by which they are divided.
+        """
+        round = self._new_round()
+        for pack in packs:
+            bucket = self._buckets.get(pack)
+            if bucket is None:  # frozen
+                continue
+            if bucket.late or self._alone:
+                for param in pack.params:
+                    if param.grad is not None:
+                        param.grad.div_(micro_batches)
+            else:
+                round.send_early(bucket, micro_batches)
+
     def used(self) -> None:
         """A step used the gradients: the next one needs a round of its own."""
         self._states.stepped()
@@ -166,6 +187,7 @@ class Reducer:
         land_all(self._buckets.values())  # of a failed backward, before it is zeroed
         self._states.cleared()
         for bucket in self._buckets.values():
+            bucket.settle()
             bucket.carry = None
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:

@@ -75,7 +75,7 @@ class Round:
         self._spare: list[Tensor] = []  # receive buffers to be used again
         self._looked = False  # for gradients that were cleared
         self._crowd = _Crowd()
-        land_all(buckets)  # where a backward failed
+        land_all(bucket for bucket in buckets if not bucket.early)  # where a backward failed
         if any(bucket.carry is not None for bucket in buckets):
             self._forget_cleared()  # before more is accumulated
 
@@ -163,8 +163,17 @@ class Round:
                 "its module being called, or was made before that step; call "
                 "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
             )
+        self._check_not_sent(bucket)
         if bucket.begun:
             self._reopen(bucket)
+
+    def _check_not_sent(self, bucket: Bucket) -> None:
+        """Raise for more gradients of a stage that was reduced for this step."""
+        if bucket.early:
+            raise RuntimeError(
+                "overlap_reduce: a pipeline schedule ran a second time before step(); call "
+                "optimizer.step() after each, or do without overlap_reduce"
+            )
 
     def _end(self) -> None:
         self.over = True  # an engine's thread may keep the callback for a moment longer
@@ -182,10 +191,25 @@ class Round:
         All, for whoever edits ``.grad`` in place after backward edits the mean.
         """
         for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
+            if bucket.early:
+                land_all([bucket])
+                bucket.drop_cleared(others_too=False)
+                bucket.settle()
+            else:
+                self._launch(bucket)
         while self._flying:
             self._land()
         self._states.flushed()
+
+    def send_early(self, bucket: Bucket, micro_batches: int) -> None:
+        """Send a pack of which this step brings no further gradient, before the round of the step.
+
+        It lands in that round, so that the backwards of other stages do not wait for it.
+        """
+        self._check_not_sent(bucket)
+        bucket.micro_batches = micro_batches
+        self._launch(bucket)
+        bucket.early = True
 
     # -- one pack -----------------------------------------------------------------------------
 
