@@ -18,6 +18,7 @@ from shardcast.step.update.windows import Windows
 pytestmark = pytest.mark.timeout(120)
 
 STEPS, CONTEXT, BATCH = 150, 64, 8
+SEEDS = (0, 1)  # of one draw the loss is 3 % off, this way or that
 
 
 @functools.cache
@@ -26,14 +27,14 @@ def corpus() -> Corpus:
     return Corpus.load([], CONTEXT, 2 << 20)
 
 
-def trained(steps: int = STEPS, **fields: Any) -> tuple[float, list[Tensor]]:
+def trained(seed: int = SEEDS[0], **fields: Any) -> tuple[float, list[Tensor]]:
     """The loss on held-out text, in nats per byte, and the weights."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(GPTConfig(context=CONTEXT, width=64, depth=2, heads=4))
     plain = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = shardcast.shard(model, plain, max_grad_norm=1.0, **fields)
-    for step in range(steps):
-        model(*corpus().train_batch(0, step, 0, BATCH)).backward()
+    for step in range(STEPS):
+        model(*corpus().train_batch(seed, step, 0, BATCH)).backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -42,8 +43,8 @@ def trained(steps: int = STEPS, **fields: Any) -> tuple[float, list[Tensor]]:
 
 
 @functools.cache
-def exact() -> tuple[float, list[Tensor]]:
-    return trained()
+def exact(seed: int = SEEDS[0]) -> tuple[float, list[Tensor]]:
+    return trained(seed)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +58,11 @@ def exact() -> tuple[float, list[Tensor]]:
     ids=str,
 )
 def test_fewer_bits_train_as_well(fields: dict[str, Any], percent: float):
-    expected, _ = exact()
-    assert expected < 3.0, "it has learned: random bytes are 5.55"
-    loss, weights = trained(**fields)
-    assert any(not torch.equal(a, b) for a, b in zip(weights, exact()[1], strict=True))
-    assert loss < expected * (1 + percent / 100)
+    expected = [exact(seed)[0] for seed in SEEDS]
+    assert max(expected) < 3.0, "it has learned: random bytes are 5.55"
+    found = [trained(seed, **fields) for seed in SEEDS]
+    assert any(not torch.equal(a, b) for a, b in zip(found[0][1], exact()[1], strict=True))
+    assert sum(loss for loss, _ in found) < sum(expected) * (1 + percent / 100)
 
 
 @pytest.mark.parametrize("fields", [{"master": "split16"}, {"offload": True}], ids=str)
@@ -89,4 +90,5 @@ def test_bytes_without_a_root_train_worse(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Windows, "_to_bytes", linear)
     monkeypatch.setattr(Windows, "_decode", read)
-    assert not trained(moments="int8")[0] < exact()[0] * 1.02
+    found = [trained(seed, moments="int8")[0] for seed in SEEDS]
+    assert not sum(found) < sum(exact(seed)[0] for seed in SEEDS) * 1.02
