@@ -189,15 +189,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     checkpoint_flags(parser)
     text_flags(parser)
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--context", type=positive, default=128, help="tokens of one sequence")
-    model.add_argument("--width", type=positive, default=128)
-    model.add_argument("--depth", type=positive, default=4)
-    model.add_argument("--heads", type=positive, default=4)
-    model.add_argument("--tie-head", action="store_true", help="head shares the embedding's weight")
-    model.add_argument(
-        "--checkpoint-activations", action="store_true", help="recompute blocks in backward"
-    )
+    model_flags(parser, context=128, width=128)
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=300)
@@ -225,6 +217,18 @@ def checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
     kept.add_argument("--checkpoint-interval", type=positive, default=100, metavar="STEPS")
     kept.add_argument("--keep-checkpoints", type=positive, default=2, metavar="COUNT")
+
+
+def model_flags(parser: argparse.ArgumentParser, context: int, width: int) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--context", type=positive, default=context, help="tokens of one sequence")
+    model.add_argument("--width", type=positive, default=width)
+    model.add_argument("--depth", type=positive, default=4)
+    model.add_argument("--heads", type=positive, default=4)
+    model.add_argument("--tie-head", action="store_true", help="head shares the embedding's weight")
+    model.add_argument(
+        "--checkpoint-activations", action="store_true", help="recompute blocks in backward"
+    )
 
 
 def text_flags(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from train import checkpoint_flags, gpt_config, positive, schedule, text_flags
+from train import checkpoint_flags, gpt_config, model_flags, positive, schedule, text_flags
 
 import shardcast
 
@@ -250,15 +250,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     checkpoint_flags(parser)
     text_flags(parser)
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--context", type=positive, default=64, help="tokens of one sequence")
-    model.add_argument("--width", type=positive, default=64)
-    model.add_argument("--depth", type=positive, default=4)
-    model.add_argument("--heads", type=positive, default=4)
-    model.add_argument("--tie-head", action="store_true", help="head shares the embedding's weight")
-    model.add_argument(
-        "--checkpoint-activations", action="store_true", help="recompute blocks in backward"
-    )
+    model_flags(parser, context=64, width=64)
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=100)

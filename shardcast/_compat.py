@@ -83,8 +83,12 @@ def placements(tensor: Any) -> dict[str, Placement]:
 
 def mesh_line(mesh: Any, dim: str) -> tuple[int, ...]:
     """The ranks of this rank's group along a dimension of a mesh, in its order."""
-    one = mesh if mesh.mesh_dim_names == (dim,) else mesh[dim]
-    return tuple(one.mesh.flatten().tolist())
+    return tuple(_along(mesh, dim).mesh.flatten().tolist())
+
+
+def _along(mesh: Any, dim: str) -> Any:
+    """This rank's line of a mesh; a mesh of one dimension has no other to be sliced from."""
+    return mesh if mesh.mesh_dim_names == (dim,) else mesh[dim]
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -143,8 +147,7 @@ def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
     Uses ``DeviceMesh._flatten``, as torch's own guides do.
     """
     if len(dims) == 1:
-        one = mesh if mesh.ndim == 1 and mesh.mesh_dim_names == tuple(dims) else mesh[dims[0]]
-        return one.get_group()  # type: ignore[no-any-return]
+        return _along(mesh, dims[0]).get_group()  # type: ignore[no-any-return]
     ordered = tuple(dim for dim in mesh.mesh_dim_names if dim in dims)
     some = mesh if ordered == mesh.mesh_dim_names else mesh[ordered]
     return some._flatten().get_group()  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from .compare import same_everywhere
 from .flight import Exchanged, Flight, Scattered, TwoLevel
-from .grid import Grid
+from .grid import Grid, redistributed
 from .group import REMEDY_INIT, Comm
 from .waiting import Works
 
@@ -15,5 +15,6 @@ __all__ = [
     "Scattered",
     "TwoLevel",
     "Works",
+    "redistributed",
     "same_everywhere",
 ]

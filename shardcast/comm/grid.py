@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm.group import Comm
+from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.sharing import PLAIN, Axes, Sharing, Tie
 
 if TYPE_CHECKING:  # slow to import
@@ -142,14 +144,26 @@ def _data_parallel(mesh: Any, dp: Any) -> tuple[str, DeviceMesh]:
 
 def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh) -> tuple[str, ...]:
     """The mesh's own dimensions that are data-parallel, also inside a flattened one."""
-    names, inside = mesh.mesh_dim_names or (), set(inner.mesh.flatten().tolist())
-    if mesh.ndim == 1:
-        return names
-    lines = {name: set(mesh[name].mesh.flatten().tolist()) for name in names}
+    inside = set(inner.mesh.flatten().tolist())
     given = (outer, *(inner.mesh_dim_names or ()))
+    lines = {name: _compat.mesh_line(mesh, name) for name in mesh.mesh_dim_names or ()}
     return tuple(
-        name for name, line in lines.items() if name in given or (len(line) > 1 and line <= inside)
+        name
+        for name, line in lines.items()
+        if name in given or (len(line) > 1 and inside.issuperset(line))
     )
+
+
+def redistributed(grad: Any, placements: Sequence[Any]) -> Tensor:
+    """The local tensor of a DTensor that is to lie in another way, in its own dtype.
+
+    Sums are made in the dtype of masters: torch's own reduction would be in that of the gradient.
+    All ranks of its mesh must call it.
+    """
+    sums = any(placement.is_partial() for placement in grad.placements)
+    exact = grad.to(MASTER_DTYPE) if sums else grad
+    moved = exact.redistribute(placements=placements).to(grad.dtype)
+    return _compat.arrived(moved.to_local()).contiguous()
 
 
 def _comm(mesh: DeviceMesh, dims: Sequence[str]) -> Comm:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import redistributed
 
 
 class LocalParam:
@@ -52,9 +53,7 @@ class LocalParam:
         )
         if wanted != tuple(grad.placements):
             with torch.no_grad():
-                exact = grad.float() if any(p.is_partial() for p in grad.placements) else grad
-                moved = exact.redistribute(placements=wanted).to(grad.dtype)
-            self._set_grad(_compat.arrived(moved.to_local()).contiguous(), wanted)
+                self._set_grad(redistributed(grad, wanted), wanted)
             grad = self.param.grad
         local = _compat.local_tensor(grad)
         here = _compat.arrived(local)
@@ -121,8 +120,3 @@ class LocalParam:
 def as_packed(param: nn.Parameter) -> Any:
     """``param`` as a pack takes it."""
     return LocalParam(param) if _compat.is_dtensor(param) else param
-
-
-def as_in_model(param: Any) -> Any:
-    """The inverse of :func:`as_packed`."""
-    return param.param if isinstance(param, LocalParam) else param

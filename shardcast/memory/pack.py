@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm
-from shardcast.memory.local_param import LocalParam, as_in_model, as_packed
+from shardcast.memory.local_param import as_packed
 from shardcast.plan.layout import PackLayout, Span
 
 
@@ -30,6 +30,7 @@ class Pack:
         comm: the ranks that cut it.
 
     Attributes:
+        in_model: the model's parameters.
         params: the same, of a DTensor its :class:`LocalParam`.
         own: this rank's span.
     """
@@ -37,20 +38,16 @@ class Pack:
     def __init__(self, layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> None:
         self.layout = layout
         self.comm = comm
+        self.in_model = params
         self.params: list[Any] = [as_packed(param) for param in params]
         self.own = layout.spans[comm.rank]
         self.data = torch.empty(0)
         self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
 
     @property
-    def in_model(self) -> list[nn.Parameter]:
-        """The model's own parameters."""
-        return [as_in_model(param) for param in self.params]
-
-    @property
     def locals(self) -> list[Tensor]:
         """What lies on this rank: the parameters, of a DTensor the local tensor."""
-        return [p.data if isinstance(p, LocalParam) else p for p in self.params]
+        return [_compat.local_tensor(param) for param in self.in_model]
 
     def wait(self) -> None:
         """Return when no collective uses the storage; on a GPU it is the stream that waits."""

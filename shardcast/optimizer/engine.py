@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcast import _compat
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
@@ -119,7 +120,7 @@ class Engine:
         """Sync the packs, and rank 0's buffers if they are asked for. Every rank must call it."""
         if self.config.broadcast_buffers:
             for buffer in (buffer for stage in self.stages for buffer in stage.buffers()):
-                self.comm.broadcast(buffer, 0)
+                self.comm.broadcast(_compat.local_tensor(buffer), 0)
         if self._overlap is None:
             self.sync()
         else:

@@ -64,9 +64,9 @@ class Axes:
     Attributes:
         world_size: ranks that cut packs.
         sizes, here: of the dimensions and of the groups of ties by name: how many ranks, which one.
-        data, model: the data-parallel and the model-parallel dimensions.
         lines: the ranks of this rank's group along each dimension of the mesh.
-        pipeline: the one of them along which each rank has other parameters.
+        data, model: the data-parallel and the model-parallel dimensions.
+        pipeline: the model-parallel dimension along which each rank has other parameters.
         replicas: a data-parallel dimension whose ranks hold the same spans.
         sum_over: per dimension, patterns of names of plain parameters whose gradient is a part.
         experts: per dimension, patterns of names of parameters that are cut over it alone.

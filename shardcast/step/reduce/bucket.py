@@ -119,7 +119,8 @@ class Bucket:
             for comm in self.sums:
                 comm.all_reduce(total, grads.pack.layout)
             pieces = [total]
-        mean = self.mean if isinstance(divisor, int) and not self.sums else mean_in_chunks_
+        usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
+        mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         mean(pieces, divisor, self.carry, grads.own)
         self.flight = self.carry = None
         self.reduced = True

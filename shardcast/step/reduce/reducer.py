@@ -19,7 +19,6 @@ from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.gradients import GradPack, set_grad_dtype
-from shardcast.memory.local_param import as_in_model
 from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.precision import Precision
@@ -95,9 +94,8 @@ class Reducer:
         bucket = self._buckets[pack] = Bucket(grads, wire, mean, self.divisor, sums, repeated)
         self.grads.append(grads)
         me = weakref.ref(self)
-        params = [as_in_model(param) for param in pack.params]
-        hooks = [_hook(me, bucket, position) for position in range(len(params))]
-        self._unhook.append(_compat.hook_gradients(params, hooks))
+        hooks = [_hook(me, bucket, position) for position in range(len(pack.in_model))]
+        self._unhook.append(_compat.hook_gradients(pack.in_model, hooks))
         if not self._states.due:
             bucket.collect()
             if not self._alone:

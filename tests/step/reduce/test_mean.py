@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import shutil
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardcast import ShardcastConfig, _compat
-from shardcast.step.reduce import mean
+from shardcast import ShardcastConfig, _compat, shard
+from shardcast.step.reduce import mean, reducer
 from shardcast.step.reduce.mean import choose_mean, mean_, mean_in_chunks_
+from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -118,3 +120,31 @@ def test_a_mean_of_equal_values_is_that_value_whatever_their_number():
             out = torch.empty_like(value)
             mean_in_chunks_([value] * size, size, None, out)
             assert torch.equal(out, value)
+
+
+def test_another_divisor_compiles_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Tokens differ from step to step; a graph is for one number, by which it divides."""
+    divisors: list[int] = []
+
+    def recording(pieces: Any, size: int, carry: Any, out: Tensor) -> None:
+        divisors.append(size)
+        mean_in_chunks_(pieces, size, carry, out)
+
+    monkeypatch.setattr(reducer, "choose_mean", lambda *_: recording)
+
+    def steps(group: Any) -> list[float]:
+        model = nn.Linear(1, 4, bias=False)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = shard(model, sgd, process_group=group, param_dtype="fp32")
+        grads = []
+        for divisor in (None, 5, None, 10):
+            optimizer.divisor = divisor
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            grads.append(optimizer.grad_norm.item())
+            optimizer.zero_grad()
+        return grads
+
+    for grads in threaded_world(2, steps):
+        assert grads == pytest.approx([2.0, 4 / 5, 2.0, 4 / 10])
+    assert divisors == [2] * 4, "of two ranks, the steps without a divisor"
