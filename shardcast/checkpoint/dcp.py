@@ -40,6 +40,7 @@ CLASSES = {
     *("TensorProperties", "TensorStorageMetadata", "_StorageInfo", "_MEM_FORMAT_ENCODING"),
 }
 HARMLESS = {
+    (__name__, "Record"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "Path"),
@@ -67,16 +68,9 @@ def data_file(rank: int, number: int = 0) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def pack_message(message: dict[str, Any]) -> bytes:
-    """A message from rank to rank, of plain values and :class:`Record`."""
-    records = [tuple(record) for record in message.get("records", ())]
-    return pickle.dumps({**message, "records": records})
-
-
-def unpack_message(data: bytes) -> dict[str, Any]:
-    """The inverse of :func:`pack_message`; unable to run code."""
-    message: dict[str, Any] = _Unpickler(io.BytesIO(data)).load()
-    return {**message, "records": [Record(*record) for record in message["records"]]}
+def unpickled(data: bytes) -> Any:
+    """What metadata, or a message from rank to rank, says; unable to run code."""
+    return _Unpickler(io.BytesIO(data)).load()
 
 
 def write_part(file: HashingFile, name: str, part: Part) -> list[Record]:
@@ -145,8 +139,7 @@ class Reader:
         self.sizes: dict[str, int] = {}
         """The files that are referred to, and how many bytes of them."""
         try:
-            with open(file_path, "rb") as file:
-                self._metadata: Metadata = _Unpickler(file).load()
+            self._metadata: Metadata = unpickled(file_path.read_bytes())
             entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
             self.paths: dict[Path_, str] = {tuple(paths.get(key, (key,))): key for key in entries}
             """Each stored thing's path in the nested state dict, and its key."""
@@ -234,7 +227,7 @@ class _Targets(DefaultLoadPlanner):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads ``.metadata`` without being able to run what a stranger put into it."""
+    """Reads what is pickled without being able to run what a stranger put into it."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (

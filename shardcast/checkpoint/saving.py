@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import os
+import pickle
 import re
 import shutil
 import time
@@ -29,8 +30,7 @@ from shardcast.checkpoint.dcp import (
     Record,
     data_file,
     metadata_of,
-    pack_message,
-    unpack_message,
+    unpickled,
     write_object,
     write_part,
 )
@@ -134,7 +134,7 @@ class Job:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Leave a message for rank 0; one with an ``error`` ends the save there."""
-        storage.SYSTEM.tell(self._message(self.rank), pack_message(message))
+        storage.SYSTEM.tell(self._message(self.rank), pickle.dumps(message))
 
     def commit(self) -> None:
         """On rank 0: commit what all ranks wrote. Elsewhere nothing.
@@ -186,7 +186,7 @@ class Job:
                     "the directory must be on a file system that all ranks share"
                 )
             time.sleep(POLL)
-        message = unpack_message(path.read_bytes())
+        message: dict[str, Any] = unpickled(path.read_bytes())
         path.unlink()
         if "error" in message:
             raise RuntimeError(f"rank {rank}: {message['error']}")

@@ -6,15 +6,6 @@ from collections.abc import Mapping
 
 from .record import Collective
 
-__all__ = [
-    "BufferHazardError",
-    "CollectiveMismatchError",
-    "RankDied",
-    "RankLeftError",
-    "RendezvousTimeoutError",
-    "add_note",
-]
-
 
 class CollectiveMismatchError(RuntimeError):
     """Ranks met in one collective with different calls.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from functools import partial
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import BufferHazardError
-from .group import Call, DoneWork, RecordedGroup, deliver
+from .group import Call, MockWork, RecordedGroup, deliver
 from .mesh import Shape, rank_of_mesh, ranks_of, separate
 from .record import Collective
-
-__all__ = ["FakeGroup", "fake_world"]
 
 
 @overload
@@ -107,20 +105,10 @@ class FakeGroup(RecordedGroup):
         if record.source in (None, rank):  # else: what comes in is what is there already
             deliver(rank, call, [call.inputs] * self.size(), _scale)
         self.pending[record.seq] = record
-        return _FakeWork(self, record.seq)
+        return MockWork(partial(self.pending.pop, record.seq))
 
     def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
-        return DoneWork()  # a message that comes in leaves what is there
-
-
-class _FakeWork(DoneWork):
-    def __init__(self, group: FakeGroup, seq: int) -> None:
-        super().__init__()
-        self._group, self._seq = group, seq
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.pending.pop(self._seq, None)
-        return True
+        return MockWork()  # a message that comes in leaves what is there
 
 
 def _scale(reduce_op: str, parts: Sequence[Tensor], out: Tensor) -> None:

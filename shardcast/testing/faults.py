@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Death", "Delay", "Drop", "Fault"]
-
 
 @dataclass(frozen=True)
 class Delay:

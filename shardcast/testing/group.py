@@ -20,8 +20,6 @@ from torch import Tensor
 
 from .record import Collective
 
-__all__ = ["AllWork", "Call", "DoneWork", "RecordedGroup", "deliver"]
-
 Combine = Callable[[str, Sequence[Tensor], Tensor], None]
 """``combine(reduce_op, parts, out)`` writes to ``out`` the reduction of every rank's part."""
 
@@ -71,33 +69,30 @@ def deliver(rank: int, call: Call, sent: Sequence[Sequence[Tensor]], combine: Co
         output.copy_(chunk.view_as(output))
 
 
-class DoneWork(dist.Work):
-    """The work handle of a collective that was complete when its call returned."""
+class MockWork(dist.Work):
+    """The handle of a collective, whose first ``wait()`` does what is left to do.
 
-    def __init__(self) -> None:
+    Args:
+        finish: what that is; nothing where all was done when the call returned.
+        ready: whether ``wait()`` would not block.
+    """
+
+    def __init__(
+        self,
+        finish: Callable[[], object] | None = None,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__()
+        self._finish, self._ready = finish, ready
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return True
 
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-
-class AllWork(DoneWork):
-    """The work handle of several collectives that were launched as one."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
+        return self._finish is None or self._ready()
 
 
 class RecordedGroup(dist.ProcessGroup):
@@ -281,10 +276,11 @@ class RecordedGroup(dist.ProcessGroup):
     def _together(self, launches: Sequence[Callable[[], dist.Work]]) -> dist.Work:
         if len(launches) == 1:
             return launches[0]()
-        self._coalescing, self._works = len(self.log), []
+        device = torch.device("cpu")
+        self._start_coalescing(device)
         for launch in launches:
             launch()
-        return self._end_coalescing(torch.device("cpu"))
+        return self._end_coalescing(device)
 
     # What torch calls around the collectives of one launch.
 
@@ -293,7 +289,10 @@ class RecordedGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalescing, self._works = self._works, None, []
-        return AllWork(works)
+        return MockWork(
+            lambda: [work.wait() for work in works],
+            lambda: all(work.is_completed() for work in works),
+        )
 
     # Understanding and checking, before any other rank is concerned.
 

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import _compat
 
-__all__ = ["Shape", "rank_of_mesh", "ranks_of", "separate"]
-
 Shape = int | Mapping[str, int]
 """Of a world: its number of ranks, or the sizes of a mesh's dimensions by name, outer first."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Collective", "assert_same_sequence"]
-
 
 @dataclass(frozen=True)
 class Collective:

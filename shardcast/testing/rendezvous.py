@@ -22,8 +22,6 @@ from .group import Call
 from .record import Collective, name_ranks
 from .turns import Turns
 
-__all__ = ["MESSAGE", "Rendezvous", "Run", "Slot"]
-
 MESSAGE = "message"  # the op of what one rank sends to one other
 
 
@@ -31,17 +29,35 @@ MESSAGE = "message"  # the op of what one rank sends to one other
 class Slot:
     """One collective: what each rank that has launched it left for the others."""
 
+    ranks: tuple[int, ...]
+    """The ranks of the world that take part, by rank in the group."""
     record: Collective
-    """That of the first of them."""
+    """That of the first of them to come."""
     calls: dict[int, Call] = field(default_factory=dict)
-
-    @property
-    def seq(self) -> int:
-        return self.record.seq
+    """By rank in the group."""
 
     def __str__(self) -> str:
         kind = MESSAGE if self.record.op == MESSAGE else "collective"
-        return f"{kind} {self.seq}" + (f" of {self.record.group}" if self.record.group else "")
+        of_group = f" of {self.record.group}" if self.record.group else ""
+        return f"{kind} {self.record.seq}{of_group}"
+
+    @property
+    def full(self) -> bool:
+        """Whether all ranks have launched it."""
+        return len(self.calls) == len(self.ranks)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of the world that have not launched this collective."""
+        return tuple(r for number, r in enumerate(self.ranks) if number not in self.calls)
+
+    def table(self) -> str:
+        """What each rank called here, one line each."""
+        lines = [":"]
+        for number, rank in enumerate(self.ranks):
+            call = self.calls.get(number)
+            lines.append(f"  rank {rank}: {call.record if call else 'not there yet'}")
+        return "\n".join(lines)
 
 
 class Run:
@@ -57,7 +73,7 @@ class Run:
         """Makes the error that every rank raises; each its own, with what is known by then."""
         self.attempts = [0] * world_size
         """How many collectives each rank has come to."""
-        self.waiting: dict[int, tuple[Rendezvous, Slot]] = {}
+        self.waiting: dict[int, Slot] = {}
         self._groups: dict[str, Rendezvous] = {}
 
     def group(self, key: str, ranks: Sequence[int]) -> Rendezvous:
@@ -99,57 +115,83 @@ class Run:
 
     def fail_stuck(self) -> None:
         """Fail: every rank that has not left waits for another one, in another group."""
-        waiting = sorted(self.waiting.items())
-        lines = [
-            f"\n  rank {rank} waits in {slot} for {name_ranks(group.missing(slot))}: "
-            f"{slot.calls[group.ranks.index(rank)].record}"
-            for rank, (group, slot) in waiting
-        ]
-        calls = {
-            rank: slot.calls[group.ranks.index(rank)].record for rank, (group, slot) in waiting
-        }
-        message = f"no rank can go on, each waits for another one:{''.join(lines)}"
-        self.fail(lambda: CollectiveMismatchError(message, calls))
+        lines, calls = ["no rank can go on, each waits for another one:"], {}
+        for rank, slot in sorted(self.waiting.items()):
+            calls[rank] = slot.calls[slot.ranks.index(rank)].record
+            lines.append(
+                f"  rank {rank} waits in {slot} for {name_ranks(slot.missing)}: {calls[rank]}"
+            )
+        self.fail(lambda: CollectiveMismatchError("\n".join(lines), calls))
 
     def check_received(self) -> None:
         """Raise if a message was sent that nobody has received, for which a real rank may wait."""
-        for group in self._groups.values():
-            slot = group.oldest()
-            if slot is not None and slot.record.op == MESSAGE:
-                calls = {group.ranks[0]: slot.record}
-                raise CollectiveMismatchError(
-                    f"{slot} was never received{group.table(slot)}", calls
-                )
+        for slot in self._oldest():
+            if slot.record.op == MESSAGE:
+                calls = {slot.ranks[0]: slot.record}
+                raise CollectiveMismatchError(f"{slot} was never received{slot.table()}", calls)
 
     def fail_late(self) -> None:
         """Fail, unless failed already: the turn has not changed hands for ``timeout`` seconds."""
-        holder = self.turns.holder
-        oldest = [(group, group.oldest()) for group in list(self._groups.values())]
-        slots = [(group, slot) for group, slot in oldest if slot is not None]
+        slots, holder = self._oldest(), self.turns.holder
         if holder is not None:  # the other late ones have only been waiting for their turn
-            slots.sort(key=lambda at: holder not in at[0].missing(at[1]))
-        group, slot = slots[0] if slots else (None, None)
-        if holder is not None:
+            slots.sort(key=lambda slot: holder not in slot.missing)
             late: tuple[int, ...] = (holder,)
-        elif group is not None and slot is not None:
-            late = group.missing(slot)
+        elif slots:
+            late = slots[0].missing
         else:
             late = tuple(rank for rank in range(self.world_size) if rank not in self.left)
-        where = "any collective" if slot is None else str(slot)
+        where, table = (str(slots[0]), slots[0].table()) if slots else ("any collective", "")
         have = "has" if len(late) == 1 else "have"
         message = f"{name_ranks(late)} {have} not arrived at {where} within {self.timeout} s"
-        table = "" if group is None or slot is None else group.table(slot)
         self.fail(lambda: RendezvousTimeoutError(message + table, late))
         self.turns.end()
 
+    def _oldest(self) -> list[Slot]:
+        """Of each group the first collective that not all ranks have launched."""
+        found = [group.oldest() for group in list(self._groups.values())]
+        return [slot for slot in found if slot is not None]
+
+    def wait(self, rank: int, slot: Slot) -> None:
+        """Block until the slot is full; raise if it never will be."""
+        if not self.settled(slot):
+            self.waiting[rank] = slot
+            self.turns.wait(rank, lambda: self.settled(slot))
+            del self.waiting[rank]
+        self.check(slot)
+
+    def settled(self, slot: Slot) -> bool:
+        """Whether waiting for this slot would not block."""
+        return slot.full or self.failure is not None or self._lost(slot) is not None
+
+    def check(self, slot: Slot) -> None:
+        """Raise if the run has failed, or a rank that the slot waits for has left."""
+        if self.failure is not None:
+            raise self.failure()
+        lost = self._lost(slot)
+        if lost is None:
+            return
+        error = self.left[lost]
+        did = "returned" if error is None else f"raised {type(error).__name__}: {error}"
+        raise RankLeftError(
+            f"rank {lost} has left after {self.attempts[lost]} collectives (it {did}), "
+            f"{slot} waits for it{slot.table()}",
+            lost,
+        ) from error
+
+    def _lost(self, slot: Slot) -> int | None:
+        """The first rank that left without having launched this collective."""
+        return next((rank for rank in self.left if rank in slot.missing), None)
+
 
 class Rendezvous:
-    """The collectives of one process group in a run; ranks are those of the group."""
+    """The collectives of one process group in a run.
+
+    Args:
+        ranks: of the world, by rank in the group.
+    """
 
     def __init__(self, run: Run, key: str, ranks: tuple[int, ...]) -> None:
-        self.run, self.key = run, key
-        self.ranks = ranks
-        """The ranks of the world that the group has, by rank in the group."""
+        self.run, self.key, self.ranks = run, key, ranks
         self._open: dict[int, Slot] = {}  # without the full ones, which only their ranks hold
 
     def between(self, source: int, dest: int, tag: int) -> Rendezvous:
@@ -158,75 +200,30 @@ class Rendezvous:
         return self.run.group(key, (self.ranks[source], self.ranks[dest]))
 
     def launch(self, rank: int, call: Call) -> Slot:
-        """Leave ``call`` in its slot; raise if it differs from what is there already."""
+        """Leave ``call`` of a rank of the group in its slot; raise if it differs from others."""
         seq = call.record.seq
-        slot = self._open.setdefault(seq, Slot(call.record))
+        slot = self._open.setdefault(seq, Slot(self.ranks, call.record))
         if self.run.failure is None:
             for other, theirs in slot.calls.items():
                 difference = _difference(self.ranks, rank, call, other, theirs)
                 if difference is not None:
-                    self.run.fail(partial(self._mismatch, slot, difference))
+                    self.run.fail(partial(_mismatch, slot, difference))
                     break
         slot.calls[rank] = call
-        if len(slot.calls) == len(self.ranks):
+        if slot.full:
             self._open.pop(seq, None)
-        self._check(slot)
+        self.run.check(slot)
         return slot
-
-    def wait(self, rank: int, slot: Slot) -> None:
-        """Block until the slot is full; raise if it never will be."""
-        if not self.settled(slot):
-            me = self.ranks[rank]
-            self.run.waiting[me] = self, slot
-            self.run.turns.wait(me, lambda: self.settled(slot))
-            del self.run.waiting[me]
-        self._check(slot)
-
-    def settled(self, slot: Slot) -> bool:
-        """Whether waiting for this slot would not block."""
-        full = len(slot.calls) == len(self.ranks)
-        return full or self.run.failure is not None or self._lost(slot) is not None
 
     def oldest(self) -> Slot | None:
         """The first collective that not all ranks have launched."""
         return self._open.get(min(list(self._open), default=-1))
 
-    def missing(self, slot: Slot) -> tuple[int, ...]:
-        """The ranks of the world that have not launched this collective."""
-        return tuple(r for number, r in enumerate(self.ranks) if number not in slot.calls)
 
-    def table(self, slot: Slot) -> str:
-        """What each rank called in this slot, one line each."""
-        calls = [slot.calls.get(number) for number in range(len(self.ranks))]
-        told = [str(call.record) if call else "not there yet" for call in calls]
-        lines = [f"\n  rank {r}: {line}" for r, line in zip(self.ranks, told, strict=True)]
-        return ":" + "".join(lines)
-
-    def _check(self, slot: Slot) -> None:
-        if self.run.failure is not None:
-            raise self.run.failure()
-        lost = self._lost(slot)
-        if lost is None:
-            return
-        error = self.run.left[lost]
-        did = "returned" if error is None else f"raised {type(error).__name__}: {error}"
-        raise RankLeftError(
-            f"rank {lost} has left after {self.run.attempts[lost]} collectives (it {did}), "
-            f"{slot} waits for it{self.table(slot)}",
-            lost,
-        ) from error
-
-    def _lost(self, slot: Slot) -> int | None:
-        """The first rank that left without having launched this collective."""
-        missing = self.missing(slot) if self.run.left else ()
-        return next((rank for rank in self.run.left if rank in missing), None)
-
-    def _mismatch(self, slot: Slot, difference: str) -> CollectiveMismatchError:
-        calls: dict[int, Collective] = {
-            self.ranks[number]: call.record for number, call in sorted(slot.calls.items())
-        }
-        message = f"{slot} does not match: {difference}"
-        return CollectiveMismatchError(message + self.table(slot), calls)
+def _mismatch(slot: Slot, difference: str) -> CollectiveMismatchError:
+    calls = {slot.ranks[number]: call.record for number, call in sorted(slot.calls.items())}
+    message = f"{slot} does not match: {difference}{slot.table()}"
+    return CollectiveMismatchError(message, calls)
 
 
 def _difference(

@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from .errors import add_note
 from .record import name_ranks
 from .worker import Answer, Task, serve
-
-__all__ = ["ProcessFailedError", "SpawnedWorld", "spawn", "spawn_world"]
 
 T = TypeVar("T")
 
@@ -44,27 +41,19 @@ def spawn(
     The same as one :meth:`SpawnedWorld.run` in a world of its own. Where several tests need
     processes, share a :func:`spawn_world`: starting them takes seconds.
     """
-    with spawn_world(world_size, timeout=timeout, backend=backend) as world:
+    with SpawnedWorld(world_size, timeout=timeout, backend=backend) as world:
         return world.run(fn, *args)
 
 
-def spawn_world(
-    world_size: int, *, timeout: float = 60.0, backend: str = "gloo", start_method: str = "spawn"
-) -> SpawnedWorld:
-    """A :class:`SpawnedWorld`, for a ``with`` statement or a pytest fixture.
+class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
+    """``world_size`` processes that run one function after another; also :func:`spawn_world`.
 
-    Example::
+    For a ``with`` statement or a pytest fixture::
 
         @pytest.fixture(scope="module")
         def world():
             with spawn_world(2) as world:
                 yield world
-    """
-    return SpawnedWorld(world_size, timeout=timeout, backend=backend, start_method=start_method)
-
-
-class SpawnedWorld:
-    """``world_size`` processes that run one function after another.
 
     Args:
         world_size: number of processes.
@@ -97,18 +86,8 @@ class SpawnedWorld:
         self._start_method = start_method
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._runs = 0
 
-    def __enter__(self) -> SpawnedWorld:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def run(self, fn: Callable[..., T], *args: Any, timeout: float | None = None) -> list[T]:
@@ -138,21 +117,22 @@ class SpawnedWorld:
         timeout = self.timeout if timeout is None else timeout
         deadline = time.time() + timeout
         healthy = False
-        try:
-            self._start()
-            task = Task(work, self._new_path(), self.backend, deadline)
-            answers = self._ask(task, deadline)
-            failure = self._failure(answers, task, timeout)
-            healthy = len(answers) == self.world_size and self._leave_group()
-        finally:  # also on Ctrl-C and the caller's own time limit
-            if not healthy:
-                self._kill()
+        with tempfile.TemporaryDirectory(prefix="shardcast-testing-") as folder:
+            task = Task(work, f"{folder}/run", self.backend, deadline)
+            try:
+                self._start()
+                answers = self._ask(task, deadline)
+                failure = self._failure(answers, task, timeout)
+                healthy = len(answers) == self.world_size and self._leave_group()
+            finally:  # also on Ctrl-C and the caller's own time limit
+                if not healthy:
+                    self._kill()
         if failure is not None:
             raise failure
         return [pickle.loads(answers[rank].value or b"") for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes and remove their files. A later :meth:`run` starts new ones."""
+        """End the processes. A later :meth:`run` starts new ones."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -165,7 +145,6 @@ class SpawnedWorld:
             self._kill()
         if self._processes:
             return
-        self._folder = tempfile.TemporaryDirectory(prefix="shardcast-testing-")
         context = multiprocessing.get_context(self._start_method)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -176,11 +155,6 @@ class SpawnedWorld:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-
-    def _new_path(self) -> str:
-        assert self._folder is not None
-        self._runs += 1
-        return str(Path(self._folder.name) / f"run-{self._runs}")
 
     def _ask(self, message: Task | bool, deadline: float) -> dict[int, Any]:
         """Send a message to all ranks; their answers, in the order in which they came."""
@@ -252,6 +226,6 @@ class SpawnedWorld:
             process.close()
             pipe.close()
         self._processes, self._pipes = [], []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+
+
+spawn_world = SpawnedWorld

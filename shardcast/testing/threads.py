@@ -16,8 +16,6 @@ from .record import Collective
 from .rendezvous import Run
 from .strict import StrictGroup
 
-__all__ = ["ThreadedWorld", "threaded_world"]
-
 T = TypeVar("T")
 DEFAULT = "0"  # the key of the default group
 

@@ -16,8 +16,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Turns"]
-
 
 class Turns:
     """Whose turn it is, in rank order, among the ranks that are ready to go on."""

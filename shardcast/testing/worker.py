@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-__all__ = ["Answer", "Task", "serve"]
-
 
 @dataclass(frozen=True)
 class Task:

@@ -118,7 +118,8 @@ def die(group: Group) -> None:
     dist.barrier(group=group)
 
 
-def sleep_too_long(group: Group) -> None:
+def sleep_too_long(group: Group, folder: Path) -> None:
+    assert list(folder.iterdir()), "the control: there are files while a run lasts"
     if group.rank() == 1:
         time.sleep(60)
 
@@ -213,9 +214,8 @@ def test_a_time_out_names_who_had_not_finished_and_where_it_was(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with spawn_world(2) as world:
         processes = world.run(process_id)
-        assert list(tmp_path.iterdir())
         with pytest.raises(TimeoutError, match=r"^rank 1 has not finished within 0\.5 s") as info:
-            world.run(sleep_too_long, timeout=0.5)
+            world.run(sleep_too_long, tmp_path, timeout=0.5)
         assert "in sleep_too_long" in info.value.__notes__[0]
         assert_gone(processes)
     assert not list(tmp_path.iterdir()), "no file is left"
