@@ -76,25 +76,16 @@ class Snapshot:
             if name.split(".")[-1] == EXTRA_STATE
         }
 
-    def check_model(self) -> None:
-        """Raise ValueError if the optimizer was made for another model."""
-        given, known = [_compat.unwrapped(model) for model in self._given], self._engine.stages
-        if len(given) != len(known) or any(a is not b for a, b in zip(given, known, strict=True)):
-            raise ValueError(
-                "model: it is not the one that the optimizer was sharded with; pass that one"
-            )
-
     def meet(self, call: str) -> None:
-        """Find out what all ranks hold. Collective where they do not all hold the same."""
-        if self._grid.is_flat:
-            self.inventory = merge({0: self._held()})
+        """Find out what all ranks hold. Collective.
+
+        Raises:
+            ValueError: the optimizer was made for another model.
+        """
+        mine = self.together(self._held, call)
+        if self._grid.is_flat:  # all ranks hold the same
+            self.inventory = merge({0: mine})
             return
-
-        def checked() -> Held:
-            self.check_model()
-            return self._held()
-
-        mine = self.together(checked, call)
         comm, device = self._comm, self._engine.device
         digests = comm.exchange(hashlib.sha256(repr(mine).encode()).digest(), device)
         # Of ranks that hold the same, as data-parallel ones do, the first one tells.
@@ -105,6 +96,11 @@ class Snapshot:
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
     def _held(self) -> Held:
+        given, known = [_compat.unwrapped(model) for model in self._given], self._engine.stages
+        if len(given) != len(known) or any(a is not b for a, b in zip(given, known, strict=True)):
+            raise ValueError(
+                "model: it is not the one that the optimizer was sharded with; pass that one"
+            )
         params = {
             slot.name: self._copy(slot.name, layout.sharing, layout)
             for layout, slot in self._optimizer.layout.slots()

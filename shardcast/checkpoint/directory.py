@@ -203,25 +203,28 @@ def _holding(folder: Path, name: str, beyond: int) -> str:
     return f"; it holds {len(keys)} entries, among them {shown}"
 
 
-def newest(
-    directory: Path, check: Callable[[Path], DamagedCheckpointError | None], loud: bool = True
+def choose(
+    path: Path, check: Callable[[Path], DamagedCheckpointError | None], loud: bool = True
 ) -> Path | None:
-    """The newest sound checkpoint; ``None`` where there is no checkpoint at all.
+    """The named checkpoint, or the newest sound one of a directory; ``None`` if that has none.
 
     Raises:
-        DamagedCheckpointError: there are checkpoints, and none is sound.
+        DamagedCheckpointError: the named one is damaged, or each one of the directory.
     """
-    reasons: list[str] = []
-    for path in steps(directory).values():
-        error = check(path)
+    named, reasons = is_checkpoint(path), list[str]()
+    for folder in [path] if named else steps(path).values():
+        error = check(folder)
         if error is None:
             if reasons and loud:
-                warnings.warn(f"falling back to {str(path)!r}: " + "; ".join(reasons), stacklevel=4)
-            return path
+                told = f"falling back to {str(folder)!r}: " + "; ".join(reasons)
+                warnings.warn(told, stacklevel=4)
+            return folder
+        if named:
+            raise error
         reasons.append(str(error))
     if reasons:
         raise DamagedCheckpointError(
-            f"directory {str(directory)!r}: no sound checkpoint is left: " + "; ".join(reasons)
+            f"directory {str(path)!r}: no sound checkpoint is left: " + "; ".join(reasons)
         )
     return None
 
@@ -235,7 +238,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         DamagedCheckpointError: there are checkpoints, and none is sound.
     """
-    return newest(Path(os.path.abspath(directory)), damage)
+    return choose(Path(os.path.abspath(directory)), damage)
 
 
 def chosen(directory: str | os.PathLike[str]) -> Path:
@@ -245,11 +248,7 @@ def chosen(directory: str | os.PathLike[str]) -> Path:
         FileNotFoundError: there is none.
         DamagedCheckpointError: none is sound.
     """
-    path = Path(os.path.abspath(directory))
-    if is_checkpoint(path):
-        verify(path)
-        return path
-    found = latest(path)
+    found = latest(directory)
     if found is None:
         raise FileNotFoundError(
             f"directory: no committed checkpoint in {str(directory)!r}; check the path"

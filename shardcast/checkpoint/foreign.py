@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import pickle
 import re
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.loading import import_from
+from shardcast.checkpoint.plain import torch_file
 from shardcast.checkpoint.source import Lazy, Source, from_reader, from_tensors
 
 Directory = str | os.PathLike[str]
@@ -106,18 +106,13 @@ class _Inert:
         self.args = args
 
 
+def _inert(path: Path) -> list[Any]:
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    return [(_Inert, name) for name in names if name.startswith("deepspeed.")]
+
+
 def _zero_file(path: Path) -> Any:
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        strange = [name for name in names if not name.startswith("deepspeed.")]
-        if strange:
-            raise pickle.UnpicklingError(f"it wants {strange[0]}")
-        allowed: list[Any] = [(_Inert, name) for name in names]
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise RuntimeError(f"{str(path)!r} cannot be read: {reason}") from error
+    return torch_file(path, _inert)
 
 
 def _from_deepspeed(folder: Path) -> Source:

@@ -102,7 +102,6 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
         return DamagedCheckpointError(errors[0]) if errors else None
 
     def look() -> str:
-        snapshot.check_model()
         seen = folders.is_checkpoint(path), list(map(str, folders.steps(path).values()))
         return hashlib.sha256(repr(seen).encode()).hexdigest()  # small, however many there are
 
@@ -111,12 +110,7 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
             f"directory: the ranks see different checkpoints in {str(path)!r}; it must be on a "
             "file system that all ranks share"
         )
-    if not folders.is_checkpoint(path):
-        return folders.newest(path, check, loud=snapshot.rank == 0)
-    error = check(path)
-    if error is not None:
-        raise error
-    return path
+    return folders.choose(path, check, loud=snapshot.rank == 0)
 
 
 def compare(snapshot: Snapshot, source: Source) -> Source:
@@ -125,7 +119,6 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
     Raises:
         ValueError: names the parameter.
     """
-    snapshot.check_model()
     where, mine = source.where, snapshot.inventory
     optimizer, expected = snapshot.head()["optimizer"], mine.shapes
     given = source.weights.keys() - mine.ties.keys()

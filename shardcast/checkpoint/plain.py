@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ def load_plain(
 
 def _opened(snapshot: Snapshot, weights: Values, state: Values | Sequence[Values] | None) -> Source:
     where = "weights" if isinstance(weights, Mapping) else f"weights {os.fspath(weights)!r}"
-    snapshot.check_model()
     tensors = snapshot.by_name(_unwrapped(_tensors(weights)))
     named, groups = (None, None) if state is None else _named(snapshot, state)
     return dataclasses.replace(from_tensors(where, tensors, named or {}), groups=groups)
@@ -95,14 +94,18 @@ def _named(
     ]
 
 
-def torch_file(path: Path) -> Any:
+def torch_file(path: Path, allowed: Callable[[Path], list[Any]] = lambda _path: []) -> Any:
     """What ``torch.save`` wrote, mapped into memory, unable to run code.
+
+    Args:
+        allowed: the classes that may be in it, as ``torch.serialization.safe_globals`` has them.
 
     Raises:
         RuntimeError: it cannot be read.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(allowed(path)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise RuntimeError(f"{str(path)!r} cannot be read with weights_only: {reason}") from error

@@ -212,7 +212,6 @@ def begin(
     snapshot.meet(call)
 
     def check() -> tuple[dict[str, Any], tuple[Any, dict[str, Any], dict[str, Any]], int]:
-        snapshot.check_model()
         _check_arguments(arguments)
         head, own = snapshot.head(), (per_rank, snapshot.objects(), snapshot.extra_state())
         for what, value in {
