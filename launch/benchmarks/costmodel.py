@@ -1,10 +1,12 @@
 """The cost model of `shardcast estimate` against this machine: gloo, on one node.
 
 Every round exchanges single tensors, up to the size of a pack, sums some, and then reduces and
-syncs all packs of a model. From the least times of the former come alpha, beta and the bandwidth of
-memory, with which `estimate` predicts the least times of the latter: what else runs on the machine
-only adds to them. Each tensor lies elsewhere than the one before, for no pack is in a cache when
-its turn comes; and memory that was freed is kept, as by the allocator of an accelerator.
+syncs all packs of a model. From the medians of the former come alpha, beta and the bandwidth of
+memory, with which `estimate` predicts the medians of the latter. Not from the least of each: where
+two ranks share two cores, an exchange takes nearly twice as long if the threads of both directions
+begin on one core, and the luckiest of a few long syncs is no sum of usual exchanges. Each tensor
+lies elsewhere than the one before, for no pack is in a cache when its turn comes; and memory that
+was freed is kept, as by the allocator of an accelerator.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SPAN = 1 << 20  # elements of a piece that is summed
 COLD = 1 << 27  # bytes of what is sent or summed, more than caches hold
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt
 STAGES = ("reduce", "sync")
-COLUMNS = ("stage", "predicted ms", "least ms", "predicted / least", "quartiles ms")
+COLUMNS = ("stage", "predicted ms", "median ms", "predicted / median", "quartiles ms")
 
 
 @dataclass
@@ -66,13 +68,13 @@ def measure(group: dist.ProcessGroup, model: str, rounds: int, clock: str) -> Re
             param.grad = grad.clone()
         whole = stages_of_a_step(optimizer, clock)
         if number:  # the first round warms up
-            sums.append(summed_in)
+            sums += summed_in
             for size in SIZES:
-                exchanges[size].append(small[size])
+                exchanges[size] += small[size]
             for stage in STAGES:
                 measured[stage].append(whole[stage])
-    least = [min(exchanges[size]) for size in SIZES]
-    machine = machine_of(comm.size, least, min(sums))
+    medians = [statistics.median(exchanges[size]) for size in SIZES]
+    machine = machine_of(comm.size, medians, statistics.median(sums))
     return Result(machine, step_time(found, config, machine, numel, tokens=1), measured)
 
 
@@ -122,8 +124,8 @@ def seconds(call: Callable[[], object], clock: str) -> float:
     return (last - first).item()
 
 
-def exchanged(comm: Comm, nbytes: int, clock: str) -> float:
-    """Seconds of an exchange of ``nbytes`` on each rank."""
+def exchanged(comm: Comm, nbytes: int, clock: str) -> list[float]:
+    """Seconds of each of several exchanges of ``nbytes`` on each rank."""
     sent = torch.ones(COLD // nbytes, nbytes // 2, dtype=torch.bfloat16)
     received = torch.zeros_like(sent)
 
@@ -134,9 +136,9 @@ def exchanged(comm: Comm, nbytes: int, clock: str) -> float:
     return repeated(exchange, clock)
 
 
-def summed(comm: Comm, clock: str) -> float:
+def summed(comm: Comm, clock: str) -> list[float]:
     """Seconds in which gradients are copied into a pack of :data:`SPAN` elements for each rank,
-    and the mean of such a span is taken over ranks.
+    and the mean of such a span is taken over ranks; several times.
     """
     pieces = torch.ones(COLD // 2 // SPAN, SPAN, dtype=torch.bfloat16)
 
@@ -150,9 +152,9 @@ def summed(comm: Comm, clock: str) -> float:
     return repeated(mean, clock)
 
 
-def repeated(call: Callable[[int], object], clock: str) -> float:
-    """The mean of the times; the first call is not counted."""
-    return statistics.mean([seconds(partial(call, n), clock) for n in range(REPEATS + 1)][1:])
+def repeated(call: Callable[[int], object], clock: str) -> list[float]:
+    """The times of :data:`REPEATS` calls, after one that is not counted."""
+    return [seconds(partial(call, n), clock) for n in range(REPEATS + 1)][1:]
 
 
 def machine_of(ranks: int, exchanges: Sequence[float], sum_in: float) -> Machine:
@@ -181,15 +183,13 @@ def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
-    """The prediction beside the least of all rounds, per stage, and their quartiles."""
+    """The prediction beside the median of all rounds, per stage, and their quartiles."""
     found = []
     for stage, times in result.measured.items():
-        predicted = getattr(result.predicted, stage)
-        low, _, high = (1e3 * seconds for seconds in statistics.quantiles(times, n=4))
-        least = min(times)
-        ratio = f"{predicted / least:.2f}"
-        cells = (f"{1e3 * predicted:.1f}", f"{1e3 * least:.1f}", ratio, f"{low:.1f} to {high:.1f}")
-        found.append((stage, *cells))
+        predicted = 1e3 * getattr(result.predicted, stage)
+        low, median, high = (1e3 * seconds for seconds in statistics.quantiles(times, n=4))
+        cells = (f"{predicted:.1f}", f"{median:.1f}", f"{predicted / median:.2f}")
+        found.append((stage, *cells, f"{low:.1f} to {high:.1f}"))
     return found
 
 
