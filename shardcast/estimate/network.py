@@ -17,36 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcast.plan.routes import GROUPED, INSIDE, WIDENED, Fabric
-
-US, GB = 1e-6, 1e9
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """One way of moving bytes; a collective uses the one that is fastest for its size.
-
-    Attributes:
-        begin: seconds of every collective, whatever its size.
-        inside, between: seconds of a hop to a rank of the same node, and of another one.
-        share: of the bandwidth that it reaches.
-    """
-
-    begin: float
-    inside: float
-    between: float
-    share: float = 1.0
-
-
-# NCCL 2.18 to 2.28, src/graph/tuning.cc: baseLat and hwLat of rings (LL, LL128, Simple), for NVLink
-# and for the network, in microseconds; a hop of LL inside a node takes 1.8 times as long where
-# there are several, left out here. LL sends a flag with every 4 bytes, and loses as much again to
-# polling: a quarter of the bandwidth; LL128 sends 120 of 128 bytes.
-NCCL = (
-    Protocol(6.6 * US, 0.6 * US, 2.7 * US, 1 / 4),
-    Protocol(14.0 * US, 1.9 * US, 4.0 * US, 0.92),
-    Protocol(8.4 * US, 3.4 * US, 14.0 * US),
-)
+from shardcast.plan import prices
+from shardcast.plan.prices import GB, US, Protocol
+from shardcast.plan.routes import GROUPED, WIDENED, Fabric
 
 
 @dataclass(frozen=True)
@@ -74,10 +47,10 @@ class Machine:
     memory: float
     host: float
     flops: float
-    protocols: tuple[Protocol, ...] = NCCL
+    protocols: tuple[Protocol, ...] = prices.NCCL
     exchanged: int = 8  # NCCL: 16 elements of a work, a send and a receive for each peer
     backend: str = "nccl"
-    call: float = INSIDE.call  # as the choice of routes takes it
+    call: float = prices.INSIDE.call  # as the choice of routes takes it
     launch: float = 15 * US  # assumed: torch's dispatch, c10d and cudaLaunchKernel
 
     @classmethod
@@ -149,24 +122,18 @@ UNITS: dict[str, tuple[str, Any]] = {
     "between_us": ("far", US),
 }  # fmt: skip
 
-# Bandwidths as nccl-tests report them for large sizes ("busbw"); its issues are NVIDIA's own words
-# where a maintainer answers. Memory is 0.85 of the data sheet's, flops 0.4 of the dense bf16 ones:
-# assumptions, as is the host's (PCIe, pinned, one direction).
+# Memory is 0.85 of the data sheet's, flops 0.4 of the dense bf16 ones: assumptions, as is the
+# host's (PCIe, pinned, one direction).
 PRESETS = {
     machine.name: machine
     for machine in (
-        # NVLink 4: 370 GB/s of 450 (nccl-tests #212; nccl #1281: reduce-scatter 360, all-gather
-        # 350). NDR 400 Gb/s, a card per GPU: 46 to 49 GB/s (nccl-tests #267, #290). H100 SXM:
-        # 3.35 TB/s, 989 Tflop/s; PCIe 5.
-        Machine("h100", 8, 370 * GB, 48 * GB, 0.85 * 3350 * GB, 50 * GB, 0.4 * 989e12),
-        # NVLink 3: 230 GB/s of 300 (nccl-tests #149). HDR 200 Gb/s, a card per GPU as in a DGX
-        # A100: 24 GB/s each (nccl-tests #119: 96 GB/s through four). A100 80 GB SXM: 2.04 TB/s,
-        # 312 Tflop/s; PCIe 4.
-        Machine("a100", 8, 230 * GB, 24 * GB, 0.85 * 2039 * GB, 25 * GB, 0.4 * 312e12),
-        # The same nodes behind one Ethernet card of 100 Gb/s for all eight ranks, of which NCCL
-        # reaches three quarters (nccl #495: 600 of 800 Gb/s through eight such).
+        # SXM: 3.35 TB/s, 989 Tflop/s; PCIe 5.
+        Machine("h100", 8, prices.NVLINK4, prices.NDR, 0.85 * 3350 * GB, 50 * GB, 0.4 * 989e12),
+        # 80 GB SXM: 2.04 TB/s, 312 Tflop/s; PCIe 4.
+        Machine("a100", 8, prices.NVLINK3, prices.HDR, 0.85 * 2039 * GB, 25 * GB, 0.4 * 312e12),
+        # The nodes of h100 behind one Ethernet card.
         Machine(
-            "h100-ethernet", 8, 370 * GB, 0.75 * 12.5 * GB / 8, 0.85 * 3350 * GB, 50 * GB,
+            "h100-ethernet", 8, prices.NVLINK4, prices.ETHERNET, 0.85 * 3350 * GB, 50 * GB,
             0.4 * 989e12,
         ),
         # Processes on one machine that talk over loopback: a guess for one rank of two cores;

@@ -28,8 +28,10 @@ import torch
 
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
+from shardcast.plan.prices import BETWEEN, COPY, INSIDE
 
 GROUPED = ("nccl", "fake", "strict")  # backends that launch a group of calls as one; mocks too
+WIDENED = 2  # bytes of a sum for each of what is summed, see sum_dtype
 
 
 class Fabric(NamedTuple):
@@ -42,25 +44,6 @@ class Fabric(NamedTuple):
 
     backend: str = "none"
     node: int = 1
-
-
-class Link(NamedTuple):
-    """The usual alpha and beta: seconds to begin a collective, of a call within one,
-    per hop, and per byte.
-    """
-
-    begin: float
-    call: float
-    hop: float
-    byte: float
-
-
-# Orders of magnitude, which is all that a choice needs: NVLink 4 and NDR InfiniBand as nccl-tests
-# shows them for large sizes, latencies as in NCCL's own tuning. ``estimate`` knows more machines.
-INSIDE = Link(begin=15e-6, call=8e-6, hop=2e-6, byte=1 / 350e9)
-BETWEEN = Link(begin=15e-6, call=8e-6, hop=4e-6, byte=1 / 48e9)
-WIDENED = 2  # bytes of a sum for each of what is summed, see sum_dtype
-COPY = 2 / 2.8e12  # seconds per byte that is read and written on the device
 
 
 class Route(NamedTuple):
