@@ -7,9 +7,10 @@ peers       the same of other systems
 """
 
 from shardcast.estimate.memory import Estimate, StateOf, Traffic, estimate, state_of
-from shardcast.estimate.network import PRESETS, Group, Machine, Protocol
+from shardcast.estimate.network import PRESETS, Group, Machine
 from shardcast.estimate.peers import peer_times, peers, units_of
 from shardcast.estimate.time import StepTime, step_time
+from shardcast.plan.prices import Protocol
 
 __all__ = [
     "PRESETS",

@@ -57,6 +57,6 @@ class Link(NamedTuple):
 
 
 # Orders of magnitude, which is all that a choice needs: NVLink 4 as gathers use it, NDR, LL128.
-INSIDE = Link(begin=15 * US, call=8 * US, hop=2 * US, byte=1 / (350 * GB))
-BETWEEN = Link(begin=15 * US, call=8 * US, hop=4 * US, byte=1 / NDR)
-COPY = 2 / (2800 * GB)  # seconds per byte that is read and written on the device
+INSIDE = Link(begin=15e-6, call=8e-6, hop=2e-6, byte=1 / 350e9)
+BETWEEN = Link(begin=15e-6, call=8e-6, hop=4e-6, byte=1 / NDR)
+COPY = 2 / 2.8e12  # seconds per byte that is read and written on the device
