@@ -10,6 +10,7 @@ import ctypes
 import functools
 import inspect
 import itertools
+import subprocess
 import sys
 import threading
 import weakref
@@ -382,6 +383,15 @@ def divides_exactly() -> bool:
     from torch._inductor import config  # slow to import
 
     return EXACT_DIVISION in config.get_config_copy()
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What :func:`compiled` code and :func:`native_library` raise if they cannot be compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    compiler = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
+    return *compiler, OSError, subprocess.SubprocessError  # such as a cache that is read-only
 
 
 def native_library(source: str) -> ctypes.CDLL:

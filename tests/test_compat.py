@@ -399,6 +399,16 @@ def test_rows_are_the_same_memory_with_a_storage_of_their_own():
     assert _compat.rows_of(flat[8:], 0).shape == (16,)
 
 
+def test_what_a_broken_compiler_raises_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/bin/false")}):
+        with pytest.raises(_compat.compile_errors()):
+            _compat.native_library('extern "C" int broken;')
+        with pytest.raises(_compat.compile_errors()):
+            _compat.compiled(lambda x: x.add_(3.25))(torch.zeros(64))
+    torch._dynamo.reset()
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_native_code_does_not_fuse_operations():
     source = """

@@ -20,7 +20,7 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import joined
 from shardcast.plan import validate
 from shardcast.plan.originals import Originals
-from shardcast.step.update.execute import compiles
+from shardcast.step.compiling import compiles
 from shardcast.step.update.several import Updates
 
 if TYPE_CHECKING:  # slow to import

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
-from shardcast.step.update.execute import compiles
+from shardcast.step.compiling import compiles, or_eager
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
 ROW = 16  # elements: two or four loads of 16 bytes
@@ -52,7 +52,7 @@ def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mea
     if not compiles(config, device):
         return mean_in_chunks_
     exact = size in POWERS or (size in OTHERS and _compat.divides_exactly())
-    return _compiled if exact else mean_in_chunks_
+    return compiled_mean_ if exact else mean_in_chunks_
 
 
 def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
@@ -116,6 +116,9 @@ def _compiled(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Te
 
     rest = None if carry is None else alone(carry)
     _kernel(size)([alone(piece) for piece in pieces], rest, target)
+
+
+compiled_mean_ = or_eager(_compiled, mean_in_chunks_)
 
 
 @functools.cache  # one compiled function, so that models of one process share its graphs

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
-import shutil
-import subprocess
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +12,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update import native, rules
 from shardcast.step.update.rules import Flat, Numbers, Rule
 from shardcast.step.update.windows import Windows
@@ -24,7 +20,6 @@ from shardcast.step.update.windows import Windows
 CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
 WINDOW = 1 << 16  # the same where there are buffers of decoded values too
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
-COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 
 
 class ChunkedKernel:
@@ -58,7 +53,7 @@ def _scratch(size: int) -> list[Tensor]:
 
 
 class WholeKernel:
-    """:func:`.rules.update_`, compiled into one kernel or, as a fallback, eager."""
+    """:func:`.rules.update_`, compiled into one kernel or eager."""
 
     on_host = False
 
@@ -100,40 +95,26 @@ class WholeKernel:
 
 
 class NativeKernel:
-    """The update on CPU by a C++ compiler; gradients or parameters in fp16 go a longer way.
-
-    Where nothing can be compiled it is eager, after a warning: an error on one rank alone would
-    leave the others waiting in the sync.
-    """
+    """The update on CPU by a C++ compiler; gradients or parameters in fp16 go a longer way."""
 
     on_host = True
 
     def __init__(self) -> None:
-        self._fallback: ChunkedKernel | None = None
+        self._native = or_eager(_native, ChunkedKernel())
 
     def __call__(
         self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
     ) -> None:
         """See :func:`.rules.update_`; a skipped step is not to come here."""
-        if self._fallback is None and native.supports(flat):
-            try:
-                native.update(rule, flat, numbers, factor)
-                return
-            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-                # Nothing is updated yet. Elements have one owner each, so that no two ranks need
-                # the same bits of an update.
-                self._fallback = ChunkedKernel()
-                warnings.warn(
-                    f"fuse: the update could not be compiled ({error}); it runs eagerly on this "
-                    "rank. See that the C++ compiler works and the cache directory of "
-                    "torch.compile (TORCHINDUCTOR_CACHE_DIR) can be written, or use fuse 'eager'",
-                    stacklevel=2,
-                )
-        if self._fallback is not None:
-            self._fallback(rule, flat, numbers, factor, skip)
-            return
-        tensors = rules.as_tensors(numbers, skip)
-        WholeKernel(compile=True)(rule, flat, tensors, factor, skip)
+        if native.supports(flat):
+            self._native(rule, flat, numbers, factor, skip)
+        else:
+            tensors = rules.as_tensors(numbers, skip)
+            WholeKernel(compile=True)(rule, flat, tensors, factor, skip)
+
+
+def _native(rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, _skip: Tensor) -> None:
+    native.update(rule, flat, numbers, factor)
 
 
 Kernel = ChunkedKernel | WholeKernel | NativeKernel
@@ -153,42 +134,12 @@ def _by_pieces(rule: Rule, flat: Flat, *rest: Any) -> None:
 
 @functools.cache  # one compiled function, so that models of one process share its graphs
 def _compiled() -> Callable[..., None]:
-    return _compat.compiled(rules.update_)
+    return or_eager(_compat.compiled(rules.update_), _by_pieces)
 
 
 def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
-    """How to run the update on ``device``.
-
-    ``auto`` compiles where Triton can. On CPU a compiler may be missing, and a short job would not
-    earn its compile time back: there torch's own fused kernel runs over the chunks, and with
-    ``eager`` the operations of ``torch.optim``, to the bit.
-
-    Raises:
-        ValueError: ``compile`` on CPU without a C++ compiler.
-    """
+    """How to run the update on ``device``; raises as :func:`compiles` does."""
     compile = compiles(config, device)
     if device.type != "cpu":
         return WholeKernel(compile)
     return NativeKernel() if compile else ChunkedKernel()
-
-
-def compiles(config: ShardcastConfig, device: torch.device) -> bool:
-    """Whether what is fused is compiled on ``device``; see :func:`choose_kernel`."""
-    if device.type != "cpu":
-        return config.fuse == "compile" or (config.fuse == "auto" and _triton())
-    if config.fuse == "compile" and not _has_compiler("cpu", "CXX"):
-        raise ValueError(
-            "fuse: expected a C++ compiler on the PATH for 'compile' on CPU, found none; "
-            "install g++ or use fuse 'eager'"
-        )
-    return config.fuse == "compile"
-
-
-def _triton() -> bool:
-    """Whether Triton is installed, with the C compiler that it builds its launchers with."""
-    return importlib.util.find_spec("triton") is not None and _has_compiler("cuda", "CC")
-
-
-def _has_compiler(kind: str, variable: str) -> bool:
-    chosen = os.environ.get(variable, "").split()[:1]  # it may have arguments
-    return any(shutil.which(name) for name in chosen or COMPILERS[kind])

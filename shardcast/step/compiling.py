@@ -1,0 +1,78 @@
+"""Whether what is fused is compiled on a device, and what happens where that fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardcast import _compat
+from shardcast.config import ShardcastConfig
+
+COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
+
+failed = threading.Event()  # in this process; what failed once is not tried again
+
+
+def or_eager(compiled: Callable[..., None], eager: Callable[..., None]) -> Callable[..., None]:
+    """``compiled``, or once something could not be compiled in this process, ``eager``.
+
+    An error on one rank alone would leave the others waiting in their next collective, so there
+    is a warning, on this rank. The mean has the same bits either way. An update may differ in the
+    last one: elements have one owner each, and no two ranks need the same bits of it, unless they
+    hold replicas.
+    """
+
+    def run(*args: Any) -> None:
+        if not failed.is_set():
+            try:
+                compiled(*args)
+                return
+            except _compat.compile_errors() as error:  # nothing has run yet
+                failed.set()
+                warnings.warn(
+                    f"fuse: nothing could be compiled ({error}); updates and means run eagerly on "
+                    "this rank from now on. See that the compiler works and that the cache "
+                    "directory of torch.compile (TORCHINDUCTOR_CACHE_DIR) can be written, or use "
+                    "fuse 'eager'",
+                    stacklevel=2,
+                )
+        eager(*args)
+
+    return run
+
+
+def compiles(config: ShardcastConfig, device: torch.device) -> bool:
+    """Whether what is fused is compiled on ``device``.
+
+    ``auto`` compiles where Triton can. On CPU a compiler may be missing, and a short job would not
+    earn its compile time back: there torch's own fused kernel runs over the chunks, and with
+    ``eager`` the operations of ``torch.optim``, to the bit.
+
+    Raises:
+        ValueError: ``compile`` on CPU without a C++ compiler.
+    """
+    if device.type != "cpu":
+        return config.fuse == "compile" or (config.fuse == "auto" and _triton())
+    if config.fuse == "compile" and not _has_compiler("cpu", "CXX"):
+        raise ValueError(
+            "fuse: expected a C++ compiler on the PATH for 'compile' on CPU, found none; "
+            "install g++ or use fuse 'eager'"
+        )
+    return config.fuse == "compile"
+
+
+def _triton() -> bool:
+    """Whether Triton is installed, with the C compiler that it builds its launchers with."""
+    return importlib.util.find_spec("triton") is not None and _has_compiler("cuda", "CC")
+
+
+def _has_compiler(kind: str, variable: str) -> bool:
+    chosen = os.environ.get(variable, "").split()[:1]  # it may have arguments
+    return any(shutil.which(name) for name in chosen or COMPILERS[kind])
