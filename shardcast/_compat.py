@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-import itertools
 import subprocess
 import sys
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,17 +33,18 @@ if dist.is_available():
     # then outlives destroy_process_group(), with threads that a process may not end with.
     import torch.distributed.nn.functional
 
+    # The names of torch >= 2.13, and those before.
+    all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def own_storage(view: Tensor) -> Tensor:
     """A tensor over the memory of the contiguous ``view``, with a storage object of its own.
 
-    Views of one storage are taken for tied weights by everything that saves models (safetensors,
-    ``save_pretrained``, Accelerate keep only the first). A DLPack round trip gives a storage that
-    begins and ends with the view and keeps its memory alive. By way of a capsule, for which torch
-    does not ask again what is known: the same device, the same stream.
-
-    On a GPU ``record_stream`` does nothing for such a storage, since the caching allocator knows
-    its own pointers only. Nobody here needs it: packs live as long as their parameters.
+    Everything that saves models takes views of one storage for tied weights. A DLPack round trip
+    gives a storage of the view's size that keeps its memory alive; the capsule spares questions
+    about device and stream. On a GPU ``record_stream`` does nothing for it, since the allocator
+    knows its own pointers only, and nobody needs it: packs live as long as their parameters.
     """
     return view if view.is_meta else from_dlpack(torch._C._to_dlpack(view))
 
@@ -84,12 +83,7 @@ def placements(tensor: Any) -> dict[str, Placement]:
 
 def mesh_line(mesh: Any, dim: str) -> tuple[int, ...]:
     """The ranks of this rank's group along a dimension of a mesh, in its order."""
-    return tuple(_along(mesh, dim).mesh.flatten().tolist())
-
-
-def _along(mesh: Any, dim: str) -> Any:
-    """This rank's line of a mesh; a mesh of one dimension has no other to be sliced from."""
-    return mesh if mesh.mesh_dim_names == (dim,) else mesh[dim]
+    return tuple(mesh[dim].mesh.flatten().tolist())
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -143,22 +137,11 @@ def arrived(local: Tensor) -> Tensor:
 
 
 def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
-    """The group of some dimensions of a mesh, in its order; makes one for several of them.
-
-    Uses ``DeviceMesh._flatten``, as torch's own guides do.
-    """
+    """The group of some dimensions of a mesh, in its order; makes one for several of them."""
     if len(dims) == 1:
-        return _along(mesh, dims[0]).get_group()  # type: ignore[no-any-return]
+        return mesh.get_group(dims[0])  # type: ignore[no-any-return]
     ordered = tuple(dim for dim in mesh.mesh_dim_names if dim in dims)
-    some = mesh if ordered == mesh.mesh_dim_names else mesh[ordered]
-    return some._flatten().get_group()  # type: ignore[no-any-return]
-
-
-def subgroup(group: dist.ProcessGroup | None, members: Sequence[int]) -> dist.ProcessGroup:
-    """A group of some ranks of ``group``, whom alone must call it."""
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group([ranks[member] for member in members], use_local_synchronization=True)
-    return made  # type: ignore[no-any-return]
+    return mesh[ordered]._flatten().get_group()  # type: ignore[no-any-return]
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:
@@ -181,8 +164,8 @@ def hook_gradients(
 ) -> Callable[[], None]:
     """``param.register_hook(hook)`` for each of them; call what it returns to remove the hooks.
 
-    Without a handle for each, which takes longer than all else that is done for a small parameter.
-    Frozen ones, which torch refuses, have a hook for when they are unfrozen.
+    A handle for each would take longer than all else that is done for a small parameter. Frozen
+    ones, which torch refuses, have a hook for when they are unfrozen.
     """
     key = object()
     for param, hook in zip(params, hooks, strict=True):
@@ -203,8 +186,7 @@ def hook_gradients(
 def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:
     """Gives ``group`` until ``destroy_process_group()``; None for None.
 
-    torch keeps the groups that it has made in a private map. Nobody else may keep one that was
-    made otherwise (a mock): that one is held.
+    A group that torch has not made and does not keep, such as a mock, is held.
     """
     if group is None:
         return None
@@ -214,10 +196,7 @@ def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGrou
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that is running on this thread ends.
-
-    Uses the engine's ``queue_callback`` as DDP and FSDP2 do; there is no public form of it.
-    """
+    """Run ``callback`` when the backward that is running on this thread ends, as in DDP."""
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -230,19 +209,16 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def own_params(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that ``module`` itself holds, those inside it not; for hot hooks.
-
-    ``module.parameters(recurse=False)`` says the same and takes ten times as long.
-    """
+    """``module.parameters(recurse=False)`` in a tenth of its time, for hot hooks."""
     return [param for param in module._parameters.values() if param is not None]
 
 
 def accumulates() -> bool:
     """Whether the backward that is running, seen from a tensor hook, adds to ``.grad``.
 
-    ``torch.autograd.grad`` runs the same hooks and does not. Looks at one leaf of the graph below
-    the hook: the engine refuses to say of a leaf whether it runs it only where ``grad`` wants it.
-    With ``backward(inputs=...)`` the answer is exact in the hooks of parameters only.
+    ``torch.autograd.grad`` runs the same hooks and does not: there the engine refuses to say
+    whether it runs a leaf, of which the first below the hook is asked. With
+    ``backward(inputs=...)`` the answer is exact in the hooks of parameters only.
     """
     node = torch._C._current_autograd_node()
     while below := [inner for inner, _ in node.next_functions if inner is not None]:
@@ -256,8 +232,8 @@ def accumulates() -> bool:
 def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
     """A tensor hook that runs ``call(held, tensor)`` and does not keep ``held`` alive.
 
-    torch keeps post-accumulate hooks where the garbage collector cannot look: one that leads back
-    to its own parameter would never be freed, nor would the parameter.
+    The garbage collector does not see post-accumulate hooks: one that leads back to its own
+    parameter would never be freed, nor would the parameter.
     """
     reference = weakref.ref(held)
 
@@ -272,8 +248,7 @@ def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
 def held_elsewhere(tensors: list[Tensor], position: int) -> bool:
     """Whether something other than the list refers to the tensor there, as a Python object.
 
-    Counts references, as CPython does; what an object of which nobody else knows counts is asked
-    of the interpreter. To be asked only of tensors that are no parameter's ``.grad`` any more.
+    Counts references, as CPython does. Only of tensors that are no parameter's ``.grad`` any more.
     """
     return sys.getrefcount(tensors[position]) > ALONE
 
@@ -287,38 +262,18 @@ ALONE = _count_alone()
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """``optimizer.step`` without the hooks and the profiler range that torch puts around it.
-
-    torch marks its wrapper of the class's ``step`` with ``hooked``.
-    """
+    """``optimizer.step`` without the hooks and the profiler range that torch puts around it."""
     step = type(optimizer).step
-    if getattr(step, "hooked", False):
+    if getattr(step, "hooked", False):  # torch's mark of its wrapper
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step.__get__(optimizer)  # type: ignore[no-any-return]
-
-
-def all_gather_flat(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> Any:
-    """``all_gather_single`` (torch >= 2.13) under either of its names."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, input, group=group, async_op=async_op)
-
-
-def reduce_scatter_flat(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> Any:
-    """``reduce_scatter_single`` (torch >= 2.13) under either of its names; the sum over ranks."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(output, input, group=group, async_op=async_op)
 
 
 def coalesced(group: dist.ProcessGroup, device: torch.device, async_op: bool = False) -> Any:
     """A context within which collectives on ``device`` make one launch (NCCL's group calls).
 
     Not ``async_op``: on the current stream, as each of them alone. Else what the context gives has
-    a ``wait()``, and each collective within must be ``async_op``, too; their works are not to be
-    waited for. Uses ``_coalescing_manager``, as ``dist.batch_isend_irecv`` does.
+    a ``wait()``, and each collective within must be ``async_op`` too, its work not waited for.
     """
     return dist.distributed_c10d._coalescing_manager(group, device, async_op)
 
@@ -409,10 +364,7 @@ def native_library(source: str) -> ctypes.CDLL:
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
-    """Tell a learning-rate scheduler built on ``optimizer`` that a step was made.
-
-    Schedulers warn when their first ``step()`` comes before the optimizer's; they watch this flag.
-    """
+    """Set the flag without which schedulers warn that they step before ``optimizer``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -438,10 +390,7 @@ def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def inside_ddp(module: nn.Module) -> bool:
-    """Whether the running forward is that of a DDP wrapper of ``module``.
-
-    DDP notes the wrapper whose forward runs, for Dynamo, in ``_active_ddp_module``.
-    """
+    """Whether the running forward is that of a DDP wrapper of ``module``; DDP notes it."""
     active = DistributedDataParallel._get_active_ddp_module()
     return active is not None and unwrapped(active) is module
 
@@ -450,8 +399,7 @@ def inside_ddp(module: nn.Module) -> bool:
 def swapped_params() -> Iterator[None]:
     """Within it ``module.to_empty`` and ``module.to`` keep the identity of parameters.
 
-    A switch of ``torch.__future__``; without it a parameter on ``meta`` is replaced by a new one
-    that the optimizer does not know.
+    Else one on ``meta`` is replaced by a new one that the optimizer does not know.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -459,117 +407,3 @@ def swapped_params() -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-# -- process groups of a thread, for shardcast.testing -----------------------------------------
-
-MOCK = "mock"
-"""The backend under which torch knows the groups that :func:`own_process_groups` makes."""
-NAMES = 10**6
-"""Names of groups are numbers; each world has so many of its own."""
-
-
-class _OwnWorld:
-    """torch's record of its process groups, for one thread (``distributed_c10d._World``)."""
-
-    def __init__(self, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
-        self.make, self.number = make, next(_worlds)
-        self.default_pg: dist.ProcessGroup | None = None
-        self.pg_map: dict[Any, Any] = {}
-        self.pg_names: dict[Any, Any] = {}
-        self.pg_group_ranks: dict[Any, Any] = {}
-        self.pg_backend_config: dict[Any, Any] = {}
-        self.pg_coalesce_state: dict[Any, Any] = {}
-        self.tags_to_pg: dict[Any, Any] = {}
-        self.pg_to_tag: dict[Any, Any] = {}
-        self.comms: list[Any] = []
-        # Names that no other world has had: what finds a group by its name, such as a DTensor,
-        # never finds that of another rank.
-        self.group_count = self.number * NAMES
-
-
-class _Worlds:
-    """Stands in for torch's record: each thread that has a world of its own sees that one."""
-
-    def __init__(self, shared: Any) -> None:
-        vars(self).update(shared=shared, own=threading.local())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(self.own, "world", self.shared), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(getattr(self.own, "world", self.shared), name, value)
-
-
-_worlds = itertools.count(1)
-
-
-@contextmanager
-def separate_process_groups() -> Iterator[None]:
-    """Within it :func:`own_process_groups` works, in any thread.
-
-    Does what torch's tests with threads do: puts another object in the place of
-    ``distributed_c10d._world``. And marks each ``DeviceMesh`` with the world that it was made in:
-    DTensor's caches take meshes of equal shape and names for the same one, whichever rank's.
-    Groups that were made outside are not found by name inside.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    c10d: Any = dist.distributed_c10d
-    mesh_type: Any = DeviceMesh
-    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
-    init, shared, worlds = mesh_type.__init__, c10d._world, _Worlds(c10d._world)
-
-    def marked(mesh: Any, *args: Any, **fields: Any) -> None:
-        init(mesh, *args, **fields)
-        if (world := getattr(worlds.own, "world", None)) is not None:
-            mesh._thread_id = world.number  # part of its hash and of ``==``
-
-    c10d._world, mesh_type.__init__ = worlds, marked
-    isolate(True)
-    try:
-        yield
-    finally:
-        c10d._world, mesh_type.__init__ = shared, init
-        isolate(isinstance(shared, _Worlds))
-
-
-@contextmanager
-def own_process_groups(
-    rank: int, world_size: int, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]
-) -> Iterator[None]:
-    """Within it this thread is ``rank`` of a default process group of its own.
-
-    ``torch.distributed`` functions see that group and those that ``new_group`` makes here, and
-    nothing of the rest of the process.
-
-    Args:
-        make: ``make(key, ranks)`` gives the process group of this rank, for the default one and
-            then for each new group that it is in. A group has the same key on all its ranks.
-    """
-    c10d: Any = dist.distributed_c10d
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    if MOCK not in dist.Backend.backend_list:
-        dist.Backend.register_backend(MOCK, _mock_group, extended_api=True, devices=["cpu", "cuda"])
-    own, hook = c10d._world.own, sys.excepthook
-    outer = getattr(own, "world", None)
-    own.world = world = _OwnWorld(make)
-    try:
-        dist.init_process_group(MOCK, store=store, rank=rank, world_size=world_size)
-        sys.excepthook = hook
-        yield
-    finally:
-        for name in world.pg_names.values():
-            torch._C._distributed_c10d._unregister_process_group(name)
-        own.world = outer
-        if outer is None:
-            del own.world
-
-
-def _mock_group(options: Any, _backend_options: Any) -> dist.ProcessGroup:
-    world: Any = dist.distributed_c10d._world
-    ranks = options.global_ranks_in_group or range(options.group_size)
-    name = options.group_id  # a number, or a hash of the ranks: use_local_synchronization=True
-    key = str(int(name) - world.number * NAMES) if name.isdigit() else name
-    made: dist.ProcessGroup = world.make(key, tuple(ranks))
-    return made

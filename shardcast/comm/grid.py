@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
@@ -221,6 +222,9 @@ def _ties(
             elif line.size == 2:
                 comm = line
             else:
-                comm = Comm(_compat.subgroup(line.group, holders))
+                ranks = dist.get_process_group_ranks(line.group)
+                members = [ranks[holder] for holder in holders]
+                # These alone make it.
+                comm = Comm(dist.new_group(members, use_local_synchronization=True))
             found[tie] = comm
     return found

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .. import _compat
+from . import _compat
 
 Shape = int | Mapping[str, int]
 """Of a world: its number of ranks, or the sizes of a mesh's dimensions by name, outer first."""
