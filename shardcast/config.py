@@ -1,12 +1,11 @@
 """Every option of shardcast, named, documented and checked in one place.
 
-A :class:`ShardcastConfig` is frozen and comparable; it reads itself from keywords, a mapping, a
-YAML file or ``SHARDCAST_*`` environment variables, in this order of precedence::
+Where an option comes from, in order of precedence::
 
     keyword  >  SHARDCAST_<FIELD>  >  file named by SHARDCAST_CONFIG  >  default
 
-A key that is not a field is an error that names the nearest field, in every one of these places.
-Wherever it comes from, an object knows which options were named, and which are there by default.
+A key that is not a field is an error that names the nearest field, in every one of these places,
+and a :class:`ShardcastConfig` knows which options were named, and which are there by default.
 """
 
 from __future__ import annotations
@@ -17,20 +16,12 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-DTYPES: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
 read_files: list[str] = []  # the files that it named and that were read, for shardcast.launched
@@ -38,10 +29,17 @@ read_files: list[str] = []  # the files that it named and that were read, for sh
 KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
 CostFn = Callable[[str, torch.nn.Parameter], float]
+Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
+ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
+COUNT: Range = ("a count >= 1", lambda value: value >= 1)
 
 
-def _option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def _one_of(*choices: str) -> Range:
+    return f"one of {', '.join(choices)}", choices.__contains__
+
+
+def _option(default: Any, help: str, range: Range = ("", lambda _: True)) -> Any:
+    return field(default=default, metadata={"help": help, "range": range})
 
 
 @dataclass(frozen=True)
@@ -81,30 +79,38 @@ class ShardcastConfig:
         None, "dtype in which gradients accumulate locally; null: the parameter's"
     )
     reduce_dtype: torch.dtype | None = _option(
-        None,
-        "dtype of gradients on the wire; null: the gradient's. Sums are always in fp32",
+        None, "dtype of gradients on the wire; null: the gradient's. Sums are always in fp32"
     )
     partition: str = _option(
         "auto",
         "even: equal spans (elementwise optimizers); whole: one owner per parameter (any "
         "optimizer); auto: even where the optimizer is known to be elementwise",
-        choices=("auto", "even", "whole"),
+        _one_of("auto", "even", "whole"),
     )
     elementwise: bool | None = _option(
-        None,
-        "declare whether the optimizer's update is elementwise; null: known classes only",
+        None, "declare whether the optimizer's update is elementwise; null: known classes only"
     )
     pack_mb: float | None = _option(
         None,
         "upper bound of a pack's storage, in MiB (a single bigger parameter has a pack of its "
         "own); null: packs of at least 16 MiB, and 256 KiB for each rank",
+        ("a number of MiB above 0, not inf,", lambda mb: 0 < mb * 2**20 < float("inf")),
     )
-    pack_params: int | None = _option(None, "upper bound of the number of parameters per pack")
-    unpacked_first: int = _option(0, "number of first parameters that stay out of shared packs")
-    alignment: int = _option(128, "alignment of slots and spans, in bytes; a power of two >= 8")
+    pack_params: int | None = _option(
+        None, "upper bound of the number of parameters per pack", COUNT
+    )
+    unpacked_first: int = _option(
+        0,
+        "number of first parameters that stay out of shared packs",
+        ("a count >= 0", lambda count: count >= 0),
+    )
+    alignment: int = _option(
+        128,
+        "alignment of slots and spans, in bytes; a power of two >= 8",
+        ("a power of two >= 8 (bytes)", lambda size: size >= 8 and size & (size - 1) == 0),
+    )
     group_fn: GroupFn | None = _option(
-        None,
-        "(name, parameter) -> key; parameters with different keys never share a pack",
+        None, "(name, parameter) -> key; parameters with different keys never share a pack"
     )
     cost_fn: CostFn | None = _option(
         None,
@@ -112,37 +118,43 @@ class ShardcastConfig:
         "owner; null: Newton-Schulz operations for Muon, elements for others",
     )
     max_grad_norm: float | None = _option(
-        None,
-        "clip the global gradient norm to this value in every step; null: no clipping",
+        None, "clip the global gradient norm to this value in every step; null: not", ABOVE_0
     )
-    norm_type: float = _option(2.0, "p of the p-norm used for clipping and grad_norm; inf: max")
+    norm_type: float = _option(
+        2.0, "p of the p-norm used for clipping and grad_norm; inf: max", ABOVE_0
+    )
     loss_scale: str | float | None = _option(
-        None, "'dynamic', a fixed number, or null: dynamic for fp16, none otherwise"
+        None,
+        "'dynamic', a fixed number, or null: dynamic for fp16, none otherwise",
+        (
+            "'dynamic', a number above 0",
+            lambda it: it == "dynamic" if isinstance(it, str) else it > 0,
+        ),
     )
-    loss_scale_init: float = _option(2.0**16, "first value of the dynamic loss scale")
+    loss_scale_init: float = _option(2.0**16, "first value of the dynamic loss scale", ABOVE_0)
     loss_scale_growth_interval: int = _option(
-        2000, "steps without overflow after which the dynamic loss scale doubles"
+        2000, "steps without overflow after which the dynamic loss scale doubles", COUNT
     )
     max_skipped_steps: int = _option(
-        50, "raise after this many steps in a row were skipped because of non-finite gradients"
+        50, "raise after this many steps in a row with non-finite gradients were skipped", COUNT
     )
     grads: str = _option(
         "full",
         "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
         "also under no_sync(), and a rank keeps its own part (.grad then reads NaN)",
-        choices=("full", "sharded"),
+        _one_of("full", "sharded"),
     )
     master: str = _option(
         "fp32",
         "how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
         "exact too",
-        choices=("fp32", "split16"),
+        _one_of("fp32", "split16"),
     )
     moments: str = _option(
         "fp32",
         "how Adam's moments and SGD's momentum are kept: fp32, bf16 (rounded stochastically) or "
         "int8 (with a scale per block)",
-        choices=("fp32", "bf16", "int8"),
+        _one_of("fp32", "bf16", "int8"),
     )
     offload: bool = _option(
         False, "keep masters and moments in host memory; the update fetches windows of them"
@@ -151,13 +163,13 @@ class ShardcastConfig:
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: what "
         "is fastest and rounds once",
-        choices=("auto", "all_to_all", "reduce_scatter", "two_level"),
+        _one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = _option(
         "auto",
         "how updated parameters reach everybody; all_gather needs the even partition; auto: what "
         "is fastest, as print(optimizer.layout) shows",
-        choices=("auto", "broadcast", "all_gather"),
+        _one_of("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = _option(
         False,
@@ -168,7 +180,7 @@ class ShardcastConfig:
         "auto",
         "fused update: eager (cache-sized chunks with the bits of torch.optim), compile (one "
         "kernel), or auto: compile on a GPU with Triton, torch's fused kernel on CPU",
-        choices=("auto", "eager", "compile"),
+        _one_of("auto", "eager", "compile"),
     )
 
     named: ClassVar[frozenset[str]] = frozenset()  # options that are no defaults; of each object
@@ -180,53 +192,17 @@ class ShardcastConfig:
         return self
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "grad_dtype", "reduce_dtype"):
-            object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
-        keep = self.keep_fp32
-        if isinstance(keep, (str, type)) or callable(keep):
-            keep = (keep,)
-        if not isinstance(keep, Iterable):
-            raise TypeError(
-                "keep_fp32: expected patterns, module classes or predicates "
-                f"(name, parameter) -> bool, got {keep!r} ({type(keep).__name__}); () keeps none"
-            )
-        object.__setattr__(self, "keep_fp32", tuple(keep))
-        names = [self.fp32_outputs] if isinstance(self.fp32_outputs, str) else self.fp32_outputs
-        if isinstance(names, list):
-            object.__setattr__(self, "fp32_outputs", tuple(names))
         for option in fields(self):
-            _check_type(option.name, str(option.type), getattr(self, option.name))
-            choices = option.metadata["choices"]
-            if choices and getattr(self, option.name) not in choices:
-                raise ValueError(
-                    f"{option.name}: expected one of {', '.join(choices)}, "
-                    f"got {getattr(self, option.name)!r}"
-                )
-        self._check_ranges()
-
-    def _check_ranges(self) -> None:
-        def require(ok: bool, name: str, expected: str) -> None:
-            if not ok:
-                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
-
-        require(self.param_dtype is not None, "param_dtype", "bf16, fp16 or fp32")
-        bytes_fit = self.pack_mb is None or 0 < self.pack_mb * 2**20 < float("inf")
-        require(bytes_fit, "pack_mb", "a number of MiB above 0, and not inf")
-        require(self.pack_params is None or self.pack_params > 0, "pack_params", "null or >= 1")
-        require(self.unpacked_first >= 0, "unpacked_first", "a count >= 0")
-        power_of_two = self.alignment >= 8 and self.alignment & (self.alignment - 1) == 0
-        require(power_of_two, "alignment", "a power of two >= 8 (bytes)")
-        require(self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm",
-                "null or a number above 0")  # fmt: skip
-        require(self.norm_type > 0, "norm_type", "a number above 0, or inf")
-        if isinstance(self.loss_scale, str):
-            require(self.loss_scale == "dynamic", "loss_scale", "'dynamic', a number or null")
-        elif self.loss_scale is not None:
-            require(self.loss_scale > 0, "loss_scale", "'dynamic', a number above 0 or null")
-        require(self.loss_scale_init > 0, "loss_scale_init", "a number above 0")
-        growth = self.loss_scale_growth_interval
-        require(growth > 0, "loss_scale_growth_interval", "a count >= 1")
-        require(self.max_skipped_steps > 0, "max_skipped_steps", "a count >= 1")
+            name, annotation, value = option.name, str(option.type), getattr(self, option.name)
+            kind = annotation.removesuffix(" | None")
+            if value is None and kind != annotation:
+                continue
+            value = READERS.get(kind, _plain)(name, annotation, value)
+            expected, holds = option.metadata["range"]
+            if not holds(value):
+                more = " or null" * (kind != annotation)
+                raise ValueError(f"{name}: expected {expected}{more}, got {value!r}")
+            object.__setattr__(self, name, value)
         if self.master == "split16" and self.param_dtype != torch.bfloat16:
             raise ValueError(
                 f"master: split16 needs param_dtype bf16, whose 16 bits are half of fp32, got "
@@ -262,19 +238,18 @@ class ShardcastConfig:
         if source is None and named:
             source = named
             read_files.append(named)
-        values: dict[str, Any] = {}
+        found: Mapping[str, Any] = {}
         if isinstance(source, Mapping):
-            values.update(_with_numbers(_known(source, "config")))
+            found = _known(source, "config")
+        elif isinstance(source, (str, os.PathLike)):
+            found = _known(_read_yaml(Path(source)), str(source))
         elif source is not None:
-            if not isinstance(source, (str, os.PathLike)):
-                raise TypeError(
-                    "config: expected a ShardcastConfig, a mapping, a path or None, got "
-                    f"{type(source).__name__}; pass options by keyword otherwise"
-                )
-            values.update(_with_numbers(_known(_read_yaml(Path(source)), str(source))))
-        values.update(_with_numbers(_from_environment(os.environ)))
-        values.update(_known(keywords, "keyword"))
-        return cls(**values)
+            raise TypeError(
+                "config: expected a ShardcastConfig, a mapping, a path or None, got "
+                f"{type(source).__name__}; pass options by keyword otherwise"
+            )
+        values = _with_numbers({**found, **_from_environment(os.environ)})
+        return cls(**{**values, **_known(keywords, "keyword")})
 
     def replace(self, **changes: Any) -> ShardcastConfig:
         """A copy with some fields changed, checked as a new one is."""
@@ -302,7 +277,7 @@ class ShardcastConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""
-        names = {dtype: name for name, dtype in reversed(DTYPES.items())}
+        names = {dtype: name for name, dtype in DTYPES.items()}
 
         def plain(value: Any) -> Any:
             if isinstance(value, torch.dtype):
@@ -315,29 +290,6 @@ class ShardcastConfig:
             return value
 
         return {option.name: plain(getattr(self, option.name)) for option in fields(self)}
-
-
-def check_bound(name: str, value: Any) -> float:
-    """A bound of norms or values, as a float; inf bounds nothing.
-
-    A negative one would turn gradients around, and NaN would reach the weights.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not above 0.
-    """
-    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(
-            f"{name}: expected a number above 0, got {value!r} ({type(value).__name__})"
-        )
-    bound = float(number)
-    if not bound > 0:
-        raise ValueError(
-            f"{name}: expected a number above 0, got {value!r}; use inf, or do not clip, for no "
-            "bound"
-        )
-    return bound
 
 
 def _known(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -369,15 +321,14 @@ def _parse(text: str, where: str) -> Any:
         raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {error}") from error
 
 
-def _with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_numbers(values: dict[str, Any]) -> dict[str, Any]:
     """``values``, with text that YAML did not take for a number, ``inf`` or ``1e3``, as one."""
-    types = {option.name: str(option.type) for option in fields(ShardcastConfig)}
-    found = dict(values)
-    for name, value in found.items():
-        if isinstance(value, str) and "float" in types[name]:
+    for option in fields(ShardcastConfig):
+        value = values.get(option.name)
+        if isinstance(value, str) and "float" in str(option.type):
             with suppress(ValueError):  # such as 'dynamic', or what the check will refuse
-                found[name] = float(value)
-    return found
+                values[option.name] = float(value)
+    return values
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -395,51 +346,52 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _as_dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is None or isinstance(value, torch.dtype):
-        if value is None or value in DTYPES.values():
-            return value
-    elif isinstance(value, str) and value in DTYPES:
-        return DTYPES[value]
-    raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
+# -- values by the annotation of their option: checked, and as they are kept ----------------------
+
+PLAIN: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
+    "str | float": (str, int, float),
+}  # fmt: skip
 
 
-def _check_type(name: str, annotation: str, value: Any) -> None:
-    """Check plain types; YAML reads ``yes`` as a boolean."""
-    if value is None and "None" in annotation:
-        return
-    expected: tuple[type, ...]
-    if annotation.startswith("bool"):
-        expected = (bool,)
-    elif annotation.startswith("int"):
-        expected = (int,)
-    elif annotation.startswith("float"):
-        expected = (int, float)
-    elif annotation.startswith("str | float"):
-        expected = (str, int, float)
-    elif annotation.startswith("str"):
-        expected = (str,)
-    else:
-        _check_callables(name, value)
-        return
-    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+def _plain(name: str, annotation: str, value: Any) -> Any:
+    kinds = PLAIN[annotation.removesuffix(" | None")]
+    # YAML reads `yes` as a boolean, which is an int in Python.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name}: expected {annotation}, got {value!r} ({type(value).__name__})")
+    return value
 
 
-def _check_callables(name: str, value: Any) -> None:
-    if name in ("group_fn", "cost_fn") and not callable(value):
-        result = "key" if name == "group_fn" else "number"
+def _dtype(name: str, _annotation: str, value: Any) -> torch.dtype:
+    dtype: Any = value
+    if isinstance(value, str):  # also the name that torch has for it
+        dtype = DTYPES.get(value, getattr(torch, value, None))
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def _function(name: str, annotation: str, value: Any) -> Any:
+    if not callable(value):
+        result = "key" if annotation.startswith("GroupFn") else "number"
         raise TypeError(f"{name}: expected a callable (name, parameter) -> {result}, got {value!r}")
-    if name == "fp32_outputs" and not (
-        isinstance(value, tuple) and all(isinstance(pattern, str) for pattern in value)
-    ):
-        raise TypeError(
-            f"fp32_outputs: expected glob patterns of module names, got {value!r}; () names none"
-        )
-    if name == "keep_fp32":
-        for rule in value:
-            if not isinstance(rule, str) and not callable(rule):
-                raise TypeError(
-                    "keep_fp32: expected patterns, module classes or predicates "
-                    f"(name, parameter) -> bool, got {rule!r} ({type(rule).__name__})"
-                )
+    return value
+
+
+def _several(name: str, annotation: str, value: Any) -> tuple[Any, ...]:
+    expected, functions = "glob patterns of module names", "KeepRule" in annotation
+    if functions:
+        expected = "patterns, module classes or predicates (name, parameter) -> bool"
+    one = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
+    items = (value,) if one else tuple(value)
+    for item in items:
+        if not (isinstance(item, str) or (functions and callable(item))):
+            got = f"{item!r} ({type(item).__name__})"
+            raise TypeError(f"{name}: expected {expected}, got {got}; () names none")
+    return items
+
+
+READERS: dict[str, Callable[[str, str, Any], Any]] = {
+    "torch.dtype": _dtype, "GroupFn": _function, "CostFn": _function,
+    "tuple[KeepRule, ...]": _several, "tuple[str, ...]": _several,
+}  # fmt: skip

@@ -38,8 +38,9 @@ def annotated_config() -> str:
     defaults = ShardcastConfig().to_dict()
     for option in dataclasses.fields(ShardcastConfig):
         lines += ["", *(f"## {line}" for line in textwrap.wrap(option.metadata["help"], 90))]
-        if option.metadata["choices"]:
-            lines.append(f"## one of: {', '.join(option.metadata['choices'])}")
+        expected, _ = option.metadata["range"]
+        if expected:
+            lines.append(f"## {expected}")
         if option.name in ("group_fn", "cost_fn"):
             lines.append("## (a function: in code only)")
             continue

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.config import ShardcastConfig, check_bound
+from shardcast.config import ShardcastConfig
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import is_elementwise
 from shardcast.plan.precision import MASTER_DTYPE, is_packable
@@ -141,7 +142,7 @@ def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: i
     """
     limit = group.get("max_grad_norm")
     if limit is not None and "max_grad_norm" not in defaults:
-        check_bound(f"max_grad_norm of parameter group {number}", limit)
+        _bound(f"max_grad_norm of parameter group {number}", limit)
 
 
 def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterable[Tensor]) -> None:
@@ -202,7 +203,7 @@ def clip_bound(
             "gradient is skipped on all ranks, and max_skipped_steps of them in a row raise"
         )
     name = "max_norm" if "max_norm" in asked else "clip_value"
-    return check_bound(name, asked[name])
+    return _bound(name, asked[name])
 
 
 def check_groups(
@@ -312,3 +313,25 @@ def _plain(value: Any) -> Any:
         items = tuple(_plain(item) for item in value)
         return _NOT_PLAIN if _NOT_PLAIN in items else items
     return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
+
+
+def _bound(name: str, value: Any) -> float:
+    """A bound of norms or values, as a float; inf bounds nothing.
+
+    A negative one would turn gradients around, and NaN would reach the weights.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not above 0.
+    """
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(
+            f"{name}: expected a number above 0, got {value!r} ({type(value).__name__})"
+        )
+    if not float(number) > 0:
+        raise ValueError(
+            f"{name}: expected a number above 0, got {value!r}; use inf, or do not clip, for no "
+            "bound"
+        )
+    return float(number)
