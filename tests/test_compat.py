@@ -62,7 +62,7 @@ def gathers(group: Any) -> tuple[Tensor, Tensor]:
     out, mine = torch.empty(4), torch.full((2,), float(group.rank()))
     _compat.all_gather_flat(out, mine, group)
     reduced = torch.empty(2)
-    _compat.reduce_scatter_flat(reduced, out * (group.rank() + 1), group)
+    _compat.reduce_scatter_flat(reduced, out * (group.rank() + 1), group=group)
     work = _compat.all_gather_flat(torch.empty(4), mine, group, async_op=True)
     work.wait()
     for async_op in (False, True):  # gloo knows no launch of several: they are made one by one

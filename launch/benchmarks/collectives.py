@@ -67,7 +67,7 @@ def measure(group: dist.ProcessGroup, elements: int, packs: int, rounds: int) ->
         ("reduce", "messages + fp32 sum, as shardcast does"): pairs,
         ("reduce", "reduce to each owner"): lambda p: owners(p, lambda t, o: dist.reduce(t, o)),
         ("reduce", "all-reduce"): dist.all_reduce,
-        ("reduce", "reduce-scatter"): lambda p: _compat.reduce_scatter_flat(mean, p, group),
+        ("reduce", "reduce-scatter"): lambda p: _compat.reduce_scatter_flat(mean, p, group=group),
         ("sync", "broadcast from each owner"): lambda p: owners(
             p, lambda t, o: dist.broadcast(t, o)
         ),

@@ -248,7 +248,7 @@ class Comm:
         assert self.group is not None
         waiting = Waiting(self, "a reduce-scatter", about)
         with waiting:
-            work = _compat.reduce_scatter_flat(output, input, self.group, async_op=True)
+            work = _compat.reduce_scatter_flat(output, input, group=self.group, async_op=True)
         return Works([work], waiting)
 
     # -- values, for set-up and errors: never in a step ----------------------------------------
