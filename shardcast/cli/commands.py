@@ -11,18 +11,12 @@ from collections.abc import Callable
 
 import shardcast
 from shardcast import launched
-from shardcast.cli import estimate_command
 from shardcast.cli.checkpoints import export, inspect
 from shardcast.cli.config import config
 from shardcast.cli.env import env
+from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
 from shardcast.cli.selftest import test
-
-
-def estimate(arguments: list[str]) -> int:
-    """Print what each rank will hold and send, for a model that is built without memory."""
-    return estimate_command.run(arguments)
-
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "launch": launch,

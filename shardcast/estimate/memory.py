@@ -14,11 +14,11 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory import forms
 from shardcast.memory.shard import FILL, SPLITTING
 from shardcast.optimizer.setup import Plan, plan_for
-from shardcast.plan.layout import Layout, PackLayout, Slot, Span
+from shardcast.plan.layout import Layout, PackLayout, Slot
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import routed
 from shardcast.plan.partition import ELEMENTWISE, matrix_products
-from shardcast.plan.precision import MASTER_DTYPE, Precision
+from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 from shardcast.step.update.several import Updates
@@ -87,6 +87,11 @@ class Estimate:
     products: tuple[float, ...]
 
     @property
+    def packs(self) -> int:
+        """How many the layout has."""
+        return len(self.layout.packs)
+
+    @property
     def total(self) -> int:
         """All kinds together; the peak of setting up aside."""
         return self.parameters + self.gradients + self.masters + self.state + self.outside
@@ -128,21 +133,35 @@ def estimate(
     plan = plan_for(model, originals, config, world_size)
     fabric = Fabric(fabric.backend, min(world_size, fabric.node))
     layout = routed(plan.layout, config, fabric)
-    states = [state_of(owner, group) for _, owner, group in originals.numbered()]
-    products = {
-        slot.name: matrix_products(
-            originals.owner(pack.group), originals.groups[pack.group], slot.shape
-        )
-        for pack, slot in layout.slots()
-    }
+    ranks = [_Rank() for _ in range(world_size)]
+    traffic = [
+        _add(ranks, pack, plan, originals.owner(pack.group), originals.groups[pack.group])
+        for pack in layout.packs
+    ]
+    sharded = config.grads == "sharded" and world_size > 1
+    held = [rank.masters + rank.state + sharded * rank.gradients for rank in ranks]
+    fullest = ranks[held.index(max(held))]
+    sent = [rank.sent for rank in ranks]
+    trained = [pack for pack in traffic if pack is not None]
     cast_peak, live = _convert_outside(plan)
     return Estimate(
         layout,
+        parameters=sum(pack.numel * pack.dtype.itemsize for pack in layout.packs),
+        gradients=fullest.gradients if sharded else sum(rank.gradients for rank in ranks),
+        masters=fullest.masters,
+        state=fullest.state,
         outside=live - sum(param.nbytes for param in plan.params.values()),
+        host=fullest.masters + fullest.state if config.offload else 0,
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
-        cost_imbalance=_over_mean(_costs(layout, plan.costs)),
-        products=tuple(_costs(layout, products)),
-        **_summed(layout, plan.precision, config, states, fabric.backend),
+        sent=max(sent),
+        sender=sent.index(max(sent)),
+        collectives=_launches(trained, fabric.backend) if world_size > 1 else 0,
+        imbalance=_over_mean(held),
+        cost_imbalance=_over_mean([rank.cost for rank in ranks]),
+        traffic=tuple(trained),
+        updated=max(rank.updated for rank in ranks),
+        normed=max(rank.normed for rank in ranks),
+        products=tuple(rank.products for rank in ranks),
     )
 
 
@@ -186,91 +205,78 @@ def _master_size(pack: PackLayout, owned: int, config: ShardcastConfig) -> int:
     return forms.nbytes(forms.Exact(), owned, row)
 
 
-def _summed(
-    layout: Layout,
-    precision: Precision,
-    config: ShardcastConfig,
-    states: list[StateOf],
-    backend: str,
-) -> dict[str, Any]:
-    """The fields of :class:`Estimate` that are sums over packs."""
-    size = layout.world_size
-    parameters = gradients = 0
-    masters, state = [0] * size, [0] * size
-    kept = [0] * size  # of gradients, where they are sharded
-    sent, updated, normed = [0] * size, [0] * size, [0] * size
-    traffic = []
-    for pack in layout.packs:
-        parameters += pack.numel * pack.dtype.itemsize
-        for span in pack.spans:  # of frozen ones too
-            masters[span.owner] += _master_size(pack, span.numel, config)
-        if not pack.requires_grad:
-            continue
-        grad = precision.grad_dtype(pack.dtype).itemsize
-        wire, stored = precision.wire_dtype(pack.dtype).itemsize, pack.dtype.itemsize
-        gradients += pack.numel * grad
-        elements = _elements(pack)
-        gathered = pack.route.sync == "all_gather"
-        for span, count in zip(pack.spans, elements, strict=True):
-            rank = span.owner
-            kept[rank] += span.numel * grad
-            if pack.route.reduce == "two_level":  # sums are twice as long as what is summed
-                near, nodes = pack.route.node, size // pack.route.node
-                sent[rank] += ((near - 1) * nodes + 2 * (nodes - 1)) * span.numel * wire
-            else:
-                sent[rank] += (pack.numel - span.numel) * wire
-            if count or gathered:
-                sent[rank] += (size - 1) * span.numel * stored
-            if count:
-                own = states[pack.group].nbytes(pack, span.numel, count, config)
-                state[rank] += own
-                # A pack that is its own master, or half of it, is read and written; else it is
-                # only written.
-                master = _master_size(pack, span.numel, config)
-                passes = 1 if master and config.master == "fp32" else 2
-                updated[rank] += span.numel * (grad + passes * stored) + 2 * (master + own)
-                normed[rank] += span.numel * grad
-        widest = max(span.numel for span in pack.spans)
-        traffic.append(
-            Traffic(
-                pack.numel * wire,
-                pack.numel * stored,
-                widest * grad,
-                sum(1 for count in elements if count),
-                pack.route,
-            )
-        )
-    sharded = config.grads == "sharded" and size > 1
-    held = [sum(rank) for rank in zip(masters, state, kept if sharded else [0] * size, strict=True)]
-    most = max(range(size), key=held.__getitem__)
-    sender = max(range(size), key=sent.__getitem__)
+@dataclass
+class _Rank:
+    """What one rank holds and moves in bytes, and computes, for its spans of all packs."""
 
-    def launches(pack: Traffic) -> int:  # see Comm.broadcast_all
-        alone = pack.route.sync == "broadcast" and backend not in GROUPED
-        levels = 2 if pack.route.reduce == "two_level" else 1
-        return levels + (pack.owners if alone else 1)
-
-    return {
-        "parameters": parameters,
-        "gradients": kept[most] if sharded else gradients,
-        "masters": masters[most],
-        "state": state[most],
-        "host": masters[most] + state[most] if config.offload else 0,
-        "sent": sent[sender] if size > 1 else 0,
-        "sender": sender,
-        "collectives": 1 + sum(map(launches, traffic)) if size > 1 else 0,
-        "imbalance": _over_mean(held),
-        "traffic": tuple(traffic),
-        "updated": max(updated),
-        "normed": max(normed),
-    }
+    masters: int = 0
+    state: int = 0
+    gradients: int = 0
+    sent: int = 0
+    updated: int = 0
+    normed: int = 0
+    cost: float = 0.0
+    products: float = 0.0
 
 
-def _elements(pack: PackLayout) -> list[int]:
-    """Per rank, how many elements of its span are a parameter's; the others are padding."""
-    found = [0] * len(pack.spans)
-    for rank, _, count in _parts(pack):
-        found[rank] += count
+def _add(
+    ranks: Sequence[_Rank],
+    pack: PackLayout,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+) -> Traffic | None:
+    """Add a pack to what each rank does; gives its traffic, or None where it is frozen."""
+    config, size = plan.config, len(ranks)
+    for span in pack.spans:  # of frozen ones too
+        ranks[span.owner].masters += _master_size(pack, span.numel, config)
+    if not pack.requires_grad:
+        return None
+    products = {slot: matrix_products(optimizer, group, slot.shape) for slot in pack.slots}
+    elements = [0] * size  # of parameters; the rest of a span is padding
+    for owner, slot, count in _parts(pack):
+        elements[owner] += count
+        share = count / slot.numel
+        ranks[owner].cost += plan.costs[slot.name] * share
+        ranks[owner].products += products[slot] * share
+    grad = plan.precision.grad_dtype(pack.dtype).itemsize
+    wire, stored = plan.precision.wire_dtype(pack.dtype).itemsize, pack.dtype.itemsize
+    state = state_of(optimizer, group)
+    for span in pack.spans:
+        rank, count = ranks[span.owner], elements[span.owner]
+        rank.gradients += span.numel * grad
+        if pack.route.reduce == "two_level":  # sums are twice as long as what is summed
+            near, nodes = pack.route.node, size // pack.route.node
+            rank.sent += ((near - 1) * nodes + 2 * (nodes - 1)) * span.numel * wire
+        else:
+            rank.sent += (pack.numel - span.numel) * wire
+        if count or pack.route.sync == "all_gather":
+            rank.sent += (size - 1) * span.numel * stored
+        if count:
+            own = state.nbytes(pack, span.numel, count, config)
+            rank.state += own
+            # A pack that is its own master, or half of it, is read and written; else it is only
+            # written.
+            master = _master_size(pack, span.numel, config)
+            passes = 1 if master and config.master == "fp32" else 2
+            rank.updated += span.numel * (grad + passes * stored) + 2 * (master + own)
+            rank.normed += span.numel * grad
+    return Traffic(
+        wire=pack.numel * wire,
+        stored=pack.numel * stored,
+        received=max(span.numel for span in pack.spans) * grad,
+        owners=sum(map(bool, elements)),
+        route=pack.route,
+    )
+
+
+def _launches(packs: Sequence[Traffic], backend: str) -> int:
+    """Of a step, the small all-reduce included."""
+    found = 1
+    for pack in packs:
+        found += 2 if pack.route.reduce == "two_level" else 1
+        alone = pack.route.sync == "broadcast" and backend not in GROUPED  # Comm.broadcast_all
+        found += pack.owners if alone else 1
     return found
 
 
@@ -291,16 +297,6 @@ def _parts(pack: PackLayout) -> Iterator[tuple[int, Slot, int]]:
             position += 1
 
 
-def _costs(layout: Layout, costs: Mapping[str, float]) -> list[float]:
-    """What the update costs each rank."""
-    found = [0.0] * layout.world_size
-    for pack in layout.packs:
-        if pack.requires_grad:
-            for rank, slot, count in _parts(pack):
-                found[rank] += costs[slot.name] * count / slot.numel
-    return found
-
-
 def _over_mean(values: Sequence[float]) -> float:
     return max(values) * len(values) / sum(values) if any(values) else 1.0
 
@@ -313,7 +309,7 @@ def _packing_peak(plan: Plan) -> int:
     (:func:`shardcast.memory.shard.build_shard`).
     """
     peak = live = 0
-    size = plan.layout.world_size
+    config, size = plan.config, plan.layout.world_size
     masters = [0] * size
     for pack in plan.layout.packs:
         params = [plan.params[slot.name] for slot in pack.slots]
@@ -321,31 +317,24 @@ def _packing_peak(plan: Plan) -> int:
         stored = pack.numel * pack.dtype.itemsize
         staged = pack.numel * MASTER_DTYPE.itemsize
         if pack.dtype == MASTER_DTYPE:  # what is staged becomes the pack, which has the masters
-            adopted = size == 1 and _adopted(pack, params[0])
+            alone = size == 1 and len(params) == 1 and pack.padding == 0
+            # Then its own storage is the pack's: see Pack.fill.
+            adopted = alone and params[0].is_contiguous() and params[0].dtype == pack.dtype
             peak = max(peak, live + max(masters) + (0 if adopted else staged))
         else:
             for span in pack.spans:
-                added = _filling(pack, span, plan.config)
+                if config.master == "split16":  # and both halves' bits, as 32-bit integers
+                    added = min(span.numel, FILL) * SPLITTING
+                    added += _master_size(pack, span.numel, config)
+                elif span.numel == pack.numel and not config.offload:
+                    added = 0  # the staging becomes the masters
+                else:
+                    added = span.numel * MASTER_DTYPE.itemsize
                 worst = max(staged, staged - originals + stored + added)
                 peak = max(peak, live + masters[span.owner] + worst)
-                masters[span.owner] += _master_size(pack, span.numel, plan.config)
+                masters[span.owner] += _master_size(pack, span.numel, config)
         live += stored - originals
     return peak
-
-
-def _filling(pack: PackLayout, span: Span, config: ShardcastConfig) -> int:
-    """Bytes that ``Shard.fill`` takes beside the staging and the pack."""
-    if config.master == "split16":  # and the bit patterns of both halves, as 32-bit integers
-        window = min(span.numel, FILL) * SPLITTING
-        return _master_size(pack, span.numel, config) + window
-    stays = span.numel == pack.numel and not config.offload  # the staging becomes the masters
-    return 0 if stays else span.numel * MASTER_DTYPE.itemsize
-
-
-def _adopted(pack: PackLayout, param: nn.Parameter) -> bool:
-    """Whether the storage of a single parameter becomes the pack; see :meth:`Pack.fill`."""
-    alone = len(pack.slots) == 1 and pack.padding == 0
-    return alone and param.is_contiguous() and param.dtype == pack.dtype
 
 
 def _convert_outside(plan: Plan) -> tuple[int, int]:

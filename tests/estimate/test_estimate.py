@@ -20,7 +20,7 @@ from storages import live
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.cli import estimate_command as _estimate_command
+from shardcast.cli import estimate as _estimate_command
 from shardcast.cli import main
 from shardcast.estimate import PRESETS, estimate, peers
 from shardcast.plan.originals import Originals

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardcast.estimate import (
     Machine,
     StepTime,
     Traffic,
-    estimate,
+    memory,
     peer_times,
     peers,
     state_of,
@@ -70,13 +70,8 @@ LEGEND = {
 }
 
 
-def run(arguments: list[str]) -> int:
-    """Estimate and print; returns the exit status.
-
-    Raises:
-        ValueError: a model that cannot be imported or built, or a wrong option.
-        RuntimeError: ``--plot`` without matplotlib.
-    """
+def estimate(arguments: list[str]) -> int:
+    """Print what each rank will hold and send, for a model that is built without memory."""
     parsed = _parse(arguments)
     if parsed.plot is not None:
         _figure()  # told before the work is done
@@ -189,33 +184,29 @@ def rows_of(
     machine: Machine,
     tokens: int,
 ) -> list[Row]:
-    """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and times.
-
-    ``time`` has the :data:`STAGES` of shardcast in seconds, ``peer_times`` those of others.
+    """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and seconds.
 
     Args:
         stages: of a pipeline, of which each row is of the one that holds most.
     """
     rows = []
     for size in sizes:
-        each = [estimate(m, o.optimizers, size, config, machine.fabric) for m, o in stages]
+        each = [memory.estimate(m, o.optimizers, size, config, machine.fabric) for m, o in stages]
         found = max(each, key=lambda stage: stage.total)
         model, originals = stages[each.index(found)]
         numel = sum(param.numel() for param in model.parameters())
-        moments = _moments(originals)
-        units = units_of(model)
-        row: Row = {"world_size": size, **{name: getattr(found, name) for name in BYTES}}
-        row |= {"sender": found.sender, "packs": len(found.layout.packs)}
-        row |= {"collectives": found.collectives, "imbalance": found.imbalance}
-        row["cost_imbalance"] = found.cost_imbalance
-        row["routes"] = _routes(found)
-        row["others"] = peers(numel, moments, size)
-        row |= {"machine": machine.name, "tokens": tokens}
-        row["time"] = _stages(step_time(found, config, machine, numel, tokens))
-        group, products = machine.group(size), sum(found.products)
-        others = peer_times(units, moments, group, tokens, products)
-        row["other_times"] = {name: _stages(time) for name, time in others.items()}
-        rows.append(row)
+        moments, group = _moments(originals), machine.group(size)
+        others = peer_times(units_of(model), moments, group, tokens, sum(found.products))
+        rows.append({
+            "world_size": size,
+            **{name: getattr(found, name) for name in (*BYTES, *COUNTS)},
+            "routes": _routes(found),
+            "others": peers(numel, moments, size),
+            "machine": machine.name,
+            "tokens": tokens,
+            "time": _stages(step_time(found, config, machine, numel, tokens)),
+            "other_times": {name: _stages(time) for name, time in others.items()},
+        })  # fmt: skip
     return rows
 
 
@@ -247,45 +238,42 @@ def _stages(time: StepTime) -> dict[str, float]:
 def table(rows: Sequence[Row], title: str) -> list[str]:
     """Lines for people: what a rank holds and sends, how long a step takes, others, a legend."""
     scale, unit = (2**30, "GiB") if rows[0]["total"] >= 2**33 else (2**20, "MiB")
-    held = (*KINDS, "total", "host", "setup_peak")
-    sizes = [row["world_size"] for row in rows]
-    lines = [f"{title}; bytes of the rank that holds most, in {unit}"]
-    lines += _columns(sizes, [{n: f"{row[n] / scale:,.1f}" for n in held} for row in rows])
-    lines += ["", f"what others hold, in {unit}"]
-    lines += _columns(
-        sizes, [{n: f"{b / scale:,.1f}" for n, b in row["others"].items()} for row in rows]
-    )
-    lines += ["", f"what a step sends; bytes in {unit}, of the rank that sends most"]
-    counts = ("sender", "packs", "collectives")
-    lines += _columns(sizes, [
-        {"sent": f"{row['sent'] / scale:,.1f}", **{n: f"{row[n]:,}" for n in counts},
-         **{n: f"{row[n]:.3f}" for n in ("imbalance", "cost_imbalance")}}
-        for row in rows
-    ])  # fmt: skip
-    lines += [
+
+    def block(heading: str, cells: Callable[[Row], dict[str, str]]) -> list[str]:
+        found = {row["world_size"]: cells(row) for row in rows}
+        names = ("world_size", *found[rows[0]["world_size"]])
+        lines = [(f"{size:,}", *row.values()) for size, row in found.items()]
+        return ["", heading, *(" ".join(f"{it:>14}" for it in line) for line in (names, *lines))]
+
+    def sizes(values: Mapping[str, float]) -> dict[str, str]:
+        return {name: f"{value / scale:,.1f}" for name, value in values.items()}
+
+    def sends(row: Row) -> dict[str, str]:
+        counts = {name: f"{row[name]:,}" for name in ("sender", "packs", "collectives")}
+        ratios = {name: f"{row[name]:.3f}" for name in ("imbalance", "cost_imbalance")}
+        return {**sizes({"sent": row["sent"]}), **counts, **ratios}
+
+    def milliseconds(values: Mapping[str, float]) -> dict[str, str]:
+        return {name: f"{1e3 * value:,.2f}" for name, value in values.items()}
+
+    holds = f"{title}; bytes of the rank that holds most, in {unit}"
+    ways = [(row["world_size"], way) for row in rows for way in row["routes"]]
+    where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
+    return [
+        *block(holds, lambda row: sizes({n: row[n] for n in BYTES if n != "sent"}))[1:],
+        *block(f"what others hold, in {unit}", lambda row: sizes(row["others"])),
+        *block(f"what a step sends; bytes in {unit}, of the rank that sends most", sends),
         "",
         "how packs travel, and why (rough costs of the biggest one)",
+        *(f"{size:>14,} {way['packs']:>14,}  {way['route']}" for size, way in ways),
+        *block(f"predicted milliseconds of a step; {where}", lambda row: milliseconds(row["time"])),
+        *block(
+            "predicted milliseconds of others' steps",
+            lambda row: milliseconds({n: it["step"] for n, it in row["other_times"].items()}),
+        ),
+        "",
+        *(f"{name:>12}  {text}" for name, text in LEGEND.items()),
     ]
-    for row in rows:
-        for way in row["routes"]:
-            lines.append(f"{row['world_size']:>14,} {way['packs']:>14,}  {way['route']}")
-    where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
-    lines += ["", f"predicted milliseconds of a step; {where}"]
-    lines += _columns(
-        sizes, [{n: f"{1e3 * s:,.2f}" for n, s in row["time"].items()} for row in rows]
-    )
-    lines += ["", "predicted milliseconds of others' steps"]
-    lines += _columns(sizes, [
-        {n: f"{1e3 * time['step']:,.2f}" for n, time in row["other_times"].items()} for row in rows
-    ])  # fmt: skip
-    return [*lines, "", *(f"{name:>12}  {text}" for name, text in LEGEND.items())]
-
-
-def _columns(sizes: Sequence[int], cells: Sequence[dict[str, str]]) -> list[str]:
-    lines = [" ".join(f"{name:>14}" for name in ("world_size", *cells[0]))]
-    for size, row in zip(sizes, cells, strict=True):
-        lines.append(" ".join(f"{cell:>14}" for cell in (f"{size:,}", *row.values())))
-    return lines
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -295,46 +283,42 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
         RuntimeError: matplotlib is not installed.
     """
     figure = _figure()
-    memory, time = figure.subplots(2)
+    held, time = figure.subplots(2)
+    sizes = [row["world_size"] for row in rows]
     away = ("masters", "state") if rows[0]["host"] else ()
     parts = {
-        f"shardcast: {kind}{' (host)' * (kind in away)}": [row[kind] / 2**30 for row in rows]
-        for kind in KINDS
+        f"{kind}{' (host)' * (kind in away)}": [row[kind] / 2**30 for row in rows] for kind in KINDS
     }
-    others = {n: [row["others"][n] / 2**30 for row in rows] for n in rows[0]["others"]}
-    _stack(memory, rows, parts, others, "GiB of the rank that holds most")
+    others = {name: [row["others"][name] / 2**30 for row in rows] for name in rows[0]["others"]}
     peak = [row["setup_peak"] / 2**30 for row in rows]
-    sizes = [row["world_size"] for row in rows]
-    memory.plot(sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up")
-    memory.set_title(title)
+    held.plot(sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up")
+    held.set_title(title)
+    _stack(held, sizes, parts, others, "GiB of the rank that holds most")
 
     parts = {
-        f"shardcast: {stage}": [row["time"][stage] - row["time"].get(beside, 0) for row in rows]
+        stage: [row["time"][stage] - row["time"].get(beside, 0) for row in rows]
         for stage, beside in STACKED.items()
     }
     others = {
         name: [row["other_times"][name]["step"] for row in rows] for name in rows[0]["other_times"]
     }
-    _stack(time, rows, parts, others, "predicted seconds of a step")
     time.set_title(f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank")
     time.set_xlabel("data-parallel ranks (logarithmic)")
-    for axes in (memory, time):
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    _stack(time, sizes, parts, others, "predicted seconds of a step")
     figure.savefig(path, dpi=120)
 
 
 def _stack(
     axes: Any,
-    rows: Sequence[Row],
+    sizes: Sequence[int],
     parts: dict[str, list[float]],
     others: dict[str, list[float]],
     label: str,
 ) -> None:
-    sizes = [row["world_size"] for row in rows]
-    colors = ["#4477aa", "#66ccee", "#ccbb44", "#ee9966", "#bbbbbb"]
     axes.stackplot(
-        sizes, list(parts.values()), labels=list(parts), colors=colors, alpha=0.85, linewidth=0
-    )
+        sizes, list(parts.values()), labels=[f"shardcast: {part}" for part in parts],
+        colors=["#4477aa", "#66ccee", "#ccbb44", "#ee9966", "#bbbbbb"], alpha=0.85, linewidth=0,
+    )  # fmt: skip
     for name, line in others.items():
         color, marker = STYLES[name]
         axes.plot(sizes, line, color=color, marker=marker, markersize=4, label=name)
@@ -344,6 +328,7 @@ def _stack(
     axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
     axes.grid(axis="y", alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
 
 
 def _figure() -> Any:
