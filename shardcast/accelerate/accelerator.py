@@ -6,10 +6,8 @@ One class, three doors::
     accelerator = enable(Accelerator(), max_grad_norm=1.0)             # one that exists already
     python -m shardcast.run script.py                                  # no edit at all
 
-The script stays as it is: ``prepare`` places the model without wrapping it and shards its
-optimizer; ``backward``, ``accumulate``, ``clip_grad_norm_``, the schedulers and ``save_state`` do
-for the sharded optimizer what they do for DDP. What cannot work raises a sentence. Nothing is
-computed here: every number is the core's.
+``prepare`` places the model without wrapping it and shards its optimizer; all else does for it
+what it does for DDP. What cannot work raises a sentence. Nothing is computed here.
 
 Collective, so to be called by every rank: ``prepare``, ``backward`` of the last micro-batch,
 ``clip_grad_norm_``, ``clip_grad_value_``, the optimizer's ``step``, ``save_state``,
@@ -22,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -38,7 +36,7 @@ from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 
-UNPREPARED = "no optimizer is sharded yet; call accelerator.prepare(model, optimizer, ...) first"
+T = TypeVar("T")
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
@@ -82,27 +80,17 @@ class ShardcastAccelerator(Accelerator):
 
     @property
     def sharded_model(self) -> nn.Module:
-        """The bare model whose optimizer is sharded.
-
-        Raises:
-            RuntimeError: none was prepared yet.
-        """
-        if self._model is None:
-            raise RuntimeError(UNPREPARED)
-        return self._model
+        """The bare model whose optimizer is sharded; a RuntimeError before it is prepared."""
+        return _prepared(self._model)
 
     @property
     def sharded_optimizer(self) -> ShardedOptimizer:
-        """The sharded optimizer: ``grad_norm``, ``loss_scale``, ``skipped_steps``, ``layout`` ...
+        """It has ``grad_norm``, ``loss_scale``, ``skipped_steps``, ``layout`` ...
 
         Raises:
             RuntimeError: none was prepared yet.
         """
-        if self._sharded is None:
-            raise RuntimeError(UNPREPARED)
-        return self._sharded
-
-    # -- prepare ------------------------------------------------------------------------------
+        return _prepared(self._sharded)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As ``Accelerator.prepare``; models are placed, and their optimizer is sharded.
@@ -118,11 +106,10 @@ class ShardcastAccelerator(Accelerator):
                 self.prepare_model(item, wanted) if isinstance(item, nn.Module) else item
                 for item, wanted in zip(args, placement, strict=True)
             )
-        args = tuple(self._prepare_list(it) if _is_list(it) else it for it in args)
+        args = tuple(self._shard(it) if _is_list(it) else it for it in args)
         plain = [it for it in args if _is_plain(it)]
         if len(plain) > 1 and len({guards.model_of(it, self._models) for it in plain}) == 1:
-            guards.refuse_second(self._sharded, plain[0])
-            prepared = self._shard(guards.model_of(plain[0], self._models), plain)
+            prepared = self._shard(plain)
             handles = zip(plain, prepared.optimizer.optimizers, strict=True)
             these = {id(one): ShardcastHandle(prepared, handle) for one, handle in handles}
             self._optimizers += these.values()
@@ -161,7 +148,7 @@ class ShardcastAccelerator(Accelerator):
         """Shard ``optimizer`` over its model, which must be prepared before or beside it.
 
         Raises:
-            ValueError: its model was not prepared by this accelerator.
+            ValueError: its model was not.
             RuntimeError: another pair is sharded already, or the model with another optimizer.
         """
         if isinstance(optimizer, ShardcastHandle):
@@ -175,23 +162,20 @@ class ShardcastAccelerator(Accelerator):
             self._sharded = optimizer.optimizer
             self._model = guards.model_of(optimizer.optimizer, self._models)
             return optimizer
-        guards.refuse_second(self._sharded, optimizer)
-        model = guards.model_of(optimizer, self._models)
-        prepared = self._shard(model, optimizer)
+        prepared = self._shard([optimizer])
         self._optimizers.append(prepared)
         return prepared
 
-    def _prepare_list(self, optimizers: Sequence[torch.optim.Optimizer]) -> ShardcastOptimizer:
-        guards.refuse_second(self._sharded, optimizers[0])
-        return self._shard(guards.model_of(optimizers[0], self._models), optimizers)
-
-    def _shard(self, model: nn.Module, optimizer: Any) -> ShardcastOptimizer:
-        if isinstance(optimizer, ShardedOptimizer):  # by hand, with shardcast.shard
-            sharded = optimizer
+    def _shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> ShardcastOptimizer:
+        first = optimizers[0]
+        guards.refuse_second(self._sharded, first)
+        model = guards.model_of(first, self._models)
+        if isinstance(first, ShardedOptimizer):  # by hand, with shardcast.shard
+            sharded = first
         else:
             guards.refuse_sharded(model)
             config = guards.with_fp32_head(self.shardcast_config, model)
-            sharded = shard(model, optimizer, config, **mesh.options(self, model))
+            sharded = shard(model, optimizers, config, **mesh.options(self, model))
         watch = self._unsharded.pop(model, None)
         if watch is not None:
             watch.remove()
@@ -222,12 +206,9 @@ class ShardcastAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Within it gradients of ``model`` accumulate locally; ``accumulate`` uses it too."""
-        if self._sharded is not None and _compat.unwrapped(model) is self._model:
-            with self._sharded.no_sync():
-                yield
-        else:
-            with super().no_sync(model):
-                yield
+        sharded = self._sharded if _compat.unwrapped(model) is self._model else None
+        with super().no_sync(model) if sharded is None else sharded.no_sync():
+            yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing to do: the step unscales, and ``clip_grad_norm_`` returns an unscaled norm.
@@ -256,59 +237,44 @@ class ShardcastAccelerator(Accelerator):
                 configuration's.
             RuntimeError: between the micro-batches of an accumulation.
         """
-        params = _listed(parameters)
-        sharded = self._clipping(params, "clip_grad_norm_")
-        if sharded is None:
-            norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
-            return norm
-        return sharded.clip_grad_norm_(params, max_norm, norm_type)
+        norm: Tensor | None = self._clip("clip_grad_norm_", parameters, max_norm, norm_type)
+        return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every element of the averaged gradients. Every rank must call it.
 
         Raises: as :meth:`clip_grad_norm_`.
         """
-        params = _listed(parameters)
-        sharded = self._clipping(params, "clip_grad_value_")
-        if sharded is None:
-            super().clip_grad_value_(params, clip_value)
-        else:
-            sharded.clip_grad_value_(params, clip_value)
+        self._clip("clip_grad_value_", parameters, clip_value)
 
-    def _clipping(self, params: list[Tensor], call: str) -> ShardedOptimizer | None:
-        """The sharded optimizer, where ``params`` are its own; ``None`` for those of others."""
+    def _clip(self, call: str, parameters: Any, *bounds: float) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         groups = [] if self._sharded is None else self._sharded.param_groups
         if {param for group in groups for param in group["params"]}.isdisjoint(params):
-            return None
+            return getattr(super(), call)(params, *bounds)  # of a model that is not sharded
         if not self.sync_gradients:
             raise RuntimeError(
                 f"{call}: called between the micro-batches of an accumulation, when gradients are "
                 f"not reduced yet; write `if accelerator.sync_gradients: accelerator.{call}(...)`"
             )
-        return self._sharded
+        return getattr(self._sharded, call)(params, *bounds)
 
     @contextmanager
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Only with even batches (Accelerate's default), where there is nothing to join.
-
-        Raises:
-            RuntimeError: with uneven batches, on several processes.
-        """
-        even = self.even_batches if even_batches is None else even_batches
+        """Joins nothing: batches are even. A RuntimeError where several processes have others."""
         if self._sharded is None:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
-        if self.num_processes > 1 and not even:
+        if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
             raise RuntimeError(
                 "join_uneven_inputs: expected even_batches=True, got False: the ranks of a sharded "
                 "optimizer must make the same number of steps; leave even_batches on (the default "
                 "of Accelerate; gather_for_metrics drops the repeated samples), or drop_last"
             )
-        with _even_batches(self._dataloaders, even):
-            yield
+        yield
 
     # -- state --------------------------------------------------------------------------------
 
@@ -331,9 +297,9 @@ class ShardcastAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """As ``Accelerator.load_state``, at any world size. Every rank must call it.
+        """As ``Accelerator.load_state``, at any world size, also of what it saved under DDP.
 
-        Also takes what stock Accelerate saved under DDP.
+        Every rank must call it.
 
         Raises:
             FileNotFoundError: no committed checkpoint in ``input_dir``.
@@ -366,10 +332,10 @@ class ShardcastAccelerator(Accelerator):
             self._models, self._optimizers = before
 
     def free_memory(self, *objects: Any) -> Any:
-        """As ``Accelerator.free_memory``; the hooks on the model's gradients go with the optimizer.
+        """As ``Accelerator.free_memory``; the hooks on the model's gradients go with the optimizer:
 
-        They go at once if model or optimizer is among ``objects``, and when the caller drops the
-        optimizer if not; one that is kept may be prepared again.
+        at once if model or optimizer is among ``objects``, else when the caller drops it. One that
+        is kept may be prepared again.
         """
         for prepared in self._optimizers:
             if any(item is prepared or item in self._models for item in objects):
@@ -381,10 +347,19 @@ class ShardcastAccelerator(Accelerator):
         return super().free_memory(*objects)
 
 
+def _prepared(item: T | None) -> T:
+    if item is None:
+        raise RuntimeError(
+            "no optimizer is sharded yet; call accelerator.prepare(model, optimizer, ...) first"
+        )
+    return item
+
+
 def _is_plain(item: Any) -> bool:
     """Whether it is an optimizer that is not sharded yet."""
-    sharded = isinstance(item, (AcceleratedOptimizer, ShardedOptimizer))
-    return isinstance(item, torch.optim.Optimizer) and not sharded
+    return isinstance(item, torch.optim.Optimizer) and not isinstance(
+        item, (AcceleratedOptimizer, ShardedOptimizer)
+    )
 
 
 def _is_list(item: Any) -> bool:
@@ -393,21 +368,18 @@ def _is_list(item: Any) -> bool:
 
 
 def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> ShardcastAccelerator:
-    """Make an existing accelerator shard; it must not have prepared anything yet.
+    """Make an existing accelerator shard, in place; it must not have prepared anything yet.
 
     Args:
-        accelerator: an ``accelerate.Accelerator``, or one of a subclass of it; changed in place.
+        accelerator: an ``accelerate.Accelerator``, or one of a subclass of it; it is returned.
         config: as ``shardcast_config`` of :class:`ShardcastAccelerator`.
         fields: single options, which win over ``config``.
-
-    Returns:
-        The same object.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
             f"enable: expected an accelerate.Accelerator, got {type(accelerator).__name__}"
         )
-    shards = isinstance(accelerator, ShardcastAccelerator)
+    kind, shards = type(accelerator), isinstance(accelerator, ShardcastAccelerator)
     if shards and not accelerator.provisional:
         raise RuntimeError("enable: this accelerator shards already; call enable() once")
     if accelerator._models or accelerator._optimizers:
@@ -415,35 +387,15 @@ def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> Shar
             "enable: the accelerator has prepared a model or an optimizer already; call enable() "
             "right after Accelerator(...)"
         )
-    before = type(accelerator)
-    wanted: Any = before if shards else ShardcastAccelerator
-    if not shards and before is not Accelerator:
-        wanted = type(f"Shardcast{before.__name__}", (ShardcastAccelerator, before), {})
-    accelerator.__class__ = wanted
+    if kind is Accelerator:
+        accelerator.__class__ = ShardcastAccelerator
+    elif not shards:
+        bases = (ShardcastAccelerator, kind)
+        accelerator.__class__ = type(f"Shardcast{kind.__name__}", bases, {})
     try:
         accelerator._take_over(config, fields)
     except Exception:
-        accelerator.__class__ = before
+        accelerator.__class__ = kind
         raise
     accelerator.provisional = False
-    enabled: ShardcastAccelerator = accelerator
-    return enabled
-
-
-@contextmanager
-def _even_batches(loaders: Sequence[Any], even: bool) -> Iterator[None]:
-    """Within it the batch samplers of ``loaders`` make even batches, or do not."""
-    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in loaders]
-    found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
-    before = [sampler.even_batches for sampler in found]
-    for sampler in found:
-        sampler.even_batches = even
-    try:
-        yield
-    finally:
-        for sampler, value in zip(found, before, strict=True):
-            sampler.even_batches = value
-
-
-def _listed(parameters: Any) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return accelerator  # type: ignore[no-any-return]
