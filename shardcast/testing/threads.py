@@ -48,14 +48,13 @@ class ThreadedWorld:
         poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits
             set) until somebody waits for them.
 
-    **Matching.** The ``n``-th collective of each rank is the same collective. All ranks must give
-    the same op, dtype, shape, source or destination and reduce op; in an all-to-all, what rank
-    ``i`` sends to ``j`` must have the shape that ``j`` expects from ``i``. The first call that
-    differs raises :class:`CollectiveMismatchError` on every rank, with what each of them called.
+    **Matching.** The ``n``-th collective of each rank is the same collective: equal op, dtype, shape,
+    source or destination and reduce op; in an all-to-all, what rank ``i`` sends to ``j`` has the
+    shape that ``j`` expects from ``i``. The first call that differs raises
+    :class:`CollectiveMismatchError` on every rank, with what each of them called.
 
-    **Values.** Reductions add (multiply, compare …) the ranks' tensors in rank order 0, 1, …, in
-    the tensor's dtype, rounding after each step; AVG divides the sum by ``world_size`` at the end.
-    They are the same in every run.
+    **Values.** Reductions go through the ranks' tensors in rank order, in the tensor's dtype,
+    rounding after each step; AVG divides the sum by ``world_size`` at the end.
 
     **Asynchronous collectives.** A launch never blocks and takes a copy of what it sends.
     ``wait()`` blocks until all ranks have launched; the outputs are written there and only there.
@@ -65,18 +64,16 @@ class ThreadedWorld:
     **Turns.** One rank runs at a time, until it has to wait in a collective; the next ready one
     follows, in rank order. So runs repeat exactly, and each rank has its own state of torch's CPU
     random generator, which begins as after ``torch.manual_seed(rank)``; the caller's stays as it
-    was. For the same reason a rank must not wait for another one by any other means than
-    collectives.
+    was. A rank must not wait for another one by any other means than collectives.
 
     **Ranks that leave.** When a rank returns or raises, the ranks that wait for it, now or later,
     raise :class:`RankLeftError` at once. :meth:`run` raises the exception that came first.
 
-    **Meshes.** With ``{"dp": 2, "tp": 2}`` each rank gets a ``DeviceMesh`` of four ranks in place
-    of a group, and is a rank of a default process group of its own: ``mesh["tp"].get_group()``,
-    ``init_device_mesh``, ``new_group``, ``parallelize_module``, DTensors and functional
-    collectives work as in a process. All of the above holds in each group; faults and the turns
-    count a rank's collectives in all of them. Ranks that wait for each other in different groups
-    raise :class:`CollectiveMismatchError` at once. The groups end with the run.
+    **Meshes.** With ``{"dp": 2, "tp": 2}`` each rank gets a ``DeviceMesh`` in place of a group, and
+    is a rank of a default process group of its own: ``init_device_mesh``, ``new_group``,
+    ``parallelize_module``, DTensors and functional collectives work as in a process. All of the
+    above holds in each group; faults and turns count a rank's collectives in all of them. Ranks
+    that wait for each other in different groups raise :class:`CollectiveMismatchError` at once.
 
     **Messages** from one rank to another (``send``, ``irecv``) arrive in order for each tag; who
     sends does not wait. They are in no log, and no fault counts them. One that nobody has received

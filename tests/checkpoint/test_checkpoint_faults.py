@@ -21,6 +21,7 @@ from torch import nn
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory, storage
+from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)
 BF16 = torch.bfloat16
@@ -60,22 +61,6 @@ def snapshot(model: nn.Module, optimizer: Any) -> dict[Any, torch.Tensor]:
     return {**parts(optimizer), **values(model)}
 
 
-def two_saves(folder: Path, layer: storage.Files) -> tuple[Any, Any]:
-    """Step 1 saved, step 2 saved through ``layer``; the states of both."""
-    model, optimizer = job()
-    first = snapshot(model, optimizer)
-    checkpoint.save(folder, model, optimizer, step=1)
-    install(model, 1)
-    optimizer.step()
-    second = snapshot(model, optimizer)
-    before, storage.SYSTEM = storage.SYSTEM, layer
-    try:
-        checkpoint.save(folder, model, optimizer, step=2, keep=1)
-    finally:
-        storage.SYSTEM = before
-    return first, second
-
-
 def loaded(folder: Path) -> tuple[int, Any]:
     model, optimizer = job(steps=0)
     step = checkpoint.load(folder, model, optimizer).step
@@ -96,8 +81,24 @@ def killed_child(work: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: Path, how: str):
+    model, optimizer = job()
+    checkpoint.save(tmp_path / "first", model, optimizer, step=1)
+    first = snapshot(model, optimizer)
+    install(model, 1)
+    optimizer.step()
+    states = first, snapshot(model, optimizer)
+
+    def second_save(name: str, layer: storage.Files) -> Path:
+        folder = shutil.copytree(tmp_path / "first", tmp_path / name)
+        before, storage.SYSTEM = storage.SYSTEM, layer
+        try:
+            checkpoint.save(folder, model, optimizer, step=2, keep=1)
+        finally:
+            storage.SYSTEM = before
+        return folder
+
     counting = Counting()
-    states = two_saves(tmp_path / "whole", counting)
+    second_save("whole", counting)
     assert {"create", "write", "flush", "rename", "tell", "acknowledge", "mkdir", "remove"} == {
         point.split()[0] for point in counting.seen
     }
@@ -108,24 +109,23 @@ def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: P
         n for n, p in enumerate(counting.seen) if not p.startswith("write __0") or n % 20 == 0
     ]
     for number in chosen:
-        folder = tmp_path / str(number)
         if how == "exit":
             kill = Counting(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            status = killed_child(lambda f=folder, k=kill: two_saves(f, k) and None)
+            status = killed_child(lambda n=number, k=kill: second_save(str(n), k) and None)
             assert os.WIFSIGNALED(status), counting.seen[number]
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a deletion that fails only warns
                 try:
-                    two_saves(folder, Counting(number, fail))
+                    second_save(str(number), Counting(number, fail))
                 except OSError:
                     pass
                 else:
                     assert number > committed
+        folder = tmp_path / str(number)
         step, state = loaded(folder)
         assert_same_bits(state, states[step - 1])
         found.add(step)
-        model, optimizer = job(steps=2)
         checkpoint.save(folder, model, optimizer, step=3)  # and it goes on
         assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
         shutil.rmtree(folder)
@@ -134,13 +134,11 @@ def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: P
 
 def test_overwriting_in_place_would_not_survive_this(tmp_path: Path):
     """Negative control: without the fresh directory a cut-off save is noticed as damage."""
-    states = two_saves(tmp_path, Counting())
-    folder = checkpoint.latest(tmp_path)
+    folder = checkpoint.save(tmp_path, *job(), step=1)
     with open(folder / "__0_0.distcp", "r+b") as file:
         file.write(b"half of a new one")
     with pytest.raises(checkpoint.DamagedCheckpointError):
         loaded(tmp_path)
-    assert states
 
 
 @pytest.mark.slow
@@ -157,43 +155,50 @@ def test_killed_processes_leave_one_step_whole():
     assert len(re.findall(r"^\d\d+ kills", finished.stdout, re.MULTILINE)) == 2
 
 
-def save_in_world(group: Any, folder: str, step: int, steps: int, case: str = "tiny") -> Any:
-    model, optimizer = job(group, steps, case)
-    checkpoint.save(folder, model, optimizer, step=step)
-    return snapshot(model, optimizer)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 of two ranks."""
+    folder = tmp_path_factory.mktemp("made")
 
+    def saving(group: Any) -> None:
+        model, optimizer = job(group, case="mlp")
+        checkpoint.save(folder, model, optimizer, step=1)
+        install(model, 1)
+        optimizer.step()
+        checkpoint.save(folder, model, optimizer, step=2)
 
-def load_in_world(group: Any, folder: str, case: str = "tiny") -> Any:
-    model, optimizer = job(group, 0, case)
-    step = checkpoint.load(folder, model, optimizer).step
-    return step, snapshot(model, optimizer)
+    run_world(2, saving)
+    return folder
 
 
 def test_one_rank_that_fails_makes_all_raise_and_none_hang(tmp_path: Path, monkeypatch: Any):
-    run_world(2, save_in_world, str(tmp_path), 1, 1)
-    layer = Counting()
-    monkeypatch.setattr(storage, "SYSTEM", layer)
-    run_world(2, save_in_world, str(tmp_path), 2, 2)
-    chosen = [n for n, p in enumerate(layer.seen) if not p.startswith("write __") or n % 15 == 0]
-    raised: list[str] = []
+    world = ThreadedWorld(2)
+    pairs, others = world.run(job, 2), world.run(job, 0)
 
-    def catching(group: Any, step: int) -> None:
+    def saving(group: Any, step: int) -> str:
         try:
-            save_in_world(group, str(tmp_path), step, 2)
+            checkpoint.save(tmp_path, *pairs[group.rank()], step=step)
         except Exception as error:
-            raised.append(str(error))
+            return str(error)
+        return ""
 
+    def loading(group: Any) -> int:
+        return checkpoint.load(tmp_path, *others[group.rank()]).step
+
+    layer = Counting()
+    assert world.run(saving, 1) == ["", ""]
+    monkeypatch.setattr(storage, "SYSTEM", layer)
+    assert world.run(saving, 2) == ["", ""]
+    chosen = [n for n, p in enumerate(layer.seen) if not p.startswith("write __") or n % 15 == 0]
     for step, number in enumerate(chosen, start=3):
         for left in tmp_path.glob(".writing*"):  # a save removes it; that this fails is no matter
             shutil.rmtree(left)
         monkeypatch.setattr(storage, "SYSTEM", Counting(number, fail))
-        raised.clear()
-        run_world(2, catching, step)
-        assert len(raised) == 2 and all("No space" in text for text in raised), raised
+        assert all("No space" in told for told in world.run(saving, step))
+        assert_same_sequence(world.logs)
         monkeypatch.setattr(storage, "SYSTEM", storage.Files())
-        (found, _), _ = run_world(2, load_in_world, str(tmp_path))[0]
         # A failed flush of the parent, or acknowledgement, comes after the commit.
-        assert found in (max(s for s in directory.steps(tmp_path)),)
+        assert world.run(loading) == [max(directory.steps(tmp_path))] * 2
 
 
 def truncate(path: Path) -> None:
@@ -213,10 +218,9 @@ NAMES = ["__0_0.distcp", "__1_0.distcp", ".metadata", "shardcast.json", "COMMITT
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_damage_is_named_and_changes_nothing_and_the_one_before_is_taken(
-    tmp_path: Path, name: str, damage: Callable[[Path], None]
+    made: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ):
-    run_world(2, save_in_world, str(tmp_path), 1, 1, "mlp")
-    run_world(2, save_in_world, str(tmp_path), 2, 2, "mlp")
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "step-000000002"
     damage(newest / name)
     model, optimizer = job(case="mlp", steps=5)
@@ -237,9 +241,8 @@ def test_damage_is_named_and_changes_nothing_and_the_one_before_is_taken(
     assert checkpoint.latest(tmp_path).name == "step-000000002"
 
 
-def test_swapped_files_and_renamed_directories_are_noticed(tmp_path: Path):
-    run_world(2, save_in_world, str(tmp_path), 1, 1, "mlp")
-    folder = tmp_path / "step-000000001"
+def test_swapped_files_and_renamed_directories_are_noticed(made: Path, tmp_path: Path):
+    folder = shutil.copytree(made / "step-000000001", tmp_path / "step-000000001")
     first, second = folder / NAMES[0], folder / NAMES[1]
     first.rename(folder / "x")
     second.rename(first)
@@ -248,9 +251,8 @@ def test_swapped_files_and_renamed_directories_are_noticed(tmp_path: Path):
         checkpoint.inspect(tmp_path)
     with pytest.raises(checkpoint.DamagedCheckpointError, match="no sound checkpoint"):
         checkpoint.latest(tmp_path)
-    run_world(2, save_in_world, str(tmp_path), 7, 1, "mlp")
-    (tmp_path / "step-000000007").rename(tmp_path / "step-000000008")
-    with pytest.raises(checkpoint.DamagedCheckpointError, match="it holds step 7"):
+    shutil.copytree(made / "step-000000002", tmp_path / "step-000000008")
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="it holds step 2"):
         checkpoint.inspect(tmp_path / "step-000000008")
 
 
@@ -287,9 +289,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_belong_is_refused_before_anything_changes(tmp_path: Path, wrong: str):
+def test_what_does_not_belong_is_refused_before_anything_changes(made: Path, wrong: str):
     make, optimizer_of, told = WRONG[wrong]
-    run_world(2, save_in_world, str(tmp_path), 1, 1, "mlp")
 
     def attempt(group: Any) -> None:
         model = make()
@@ -299,7 +300,7 @@ def test_what_does_not_belong_is_refused_before_anything_changes(tmp_path: Path,
         optimizer.step()
         before = snapshot(model, optimizer)
         with pytest.raises(ValueError, match=told):
-            checkpoint.load(tmp_path, model, optimizer)
+            checkpoint.load(made, model, optimizer)
         assert_same_bits(snapshot(model, optimizer), before)
 
     run_world(2, attempt)

@@ -138,17 +138,6 @@ def worlds(folder: Path) -> list[int]:
     return [r["world"] for r in metrics.read(folder) if r["kind"] == "run"]
 
 
-def test_two_nodes_train_together(tmp_path: Path, nodes: Nodes):
-    command = ["launch/train.py", *RUN, "--steps", "10", "--output", str(tmp_path / "run")]
-    agents = [
-        nodes.start("2", *command, "--checkpoint-dir", str(tmp_path / "saved")) for _ in range(2)
-    ]
-    for agent in agents:
-        ended(agent)
-    assert worlds(tmp_path / "run") == [2]
-    assert checkpoint.inspect(tmp_path / "saved").world_size == 2
-
-
 def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(tmp_path: Path, nodes: Nodes):
     saved = tmp_path / "saved"
     command = ["launch/train.py", *RUN, "--output", str(tmp_path / "run")]

@@ -28,9 +28,10 @@ pytestmark = pytest.mark.timeout(60)
 Group = dist.ProcessGroup
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[SpawnedWorld]:
-    with spawn_world(2) as world:
+@pytest.fixture
+def forked() -> Iterator[SpawnedWorld]:
+    """Processes that a test may lose: forked ones, which need not import torch."""
+    with spawn_world(2, start_method="fork") as world:
         yield world
         processes = world.run(process_id)
     assert_gone(processes)
@@ -131,93 +132,92 @@ def leave_a_mess(group: Group) -> None:
     dist.destroy_process_group()
 
 
-def test_results_come_back_by_rank_and_arguments_are_copies(world: SpawnedWorld) -> None:
+def test_results_come_back_by_rank_and_arguments_are_copies(gloo: SpawnedWorld) -> None:
     tensor = torch.ones(3)
-    results = world.run(double_sum, tensor)
+    results = gloo.run(double_sum, tensor)
     assert all(result.equal(torch.full((3,), 3.0)) for result in results)
     assert tensor.equal(torch.ones(3))
 
 
-def test_processes_and_threads_give_the_same_values(world: SpawnedWorld) -> None:
-    for real, threaded in zip(world.run(collectives), threaded_world(2, collectives), strict=True):
+def test_processes_and_threads_give_the_same_values(gloo: SpawnedWorld) -> None:
+    for real, threaded in zip(gloo.run(collectives), threaded_world(2, collectives), strict=True):
         assert all(a.equal(b) for a, b in zip(real, threaded, strict=True))
 
 
-def test_the_same_processes_serve_run_after_run_with_fresh_groups(world: SpawnedWorld) -> None:
-    processes = world.run(process_id)
+def test_the_same_processes_serve_run_after_run_with_fresh_groups(forked: SpawnedWorld) -> None:
+    processes = forked.run(process_id)
     assert len({*processes, os.getpid()}) == 3
-    world.run(leave_a_mess)
-    world.run(collectives)
-    assert world.run(process_id) == processes
+    forked.run(leave_a_mess)
+    forked.run(collectives)
+    assert forked.run(process_id) == processes
 
 
 def test_each_run_finds_what_a_launcher_would_set_and_a_seed_of_its_own(
-    world: SpawnedWorld,
+    gloo: SpawnedWorld,
 ) -> None:
-    first, second = world.run(facts)
+    first, second = gloo.run(facts)
     assert first["env"] == ["0", "0", "2", "2"]
     assert second["env"] == ["1", "1", "2", "2"]
     assert second["group"] == (1, 2, "gloo")
     assert second["default"] == (1, 2)
     assert first["threads"] == 1
-    world.run(tamper)
-    again, _ = world.run(facts)
+    gloo.run(tamper)
+    again, _ = gloo.run(facts)
     assert again["env"] == first["env"]
     assert first["draw"] == again["draw"] != second["draw"]
     assert [first["draw"], second["draw"]] == threaded_world(2, draw)
 
 
-def test_an_exception_on_all_ranks_is_raised_here_with_its_traceback(world: SpawnedWorld) -> None:
-    processes = world.run(process_id)
+def test_an_exception_on_all_ranks_is_raised_here_with_its_traceback(gloo: SpawnedWorld) -> None:
+    processes = gloo.run(process_id)
     with pytest.raises(AssertionError, match="both, here rank") as info:
-        world.run(fail_together)
+        gloo.run(fail_together)
     (note,) = info.value.__notes__
     assert note.startswith("raised by rank ")
     assert "in fail_together\n" in note
-    assert world.run(process_id) == processes, "nobody is stuck: the processes are still good"
+    assert gloo.run(process_id) == processes, "nobody is stuck: the processes are still good"
 
 
-def test_an_exception_that_cannot_travel_comes_as_text(world: SpawnedWorld) -> None:
+def test_an_exception_that_cannot_travel_comes_as_text(gloo: SpawnedWorld) -> None:
     with pytest.raises(ProcessFailedError, match="UnpicklableError: cannot"):
-        world.run(fail_unpicklably)
+        gloo.run(fail_unpicklably)
     with pytest.raises(Exception, match="pickle"):
-        world.run(return_a_lambda)
+        gloo.run(return_a_lambda)
 
 
-def test_a_function_that_cannot_travel_is_refused_at_once(world: SpawnedWorld) -> None:
+def test_a_function_that_cannot_travel_is_refused_at_once(gloo: SpawnedWorld) -> None:
     with pytest.raises(TypeError, match="top level of a module"):
-        world.run(lambda group: None)
+        gloo.run(lambda group: None)
 
 
 def test_a_failure_that_leaves_others_waiting_does_not_poison_the_next_run(
-    world: SpawnedWorld,
+    forked: SpawnedWorld,
 ) -> None:
-    processes = world.run(process_id)
+    processes = forked.run(process_id)
     with pytest.raises(KeyError, match="only rank 1") as info:
-        world.run(fail_alone)
+        forked.run(fail_alone)
     assert "in fail_alone\n" in info.value.__notes__[0]
     assert info.value.__notes__[1] == "rank 0 had not finished"
     assert_gone(processes)
-    assert not set(world.run(process_id)) & set(processes)
+    assert not set(forked.run(process_id)) & set(processes)
 
 
-def test_a_dead_process_is_named(world: SpawnedWorld) -> None:
-    processes = world.run(process_id)
+def test_a_dead_process_is_named(forked: SpawnedWorld) -> None:
+    processes = forked.run(process_id)
     with pytest.raises(ProcessFailedError, match=r"rank 1 of 2: .*exit code 3"):
-        world.run(die)
+        forked.run(die)
     assert_gone(processes)
 
 
 def test_a_time_out_names_who_had_not_finished_and_where_it_was(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    forked: SpawnedWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with spawn_world(2) as world:
-        processes = world.run(process_id)
-        with pytest.raises(TimeoutError, match=r"^rank 1 has not finished within 0\.5 s") as info:
-            world.run(sleep_too_long, tmp_path, timeout=0.5)
-        assert "in sleep_too_long" in info.value.__notes__[0]
-        assert_gone(processes)
+    processes = forked.run(process_id)
+    with pytest.raises(TimeoutError, match=r"^rank 1 has not finished within 0\.5 s") as info:
+        forked.run(sleep_too_long, tmp_path, timeout=0.5)
+    assert "in sleep_too_long" in info.value.__notes__[0]
+    assert_gone(processes)
     assert not list(tmp_path.iterdir()), "no file is left"
 
 
