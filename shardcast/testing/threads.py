@@ -48,7 +48,7 @@ class ThreadedWorld:
         poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits
             set) until somebody waits for them.
 
-    **Matching.** The ``n``-th collective of each rank is the same collective: equal op, dtype, shape,
+    **Matching.** The ``n``-th collective of each rank is the same one: equal op, dtype, shape,
     source or destination and reduce op; in an all-to-all, what rank ``i`` sends to ``j`` has the
     shape that ``j`` expects from ``i``. The first call that differs raises
     :class:`CollectiveMismatchError` on every rank, with what each of them called.
