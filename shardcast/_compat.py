@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils.dlpack import from_dlpack
 
 if dist.is_available():
     # Its functions have the default group of the moment at which they are imported as a default
@@ -46,7 +45,7 @@ def own_storage(view: Tensor) -> Tensor:
     about device and stream. On a GPU ``record_stream`` does nothing for it, since the allocator
     knows its own pointers only, and nobody needs it: packs live as long as their parameters.
     """
-    return view if view.is_meta else from_dlpack(torch._C._to_dlpack(view))
+    return view if view.is_meta else torch._C._from_dlpack(torch._C._to_dlpack(view))
 
 
 class Placement(Protocol):

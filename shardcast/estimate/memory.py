@@ -17,7 +17,7 @@ from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.layout import Layout, PackLayout, Slot
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import routed
-from shardcast.plan.partition import ELEMENTWISE, matrix_products
+from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.rules import STATE_NAMES, rule_of
@@ -237,7 +237,7 @@ def _add(
     for owner, slot, count in _parts(pack):
         elements[owner] += count
         share = count / slot.numel
-        ranks[owner].cost += plan.costs[slot.name] * share
+        ranks[owner].cost += plan.costs.get(slot.name, ELEMENT * slot.numel) * share
         ranks[owner].products += products[slot] * share
     grad = plan.precision.grad_dtype(pack.dtype).itemsize
     wire, stored = plan.precision.wire_dtype(pack.dtype).itemsize, pack.dtype.itemsize
@@ -345,7 +345,7 @@ def _convert_outside(plan: Plan) -> tuple[int, int]:
     model, precision = plan.model, plan.precision
     peak = live = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     casts: list[tuple[Tensor, torch.dtype]] = [
-        (param, precision.storage_dtype(param)) for param in plan.outside().values()
+        (param, precision.storage_dtype(param)) for param in plan.rest.values()
     ]
     for module in model.modules():
         for buffer in module.buffers(recurse=False):

@@ -17,7 +17,7 @@ from shardcast.plan.layout import Layout
 from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import is_packable
 from shardcast.plan.sharing import Axes
-from shardcast.plan.validate import check_kinds, check_memory
+from shardcast.plan.validate import check_memory
 
 
 class PackedParameters:
@@ -106,10 +106,9 @@ def pack_parameters(
         group_fn=group_fn,
     )
     named = {name: param for name, param in model.named_parameters() if is_packable(param)}
-    check_kinds(named)
     Axes(1).sharings(named)  # refuses DTensors
     check_memory(named)
-    infos = describe(named, config, dict.fromkeys(named.values(), 0))
+    infos = describe(named, config)
     layout = plan_packs(infos, 1, "even", config)
     packs = []
     for pack_layout in layout.packs:

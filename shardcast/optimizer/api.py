@@ -131,8 +131,8 @@ def shard(
         compiles(config, device)
         return plan
 
-    plan = setup.check(grid.everyone.together(planned, device, "shard"), grid, device)
     with torch.no_grad(), setup.without_collector():
+        plan = setup.check(grid.everyone.together(planned, device, "shard"), grid, device)
         setup.convert_rest(plan, stages, grid)
         shards = setup.allocate(plan, grid)
         for param in plan.params.values():

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,9 +44,9 @@ class Plan:
         layout: all packs of the optimizer.
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
-        costs: of their updates, in units that only compare.
-        facts: what all data-parallel ranks must have planned alike, a line each.
-        options: the part of it that all ranks must have alike, whatever stage they hold.
+        rest: those that the optimizer does not hold.
+        costs: of updates, where they are not as ``ELEMENT`` says.
+        options: what all ranks must have alike, whatever stage they hold, a line each.
         unmatched: patterns that match nothing in this stage of a pipeline, as messages.
     """
 
@@ -58,15 +57,20 @@ class Plan:
     layout: Layout
     new: tuple[PackLayout, ...]
     params: Mapping[str, nn.Parameter]
+    rest: Mapping[str, nn.Parameter]
     costs: Mapping[str, float]
-    facts: tuple[str, ...]
     options: tuple[str, ...]
-    unmatched: tuple[str, ...] = ()
+    unmatched: tuple[str, ...]
 
-    def outside(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer does not hold."""
-        held = set(self.params.values())
-        return {n: p for n, p in self.model.named_parameters() if p not in held}
+    def facts(self) -> list[str]:
+        """What all data-parallel ranks must have planned alike, a line each."""
+        rest = (*self.rest.items(), *self.model.named_buffers())
+        return [
+            *self.layout.lines(),
+            *self.options,
+            # Rank 0's are broadcast, so they must fit everywhere.
+            *(f"    {n} {tuple(t.shape)} {t.dtype}, not trained by the optimizer" for n, t in rest),
+        ]
 
 
 def plan_for(
@@ -75,27 +79,33 @@ def plan_for(
     config: ShardcastConfig,
     world: int | Axes,
     stages: Sequence[nn.Module] = (),
+    before: Layout | None = None,
 ) -> Plan:
     """Plan all parameters of the optimizers. Local; the model may be on ``meta``.
 
     Args:
         world: the number of ranks, or the dimensions of a mesh.
         stages: of a pipeline, of which several in ``model`` share no pack.
+        before: the layout of all groups but the last one, which alone is planned, behind it.
 
     Raises:
         TypeError, ValueError: what cannot be sharded, by name.
     """
     inner, averaged = _compat.unwrapped(model), _compat.is_ddp(model)
-    names = {param: name for name, param in inner.named_parameters()}
+    axes = Axes(world) if isinstance(world, int) else world
     originals = Originals.of(optimizers)
-    groups = validate.check_groups(names, originals)
-    params = {name: param for param, name in names.items() if param in groups}
-    precision = _precision(inner, params, config)
+    first = len(originals.groups) - 1 if before else 0
+    names = {param: name for name, param in inner.named_parameters()}
+    groups = validate.check_groups(names, originals, first)
+    params = {name: param for param, name in names.items() if name in groups}
+    rest = {name: p for p, name in names.items() if name not in groups} if before is None else {}
+    validate.check_kinds(params)
+    precision = Precision(inner, config)
+    validate.check_embeddings(inner, params, precision.storage_dtype, config)
     if averaged:
         validate.check_ddp(params, precision.storage_dtype, config)
     partitions = {n: partition_of(owner, config) for n, owner, _ in originals.numbered()}
-    axes = Axes(world) if isinstance(world, int) else world
-    unmatched = (*precision.unmatched, *axes.unmatched(params))
+    unmatched = (*precision.unmatched, *axes.unmatched(params)) if before is None else ()
     if axes.in_pipeline:
         validate.check_staged(config)
     else:
@@ -106,89 +116,42 @@ def plan_for(
     if len(stages) > 1:  # each can be reduced as soon as its own backwards are done
         numbers = {param: n for n, stage in enumerate(stages) for param in stage.parameters()}
         infos = [i._replace(key=f"{i.key}stage {numbers[params[i.name]]}") for i in infos]
-    layout = plan_packs(infos, axes, partitions, config)
+    there = before.packs if before else ()
+    layout = plan_packs(infos, axes, partitions, config, len(there))
+    new = layout.packs
+    if there:
+        layout = dataclasses.replace(layout, packs=there + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
-    for number, owner, group in originals.numbered():
-        options += validate.describe_groups(owner, [group], number)
-    facts = layout.lines() + options
-    rest = [(n, p) for p, n in names.items() if n not in params]
-    facts += [  # rank 0's are broadcast, so they must fit everywhere
-        f"    {n} {tuple(tensor.shape)} {tensor.dtype}, not trained by the optimizer"
-        for n, tensor in (*rest, *inner.named_buffers())
-    ]
-    packs = layout.packs
+    options += validate.describe_groups(originals, first)
     return Plan(
-        inner, averaged, config, precision, layout, packs, params, costs, tuple(facts),
-        tuple(options), unmatched,
+        inner, averaged, config, precision, layout, new, params, rest, costs, tuple(options),
+        unmatched,
     )  # fmt: skip
-
-
-def plan_group(
-    model: nn.Module, optimizer: torch.optim.Optimizer, before: Layout, number: int,
-    config: ShardcastConfig, group: Mapping[str, Any], axes: Axes,
-) -> Plan:  # fmt: skip
-    """Plan a further group of parameters, in packs of their own behind those of ``before``. Local.
-
-    Args:
-        optimizer: the one that the group is added to.
-        number: of the group.
-
-    Raises:
-        ValueError: a parameter that is not the model's, or cannot be sharded.
-    """
-    wanted = set(group["params"])
-    params = {name: param for name, param in model.named_parameters() if param in wanted}
-    if len(params) != len(wanted):
-        raise ValueError(
-            "param_group: it holds a parameter that is not the model's; add the new module "
-            "to the model first"
-        )
-    validate.check_limit(group, optimizer.defaults, number)
-    precision = _precision(model, params, config)
-    groups = dict.fromkeys(params.values(), number)
-    costs = {name: _cost(name, param, optimizer, group, config) for name, param in params.items()}
-    sharings = axes.sharings(params)
-    infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
-    own = plan_packs(infos, axes, partition_of(optimizer, config), config)
-    first = len(before.packs)
-    new = tuple(dataclasses.replace(pack, index=first + pack.index) for pack in own.packs)
-    layout = dataclasses.replace(before, packs=before.packs + new)
-    options = validate.describe_groups(optimizer, [group], number)
-    facts = layout.lines() + options
-    return Plan(
-        model, False, config, precision, layout, new, params, costs, tuple(facts), tuple(options)
-    )
 
 
 def _costs(
     params: Mapping[str, nn.Parameter],
-    groups: Mapping[nn.Parameter, int],
+    groups: Mapping[str, int],
     originals: Originals,
     config: ShardcastConfig,
 ) -> dict[str, float]:
-    owners = {number: (owner, group) for number, owner, group in originals.numbered()}
-    return {name: _cost(name, p, *owners[groups[p]], config) for name, p in params.items()}
-
-
-def _cost(
-    name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any], config: ShardcastConfig,
-) -> float:  # fmt: skip
-    validate.check_whole(name, param, optimizer, config)
-    shape = _compat.local_tensor(param).shape
-    validate.check_matrices(name, shape, optimizer, group)
-    if config.cost_fn is not None:
-        return float(config.cost_fn(name, param))
-    return update_cost(optimizer, group, shape)
-
-
-def _precision(
-    model: nn.Module, params: Mapping[str, nn.Parameter], config: ShardcastConfig
-) -> Precision:
-    validate.check_kinds(params)
-    precision = Precision(model, config)
-    validate.check_embeddings(model, set(params.values()), precision.storage_dtype, config)
-    return precision
+    """Of the updates that cost something else than the parameter's elements."""
+    for name, param in params.items():
+        if _compat.is_dtensor(param):
+            validate.check_whole(name, param, originals.owner(groups[name]), config)
+    muon = any(isinstance(optimizer, torch.optim.Muon) for optimizer in originals.optimizers)
+    if not muon and config.cost_fn is None:
+        return {}
+    costs = {}
+    for name, param in params.items():
+        number, shape = groups[name], _compat.local_tensor(param).shape
+        optimizer, group = originals.owner(number), originals.groups[number]
+        validate.check_matrices(name, shape, optimizer, group)
+        if config.cost_fn is None:
+            costs[name] = update_cost(optimizer, group, shape)
+        else:
+            costs[name] = float(config.cost_fn(name, param))
+    return costs
 
 
 def check(plan: Plan, grid: Grid, device: torch.device) -> Plan:
@@ -199,11 +162,12 @@ def check(plan: Plan, grid: Grid, device: torch.device) -> Plan:
         ValueError: on every rank, for an option that these ranks do not allow.
     """
     if grid.is_flat:
-        same_everywhere(grid.dp, plan.facts, device)
+        if grid.dp.size > 1:
+            same_everywhere(grid.dp, plan.facts(), device)
     else:
         same_everywhere(grid.everyone, plan.options, device)
         # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
-        for comm, facts in ((grid.dp, plan.facts), *_copied(plan, grid)):
+        for comm, facts in ((grid.dp, plan.facts()), *_copied(plan, grid)):
             grid.everyone.together(partial(same_everywhere, comm, facts, device), device)
     if grid.axes.in_pipeline:
         everywhere = grid.group(grid.axes.pipeline).exchange(plan.unmatched, device)
@@ -245,7 +209,7 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
     Args:
         stages: the model, or the stages of it that this rank has.
     """
-    precision, rest = plan.precision, plan.outside()
+    precision, rest = plan.precision, plan.rest
     for name, tensor in (*rest.items(), *plan.model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(

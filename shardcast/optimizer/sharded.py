@@ -301,23 +301,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         What is assigned goes into them: other options for the same parameters, and further groups,
         which are added; every rank must then assign the same.
         """
-        return self._groups
+        return self.engine.originals.groups
 
     @param_groups.setter
     def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
         if not self._ready:
-            self._groups = list(value)
             return
-        known, further = value[: len(self._groups)], value[len(self._groups) :]
-        theirs, mine = (
-            [[*map(id, g["params"])] for g in groups] for groups in (known, self._groups)
-        )
+        groups = self.param_groups
+        known, further = value[: len(groups)], value[len(groups) :]
+        theirs, mine = ([[*map(id, g["params"])] for g in some] for some in (known, groups))
         if theirs != mine:
             raise ValueError(
                 "param_groups: expected the present groups with their parameters in order, got "
                 "other parameters, which have no place in the packs; change options or add groups"
             )
-        for group, options in zip(self._groups, [dict(options) for options in known], strict=True):
+        for group, options in zip(groups, [dict(options) for options in known], strict=True):
             group.clear()
             group.update(options)
         for group in further:
@@ -333,8 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 be sharded; nothing is added.
             RuntimeError: the ranks add different groups; nothing is added.
         """
-        if not self._ready:
-            super().add_param_group(param_group)
+        if not self._ready:  # the original optimizers' own have been checked
             return
         if len(self.optimizers) > 1:
             raise RuntimeError(
@@ -345,31 +342,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _add_group(self, place: int, group: dict[str, Any]) -> None:
         """Add a group to the original optimizer at ``place``."""
-        super().add_param_group(group)
-        try:
-            self._extend(place, len(self.param_groups) - 1)
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def _extend(self, place: int, number: int) -> None:
-        engine, group = self.engine, self.param_groups[number]
-        owner = engine.originals.optimizers[place]
+        super().add_param_group(group)  # checks it, and fills in defaults
+        engine = self.engine
 
         def planned() -> setup.Plan:
-            plan = setup.plan_group(
-                engine.model, owner, engine.layout, number, engine.config, group,
-                engine.grid.axes,
+            plan = setup.plan_for(
+                engine.model, engine.originals, engine.config, engine.grid.axes, engine.stages,
+                engine.layout,
             )  # fmt: skip
             validate.check_memory(plan.params)
             return plan
 
-        plan = engine.grid.everyone.together(planned, engine.device, "add_param_group")
-        plan = setup.check(plan, engine.grid, engine.device)
-        shards = setup.allocate(plan, engine.grid)
-        engine.originals.append(place, group)
-        engine.extend(plan, shards)
+        with torch.no_grad(), engine.originals.added(place):
+            plan = engine.grid.everyone.together(planned, engine.device, "add_param_group")
+            plan = setup.check(plan, engine.grid, engine.device)
+            engine.extend(plan, setup.allocate(plan, engine.grid))
 
     def check_copies(self) -> None:
         """Look whether what several ranks hold is equal, bit by bit; every rank must call it.

@@ -147,12 +147,14 @@ class PackLayout:
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The slots' parts in ``rank``'s span, in pack order; empty slots are left out."""
-        span = self.spans[rank]
-        parts = (
-            Fragment(slot, max(slot.offset, span.start), min(slot.end, span.stop))
-            for slot in self.slots
-        )
-        return tuple(part for part in parts if part.numel > 0)
+        _, begin, end = self.spans[rank]
+        found = []
+        for slot in self.slots:
+            _, _, offset, numel = slot
+            start, stop = max(offset, begin), min(offset + numel, end)
+            if start < stop:
+                found.append(Fragment(slot, start, stop))
+        return tuple(found)
 
 
 @dataclass(frozen=True)

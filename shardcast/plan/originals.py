@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,8 +60,14 @@ class Originals:
         """The options of their classes; whatever else is in a group is a script's own note."""
         return tuple(dict.fromkeys(n for o in self.optimizers for n in o.defaults))
 
-    def append(self, place: int, group: dict[str, Any]) -> None:
-        """Note a group that was added to the optimizer at ``place``."""
-        self.optimizers[place].param_groups.append(group)
-        self.groups.append(group)
+    @contextmanager
+    def added(self, place: int) -> Iterator[None]:
+        """The last of ``groups`` is of the optimizer at ``place``, unless what follows fails."""
         self.places.append(place)
+        try:
+            yield
+        except BaseException:
+            self.groups.pop()
+            self.places.pop()
+            raise
+        self.optimizers[place].param_groups.append(self.groups[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -26,58 +27,42 @@ PACK, PIECE, MOST = 16 * MIB, MIB // 4, 1024 * MIB
 def describe(
     named: Mapping[str, nn.Parameter],
     config: ShardcastConfig,
-    groups: Mapping[nn.Parameter, int],
+    groups: Mapping[str, int] | None = None,
     storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
-    costs: Mapping[str, float] | None = None,
+    costs: Mapping[str, float] = MappingProxyType({}),
     sharings: Mapping[str, Sharing] | None = None,
 ) -> list[ParamInfo]:
     """The planner's view of parameters, in the order of ``named`` (model order).
 
     Args:
-        groups: index of each parameter's optimizer group.
+        groups: index of each parameter's optimizer group; ``None``: one for all.
         storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
-        costs: of each parameter's update, for the balance of whole ones; ``None``: elements.
+        costs: of updates, for the balance of whole ones, where elements do not say it.
         sharings: who else holds each parameter, in jobs that are more than data-parallel.
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
-    for param in named.values():
-        if param.device not in devices:
+    infos = []
+    for name, param in named.items():
+        device = devices.get(param.device)
+        if device is None:
             kind = param.device.type
-            count = sum(device.type == kind for device in devices)
-            devices[param.device] = f"{kind} {count + 1}" if count else kind
-    return [
-        ParamInfo(
-            name,
-            tuple(_compat.local_tensor(param).shape),
-            param.dtype if storage_dtype is None else storage_dtype(param),
-            devices[param.device],
-            param.requires_grad,
-            groups[param],
-            "" if config.group_fn is None else repr(config.group_fn(name, param)),
-            None if costs is None else costs[name],
-            Sharing() if sharings is None else sharings[name],
+            count = sum(other.type == kind for other in devices)
+            device = devices[param.device] = f"{kind} {count + 1}" if count else kind
+        infos.append(
+            ParamInfo(
+                name,
+                tuple(_compat.local_tensor(param).shape),
+                param.dtype if storage_dtype is None else storage_dtype(param),
+                device,
+                param.requires_grad,
+                0 if groups is None else groups[name],
+                "" if config.group_fn is None else repr(config.group_fn(name, param)),
+                costs.get(name),
+                Sharing() if sharings is None else sharings[name],
+            )
         )
-        for name, param in named.items()
-    ]
-
-
-def plan_packs(
-    infos: list[ParamInfo],
-    world: int | Axes,
-    partition: str | Mapping[int, str],
-    config: ShardcastConfig,
-) -> Layout:
-    """:func:`plan` with the pack options of ``config``; packs have no routes yet."""
-    return plan(
-        infos,
-        world,
-        partition,
-        pack_mb=config.pack_mb,
-        pack_params=config.pack_params,
-        unpacked_first=config.unpacked_first,
-        alignment=config.alignment,
-    )
+    return infos
 
 
 def routed(
@@ -94,43 +79,38 @@ def routed(
     """
     packs = []
     for pack in layout.packs:
-        if pack.route == Route():
+        if pack.route == Route() and len(pack.spans) > 1:
             lengths = [span.numel for span in pack.spans]
             owned = [span.numel for span in pack.owned_spans()]
             there = (experts or {}).get(pack.sharing.cut, fabric)
             route = choose(config, there, lengths, owned, pack.dtype)
-            packs.append(dataclasses.replace(pack, route=route))
-        else:
-            packs.append(pack)
+            pack = dataclasses.replace(pack, route=route)
+        packs.append(pack)
     return dataclasses.replace(layout, packs=tuple(packs))
 
 
-def plan(
+def plan_packs(
     params: Sequence[ParamInfo],
     world: int | Axes,
     partition: str | Mapping[int, str],
-    *,
-    pack_mb: float | None,
-    pack_params: int | None,
-    unpacked_first: int,
-    alignment: int,
+    config: ShardcastConfig,
+    first: int = 0,
 ) -> Layout:
-    """Plan the packs of ``params`` (in model order).
+    """Plan the packs of ``params`` (in model order), without routes.
 
     Args:
         world: so many ranks, or the dimensions of a mesh.
         partition: ``even`` or ``whole``, of all parameters or by the index of their group.
-        pack_mb, pack_params: caps of a pack; a bigger single parameter has its own. Without
-            ``pack_mb`` packs grow with the world.
-        unpacked_first: this many first parameters have a pack of their own each.
-        alignment: of slots and spans, in bytes.
+        config: of which the pack options are used; without ``pack_mb`` packs grow with the world.
+        first: index of the first pack.
     """
-    bins: list[list[ParamInfo]] = [[param] for param in params[:unpacked_first]]
+    pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
+    bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
     kinds: dict[tuple[object, ...], list[_Bin]] = {}  # the packs of each kind, the last one open
     axes = Axes(world) if isinstance(world, int) else world
     least = min(max(PACK, PIECE * axes.world_size), MOST)
-    for param in params[unpacked_first:]:
-        itemsize = param.dtype.itemsize
+    for param in params[alone:]:
+        numel, itemsize = param.numel, param.dtype.itemsize
         kind = (
             param.device, param.dtype, param.requires_grad, param.group, param.key, param.sharing
         )  # fmt: skip
@@ -139,25 +119,25 @@ def plan(
         if not full and pack_mb is None:
             full = filled[-1].numel * itemsize >= least
         elif not full and pack_mb is not None:
-            full = filled[-1].numel + param.numel > int(pack_mb * MIB) // itemsize
+            full = filled[-1].numel + numel > int(pack_mb * MIB) // itemsize
         if full:
             filled.append(_Bin([], 0))
             bins.append(filled[-1].params)
         filled[-1].params.append(param)
-        filled[-1].numel += round_up(param.numel, max(1, alignment // itemsize))
+        filled[-1].numel += round_up(numel, max(1, config.alignment // itemsize))
     if pack_mb is None and pack_params is None:
         bins = _without_short_ends(bins, kinds.values(), least)
     by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
     owners: dict[str, int] = {}
-    for cut in dict.fromkeys(param.sharing.cut for param in params):
-        mine = [param for param in params if param.sharing.cut == cut]
-        whole = [param for param in mine if by_group[param.group] == "whole"]
-        owners |= assign_owners(whole, axes.ranks(mine[0].sharing))
+    whole = [param for param in params if by_group[param.group] == "whole"]
+    for cut in dict.fromkeys(param.sharing.cut for param in whole):
+        mine = [param for param in whole if param.sharing.cut == cut]
+        owners |= assign_owners(mine, axes.ranks(mine[0].sharing))
     packs = []
-    for index, members in enumerate(bins):
+    for index, members in enumerate(bins, first):
         size = axes.ranks(members[0].sharing)
         mode = by_group[members[0].group]
-        packs.append(_plan_pack(index, members, size, mode, alignment, owners))
+        packs.append(_plan_pack(index, members, size, mode, config.alignment, owners))
     return Layout(axes.world_size, tuple(packs))
 
 

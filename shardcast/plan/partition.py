@@ -96,9 +96,9 @@ def round_up(value: int, multiple: int) -> int:
 def _place(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[Slot], int]:
     slots = []
     for param in members:
-        offset = round_up(offset, align)
-        slots.append(Slot(param.name, param.shape, offset, param.numel))
-        offset += param.numel
+        offset, numel = round_up(offset, align), param.numel
+        slots.append(Slot(param.name, param.shape, offset, numel))
+        offset += numel
     return slots, offset
 
 
@@ -131,7 +131,7 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
 
 def cost_of(param: ParamInfo) -> float:
     """What the update of a parameter costs, in units that only compare."""
-    return float(param.numel if param.cost is None else param.cost)
+    return ELEMENT * param.numel if param.cost is None else param.cost
 
 
 def plan_whole(

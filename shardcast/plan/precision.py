@@ -21,6 +21,7 @@ from shardcast._compat import own_params
 from shardcast.config import KeepRule, ShardcastConfig
 
 MASTER_DTYPE = torch.float32
+PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 NORMS: tuple[type[nn.Module], ...] = (
     nn.LayerNorm,
@@ -53,7 +54,7 @@ def wire_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
 
 def is_packable(param: Tensor) -> bool:
     """Real floating-point parameters are packed, cast and sharded; all others are left alone."""
-    return param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return param.dtype in PACKABLE
 
 
 class Precision:
@@ -83,9 +84,10 @@ class Precision:
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which forward and backward see ``param``."""
-        if not is_packable(param):
-            return param.dtype
-        return MASTER_DTYPE if param in self._kept_params else self._config.param_dtype
+        dtype, kept = param.dtype, self._kept_params
+        if dtype not in PACKABLE:
+            return dtype
+        return MASTER_DTYPE if kept and param in kept else self._config.param_dtype
 
     def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
         """The dtype of a buffer that ``module`` owns."""

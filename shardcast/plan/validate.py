@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -49,8 +49,9 @@ def check_memory(named: Mapping[str, nn.Parameter]) -> None:
                 "call model.to_empty(device=...) and initialise it first, or pass materialize="
             )
         local = _compat.local_tensor(param)
-        if local.numel() and local.data_ptr():  # empty ones have no memory
-            other = owners.setdefault((param.device, local.data_ptr()), name)
+        pointer = local.data_ptr()
+        if pointer and local.numel():  # empty ones have no memory
+            other = owners.setdefault((param.device, pointer), name)
             if other != name:  # packs would give each its own
                 raise ValueError(
                     f"model: parameters {other!r} and {name!r} are two objects on the same memory, "
@@ -62,14 +63,14 @@ def check_memory(named: Mapping[str, nn.Parameter]) -> None:
 
 def check_embeddings(
     model: nn.Module,
-    params: Collection[nn.Parameter],
+    named: Mapping[str, nn.Parameter],
     storage_dtype: Callable[[nn.Parameter], torch.dtype],
     config: ShardcastConfig,
 ) -> None:
     """Raise for an embedding whose forward rescales weights that are not the masters.
 
     Raises:
-        ValueError: ``max_norm`` with a weight among ``params`` that is stored in low precision.
+        ValueError: ``max_norm`` with a weight among ``named`` that is stored in low precision.
     """
     if config.master == "split16":  # what is published is a part of the masters
         return
@@ -77,7 +78,7 @@ def check_embeddings(
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
             continue
         weight = module._parameters.get("weight")
-        if weight is None or weight not in params:
+        if weight is None or all(weight is not param for param in named.values()):
             continue
         dtype = storage_dtype(weight)
         if dtype != MASTER_DTYPE:
@@ -207,36 +208,43 @@ def clip_bound(
 
 
 def check_groups(
-    names: Mapping[nn.Parameter, str], originals: Originals
-) -> dict[nn.Parameter, int]:
-    """The number of the group of each of the optimizers' parameters.
+    names: Mapping[nn.Parameter, str], originals: Originals, first: int = 0
+) -> dict[str, int]:
+    """The number of the group of each of the optimizers' parameters, by its name.
+
+    Args:
+        first: the number of the first group to be looked at; those before are sharded.
 
     Raises:
-        ValueError: a parameter is not among ``names``, or in two groups; or there is none. With
-            several optimizers: a trained parameter is in none of them.
+        TypeError, ValueError: a parameter is not among ``names``, or in two groups; a bound of the
+            gradient norm is none. Of all groups: there is no parameter; with several optimizers a
+            trained one is in none of them.
     """
-    groups: dict[nn.Parameter, int] = {}
+    groups: dict[str, int] = {}
     for number, optimizer, group in originals.numbered():
+        if number < first:
+            continue
         check_limit(group, optimizer.defaults, number)
         for param in group["params"]:
-            if param not in names:
+            name = names.get(param)
+            if name is None:
                 raise ValueError(
                     f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not "
                     "one of the model's; build the optimizer from model.parameters() of this very "
-                    "model"
+                    "model, and add a new module to the model before its group to the optimizer"
                 )
-            if param in groups:
-                other = originals.owner(groups[param])
+            if name in groups:
+                other = originals.owner(groups[name])
                 where = "its groups twice" if other is optimizer else (
                     f"two optimizers, {type(other).__name__} and {type(optimizer).__name__}"
                 )  # fmt: skip
-                raise ValueError(
-                    f"optimizer: parameter {names[param]!r} is in {where}; list it once"
-                )
-            groups[param] = number
+                raise ValueError(f"optimizer: parameter {name!r} is in {where}; list it once")
+            groups[name] = number
+    if first:
+        return groups
     if not groups:
         raise ValueError("optimizer: its groups hold no parameter; add the model's parameters")
-    left = [name for param, name in names.items() if param.requires_grad and param not in groups]
+    left = [name for param, name in names.items() if name not in groups and param.requires_grad]
     if len(originals.optimizers) > 1 and left:
         raise ValueError(
             f"optimizer: parameter {left[0]!r} is in none of {originals.name}; add it to one, or "
@@ -284,21 +292,18 @@ def check_staged(config: ShardcastConfig) -> None:
         )
 
 
-def describe_groups(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], first: int = 0
-) -> list[str]:
-    """What ranks must have alike of an optimizer: its class, and the plain options of groups.
-
-    Args:
-        first: the number of the first of ``groups``.
-    """
-    lines = [f"optimizer = {type(optimizer).__qualname__}"]
-    for number, group in enumerate(groups, first):
+def describe_groups(originals: Originals, first: int) -> list[str]:
+    """What ranks must have alike of groups from the ``first`` on: class, plain options."""
+    lines = []
+    for number, optimizer, group in originals.numbered():
+        if number < first:
+            continue
+        lines.append(f"optimizer = {type(optimizer).__qualname__}")
         for key in sorted(group):
-            value = _plain(group[key])
-            ours = key in optimizer.defaults or key in OURS  # not a script's own notes
-            if ours and value is not _NOT_PLAIN:
-                lines.append(f"group {number}: {key} = {value!r}")
+            if key != "params" and (key in optimizer.defaults or key in OURS):  # no script's notes
+                value = _plain(group[key])
+                if value is not _NOT_PLAIN:
+                    lines.append(f"group {number}: {key} = {value!r}")
     return lines
 
 

@@ -93,8 +93,7 @@ class Reducer:
         sums = self._grid.groups(sharing.sums)
         bucket = self._buckets[pack] = Bucket(grads, wire, mean, self.divisor, sums, repeated)
         self.grads.append(grads)
-        me = weakref.ref(self)
-        hooks = [_hook(me, bucket, position) for position in range(len(pack.in_model))]
+        hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
         self._unhook.append(_compat.hook_gradients(pack.in_model, hooks))
         if not self._states.due:
             bucket.collect()
@@ -247,21 +246,22 @@ def make_reducer(
     return AveragedReducer(precision) if averaged else Reducer(grid, precision, config, at_step)
 
 
-def _hook(me: weakref.ref[Reducer], bucket: Bucket, position: int) -> Callable[[Any], None]:
-    """Runs before a gradient is accumulated, for every parameter: so it does next to nothing."""
+def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Callable[[Any], None]]:
+    """Run before a gradient is accumulated, one per parameter: so they do next to nothing."""
+    for number in range(count):
 
-    def hook(grad: Tensor | None) -> None:
-        reducer = me()
-        if reducer is None:
-            return
-        running = _compat.current_backward()
-        round = reducer._round()
-        if round is not None and round.backward == running:
-            arrived = round.counting.get(bucket)
-            if arrived is not None:
-                arrived.add(position)
+        def hook(grad: Tensor | None, position: int = number) -> None:
+            reducer = me()
+            if reducer is None:
                 return
-        if grad is not None:  # as a function may give, which autograd does not accumulate
-            reducer._arrive(bucket, position, running)
+            running = _compat.current_backward()
+            round = reducer._round()
+            if round is not None and round.backward == running:
+                arrived = round.counting.get(bucket)
+                if arrived is not None:
+                    arrived.add(position)
+                    return
+            if grad is not None:  # as a function may give, which autograd does not accumulate
+                reducer._arrive(bucket, position, running)
 
-    return hook
+        yield hook
