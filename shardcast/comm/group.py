@@ -127,35 +127,35 @@ class Comm:
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
             tensor[once].copy_(received[once])
 
-    def broadcast_all(self, pieces: Sequence[tuple[int, Tensor]], about: object = "") -> None:
+    def broadcast_all(
+        self, pieces: Sequence[tuple[int, Tensor]], about: object = "", async_op: bool = False
+    ) -> Works | None:
         """Overwrite each contiguous float tensor by that of the rank beside it.
 
         One launch where the backend groups calls (NCCL), else one for each piece.
+
+        Args:
+            async_op: only start it, and return the work; nobody may write a piece on its source,
+                or use it elsewhere, until ``work.wait()``.
         """
-        with Waiting(self, "broadcasts", about):
-            self._broadcast_all(pieces, async_op=False)
+        group, device = self.group, pieces[0][1].device
 
-    def start_broadcast_all(self, pieces: Sequence[tuple[int, Tensor]], about: object = "") -> Any:
-        """Start :meth:`broadcast_all`; returns the work.
-
-        Nobody may write a piece on its source, or use it elsewhere, until ``work.wait()``.
-        """
-        waiting = Waiting(self, "broadcasts", about)
-        with waiting:
-            return Works(self._broadcast_all(pieces, async_op=True), waiting)
-
-    def _broadcast_all(self, pieces: Sequence[tuple[int, Tensor]], async_op: bool) -> list[Any]:
-        group = self.group
-        if len(pieces) < 2 or self.backend(pieces[0][1].device) not in GROUPED:
+        def each() -> list[Any]:
             return [
                 dist.broadcast(piece, group=group, group_src=source, async_op=async_op)
                 for source, piece in pieces
             ]
-        assert group is not None  # so says the size; for the type checker
-        with _compat.coalesced(group, pieces[0][1].device, async_op) as launch:
-            for source, piece in pieces:
-                dist.broadcast(piece, group=group, group_src=source, async_op=async_op)
-        return [launch]
+
+        waiting = Waiting(self, "broadcasts", about)
+        with waiting:
+            if len(pieces) > 1 and self.backend(device) in GROUPED:
+                assert group is not None  # so says the size; for the type checker
+                with _compat.coalesced(group, device, async_op) as launch:
+                    each()
+                works = [launch]
+            else:
+                works = each()
+        return Works(works, waiting) if async_op else None
 
     def send_to_all(self, pieces: Sequence[Tensor], about: object = "") -> Works:
         """Start to overwrite ``pieces[r]``, contiguous, by that of rank ``r``; returns the work.
@@ -173,20 +173,21 @@ class Comm:
             with Waiting(self, "an all-reduce", about):
                 dist.all_reduce(tensor, group=self.group)
 
-    def all_gather(self, output: Tensor, input: Tensor, about: object = "") -> None:
-        """Concatenate the ranks' 1-d ``input`` of equal length; it may be a view of ``output``."""
-        if self.size > 1:
-            assert self.group is not None  # so says the size; for the type checker
-            with Waiting(self, "an all-gather", about):
-                _compat.all_gather_flat(output, input, self.group)
+    def all_gather(
+        self, output: Tensor, input: Tensor, about: object = "", async_op: bool = False
+    ) -> Works | None:
+        """Concatenate the ranks' 1-d ``input`` of equal length; it may be a view of ``output``.
 
-    def start_all_gather(self, output: Tensor, input: Tensor, about: object = "") -> Works:
-        """Start :meth:`all_gather`; returns the work, before whose end nobody may use either."""
-        assert self.group is not None
+        Args:
+            async_op: only start it, and return the work, before whose end nobody may use either.
+        """
+        if self.size == 1:
+            return None
+        assert self.group is not None  # so says the size; for the type checker
         waiting = Waiting(self, "an all-gather", about)
         with waiting:
-            work = _compat.all_gather_flat(output, input, self.group, async_op=True)
-        return Works([work], waiting)
+            work = _compat.all_gather_flat(output, input, self.group, async_op)
+        return Works([work], waiting) if async_op else None
 
     def all_to_all(
         self,

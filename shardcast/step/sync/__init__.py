@@ -1,5 +1,5 @@
 """sync: the owners' updated spans to everybody.
 
-``sync`` calls one ``strategy`` per pack (``all_gather``, ``broadcast``, ``messages``), as the
-pack's route says; ``overlap`` runs it beside the next forward.
+``sync`` goes one of the ``ways`` for each pack, as its route says; ``overlap`` runs it beside the
+next forward.
 """

@@ -11,34 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardcast.memory.pack import Pack
-from shardcast.step.sync.all_gather import AllGather
-from shardcast.step.sync.broadcast import Broadcast
-from shardcast.step.sync.messages import Messages
-from shardcast.step.sync.strategy import Strategy
-
-WAYS: dict[str, type[Strategy]] = {
-    "all_gather": AllGather,
-    "broadcast": Broadcast,
-    "messages": Messages,
-}
+from shardcast.step.sync.ways import WAYS, Way
 
 
 class Sync:
     """Makes packs equal on all ranks. Calling it is collective, all ranks in the same order."""
 
     def __init__(self) -> None:
-        self._ways: list[Strategy] = []  # in the order in which their packs are synced
+        self._ways: dict[Pack, Way] = {}  # in the order in which packs are synced
         self.started: list[Pack] = []  # those that wait() has to look at
 
     @property
     def packs(self) -> list[Pack]:
         """What is synced, in order."""
-        return [way.pack for way in self._ways]
+        return list(self._ways)
 
     def add(self, pack: Pack) -> None:
         """Sync ``pack`` too; every rank must add the same packs."""
         if pack.comm.size > 1:
-            self._ways.append(WAYS[pack.layout.route.sync](pack))
+            self._ways[pack] = WAYS[pack.layout.route.sync](pack)
 
     def begin(self, packs: Iterable[Pack]) -> None:
         """Start those of ``packs`` alone, while others are updated; a call syncs the rest.
@@ -46,14 +37,18 @@ class Sync:
         Every rank must call it, with the same packs.
         """
         wanted = set(packs)
-        for way in self._ways:
-            if way.pack in wanted:
-                way.start()
-                self.started.append(way.pack)
+        for pack, way in self._ways.items():
+            if pack in wanted:
+                work = way(True)
+                # The pack keeps it: a work that is dropped cannot be waited for, and the backend
+                # keeps the memory that it uses alive only as long as it is under way.
+                if work is not None:
+                    pack.pending.append(work)
+                self.started.append(pack)
 
     def __call__(self) -> None:
         begun = set(self.started)
-        works = [way.run() for way in self._ways if way.pack not in begun]
+        works = [way(False) for pack, way in self._ways.items() if pack not in begun]
         for work in works:  # of all packs at once: a broadcast on gloo waits for the one before
             if work is not None:
                 work.wait()
@@ -66,8 +61,6 @@ class Sync:
         first parameters in the model: were they launched where they are needed, ranks whose
         forwards differ would launch them in different orders, and hang.
         """
-        # The packs keep the works: a work that is dropped cannot be waited for, and the backend
-        # keeps the memory that it uses alive only as long as it is under way.
         self.begin(set(self.packs).difference(self.started))
 
     def wait(self) -> None:
