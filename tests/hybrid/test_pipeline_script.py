@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import metrics
 import pytest
 import torch
+import torch.distributed as dist
 from processes import Processes
 from train_hybrid import parse_arguments, train
 
 from shardcast.checkpoint import latest
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,17 +26,19 @@ FLAGS = (
 )
 
 
-def run(group: Any, flags: str, output: Path) -> None:
-    """One process of a run, alone without a group."""
-    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+def run(_group: Any, flags: str, output: Path) -> None:
+    """One rank of a run, alone without a process group."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     args = parse_arguments([*FLAGS.split(), *flags.split(), "--output", str(output)])
     train(args, Processes(rank, world, torch.device("cpu")))
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[SpawnedWorld]:
-    with spawn_world(4, timeout=110.0) as world:
-        yield world
+def on_four(flags: str, output: Path) -> list[metrics.Record]:
+    """What four ranks record, threads of this process."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(signal, "signal", lambda *_: None)  # for the main thread alone
+        threaded_world({"ranks": 4}, run, flags, output)
+    return metrics.read(output)
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +59,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[metrics.Record]:
     ],
 )
 def test_a_grid_has_the_losses_of_one_process(
-    four: SpawnedWorld, alone: list[metrics.Record], tmp_path: Path, grid: str
+    alone: list[metrics.Record], tmp_path: Path, grid: str
 ) -> None:
-    four.run(run, grid, tmp_path)
+    assert metrics.largest_difference(alone, on_four(grid, tmp_path))[1] < 1e-5
+
+
+def test_a_pipeline_of_real_processes_has_them_too(
+    gloo: SpawnedWorld, alone: list[metrics.Record], tmp_path: Path
+) -> None:
+    gloo.run(run, "--pp 2 --schedule InterleavedZeroBubble", tmp_path)
     assert metrics.largest_difference(alone, metrics.read(tmp_path))[1] < 1e-5
 
 
 @pytest.fixture(scope="module")
-def saved(four: SpawnedWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of a run on 2 x 2 tensor and pipeline-parallel ranks, after step 2 of 4."""
     output = tmp_path_factory.mktemp("saved")
     directory = output / "checkpoints"
     flags = f"--tp 2 --pp 2 --checkpoint-dir {directory} --checkpoint-interval 2"
-    four.run(run, flags, output)
+    on_four(flags, output)
     shutil.rmtree(latest(directory))
     return directory
 
@@ -78,16 +86,16 @@ def saved(four: SpawnedWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "grid", ["", "--tp 2 --dp 2", "--pp 2 --dp 2 --schedule Interleaved1F1B"], ids=str
 )
 def test_a_run_goes_on_on_another_grid(
-    four: SpawnedWorld, alone: list[metrics.Record], saved: Path, tmp_path: Path, grid: str
+    alone: list[metrics.Record], saved: Path, tmp_path: Path, grid: str
 ) -> None:
     directory = shutil.copytree(saved, tmp_path / "checkpoints")
     flags = f"{grid} --checkpoint-dir {directory}"
-    handler = signal.getsignal(signal.SIGTERM)
     if grid:
-        four.run(run, flags, tmp_path)
+        found = on_four(flags, tmp_path)
     else:
+        handler = signal.getsignal(signal.SIGTERM)
         run(None, flags, tmp_path)
         signal.signal(signal.SIGTERM, handler)  # the script has its own
-    found = metrics.read(tmp_path)
+        found = metrics.read(tmp_path)
     assert sorted(metrics.curve(found, "train")) == [3, 4]
     assert metrics.largest_difference(alone, found)[1] < 1e-5
