@@ -17,7 +17,7 @@ from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS, SKIPPED = 100, (40, 41, 70)
+STEPS, SKIPPED = 40, (16, 17, 30)
 GRID = {"pp": 2, "dp": 2, "tp": 2}
 TIED = [("embed", "head")]
 
@@ -81,7 +81,7 @@ def alike(results: list[Any], ranks: tuple[int, int], names: tuple[str, str]) ->
     return same and held[0] == held[1] and (not held[0] or torch.equal(mine[one], yours[other]))
 
 
-def test_copies_stay_equal_on_all_ranks_through_100_steps_of_which_some_are_skipped():
+def test_copies_stay_equal_on_all_ranks_through_40_steps_of_which_some_are_skipped():
     results = threaded_world(GRID, train, TIED, STEPS)
     for first in range(0, 8, 2):  # and its tensor-parallel neighbour
         assert alike(results, (first, first + 1), ("copy", "copy"))

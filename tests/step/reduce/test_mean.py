@@ -25,11 +25,11 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_the_mean_of_two_has_the_bits_of_half_their_sum(dtype: torch.dtype):
-    """Every value with 500 others, those around powers of two and ties among them."""
+    """Every value with 200 others, those around powers of two and ties among them."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     torch.manual_seed(0)
     special = torch.tensor([0.0, 1.0, 1.0 + 2**-7, 2**-8, 2**-9, 3 * 2**-9, 2**-24]).to(dtype)
-    chosen = torch.cat([special, -special, every[torch.randperm(1 << 16)[:486]]])
+    chosen = torch.cat([special, -special, every[torch.randperm(1 << 16)[:186]]])
     different = 0
     for one in chosen:
         expected, found = torch.empty_like(every), one.repeat(1 << 16)
@@ -80,7 +80,9 @@ def test_in_chunks_it_has_the_bits_of_the_whole(
 def test_compiled_it_has_the_same_bits(size: int):
     compiled = choose_mean(ShardcastConfig(fuse="compile"), size, CPU)
     assert (compiled is mean_in_chunks_) == (size == 3 and not _compat.divides_exactly())
-    for _, wire, out, carries in (case for case in CASES if case[0] == size):
+    # Of three, where only the divisor is another one, bf16 alone.
+    cases = [case for case in CASES if case[0] == size and (size == 2 or case[1:3] == (BF16, BF16))]
+    for _, wire, out, carries in cases:
         torch._dynamo.reset()  # torch 2.11 keeps no more than 8 graphs of a function
         for numel in (0, 64, 70_000):
             expected = torch.empty(numel, dtype=out)

@@ -120,8 +120,10 @@ PLANS: dict[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("kind", "partition"),
+    [("adamw", "even"), ("adamw", "whole"), ("sgd", "even"), ("rmsprop", "whole")],
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_absent_gradients_count_as_torch_would_count_them(name: str, kind: str, partition: str):
     check(PLANS[name], kind, partition=partition, pack_params=3)

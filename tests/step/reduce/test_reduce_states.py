@@ -231,12 +231,12 @@ def of_table(table: Any) -> set[Any]:
 
 
 def test_random_sequences_with_full_gradients_take_every_transition(taken: set[Any]):
-    run_many("full", 70)
+    run_many("full", 45)
     assert taken == of_table(LAUNCH) | of_table(GRADIENTS)
 
 
 def test_random_sequences_with_sharded_gradients_take_every_transition(taken: set[Any]):
-    run_many("sharded", 50)
+    run_many("sharded", 35)
     assert taken >= of_table(GRADIENTS) | {(Launch.EAGER, Launch.DEFERRED)}
 
 

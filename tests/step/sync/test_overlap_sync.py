@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = {"pack_params": 2, "alignment": 16}
+STEPS = 6
 
 
 def pending(optimizer: shardcast.ShardedOptimizer) -> list[int]:
@@ -29,7 +30,7 @@ def pending(optimizer: shardcast.ShardedOptimizer) -> list[int]:
 
 
 def run_steps(
-    group: Any, case: str, fields: dict[str, Any], steps: int = 12
+    group: Any, case: str, fields: dict[str, Any], steps: int = STEPS
 ) -> tuple[Tensors, int, Any]:
     """Steps on batches that differ between ranks, with evaluations; losses, outputs, parameters.
 
@@ -57,16 +58,18 @@ def run_steps(
     return found, overlapped, parts(optimizer)
 
 
-def compare(plain: list[Any], overlapped: list[Any], steps: int = 12) -> None:
+def compare(plain: list[Any], overlapped: list[Any], steps: int = STEPS) -> None:
     for (mine, never, own), (theirs, often, their_own) in zip(plain, overlapped, strict=True):
         assert never == 0 and often == steps, "from the second step on, and after the last one"
         assert_same_bits(mine, theirs)
         assert_same_bits(own, their_own)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "partition", "dtype"),
+    [(2, "even", BF16), (2, "whole", FP32), (3, "even", FP32), (3, "whole", BF16)],
+    ids=str,
+)
 def test_an_overlapped_run_has_the_bits_of_the_plain_one(
     size: int, partition: str, dtype: torch.dtype
 ):
@@ -107,7 +110,7 @@ def test_real_processes_give_the_same_bits(gloo: SpawnedWorld, sync: str):
     plain = gloo.run(over_gloo, {"sync": sync})
     overlapped = gloo.run(over_gloo, {"sync": sync, "overlap_sync": True})
     for (mine, _, own), (theirs, often, their_own) in zip(plain, overlapped, strict=True):
-        assert often == 12
+        assert often == STEPS
         assert_same_bits(mine, theirs)
         assert_same_bits(own, their_own)
 
