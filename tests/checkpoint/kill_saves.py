@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=0, metavar="EVERY")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a fork has none of its parent's threads
+    job(None)  # so that no fork has to import what torch imports late
     with tempfile.TemporaryDirectory() as name:
         if args.random:
             found = at_random_times(Path(name), args.random)

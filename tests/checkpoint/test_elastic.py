@@ -19,7 +19,9 @@ from pathlib import Path
 import metrics
 import pytest
 import torch
+from processes import Processes
 from safetensors.torch import load_file
+from train import parse_arguments, train
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory
@@ -159,16 +161,10 @@ def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(tmp_path: 
     # One process by itself, from a copy of that checkpoint, comes to the same weights.
     copy = tmp_path / "copy"
     shutil.copytree(directory.steps(saved)[resumed], copy / directory.steps(saved)[resumed].name)
-    alone = [sys.executable, *command[:-1], str(tmp_path / "alone")]
-    done = subprocess.run(
-        [*alone, "--checkpoint-dir", str(copy)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    alone = [*RUN, "--output", str(tmp_path / "alone"), "--checkpoint-dir", str(copy)]
+    told = signal.getsignal(signal.SIGTERM)
+    train(parse_arguments(alone), Processes.start("cpu"))
+    signal.signal(signal.SIGTERM, told)
     weights = []
     for folder in (saved, copy):
         checkpoint.export(folder, folder / "out")
