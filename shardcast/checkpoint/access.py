@@ -105,8 +105,8 @@ class Snapshot:
             slot.name: self._copy(slot.name, layout.sharing, layout)
             for layout, slot in self._optimizer.layout.slots()
         }
-        for name in self._outside:
-            params[name] = self._copy(name, self._sharing(name))
+        for name, param in self._outside.items():
+            params[name] = self._copy(name, self._grid.axes.sharing(name, param))
         names = {param: name for name, param in (self._trained | self._outside).items()}
         every = self._engine.model.named_parameters(remove_duplicate=False)
         return Held(
@@ -123,9 +123,6 @@ class Snapshot:
         place = axes.here.get(axes.pipeline, 0), axes.lanes(sharing)[1]
         cut = pack is not None and (pack.partition == "even" or not region.is_whole)
         return Copy(region, sharing.counts, pack is not None, cut, place)
-
-    def _sharing(self, name: str) -> Sharing:
-        return self._grid.axes.sharing(name, self._outside[name])
 
     def together(self, act: Callable[[], T], call: str) -> T:
         """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
@@ -163,7 +160,7 @@ class Snapshot:
                     if math.prod(shape) == 0:
                         yield whole(model_path(slot.name), torch.empty(shape))
         for number, (name, param) in enumerate(self._outside.items()):
-            if self._stores(self._sharing(name), number):
+            if self._stores(self._grid.axes.sharing(name, param), number):
                 yield self._part(name, param)
         for name, buffer in self._buffers.items():
             if self.inventory.buffers[name, self._regions[name]] == self.rank:

@@ -105,68 +105,69 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     """
     for name in (MARKER, MANIFEST):
         if not (folder / name).is_file():
-            raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: file {name!r} is missing")
+            raise _damaged(folder, name, "is missing")
     if storage.digest_of(folder / MANIFEST) != (folder / MARKER).read_text("utf-8", "replace"):
-        raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r}: file {MANIFEST!r} does not have the "
-            f"checksum in {MARKER!r}"
-        )
-    where = f"checkpoint {str(folder)!r}: file {MANIFEST!r}"
+        raise _damaged(folder, MANIFEST, f"does not have the checksum in {MARKER!r}")
     try:
         manifest: dict[str, Any] = dict(json.loads((folder / MANIFEST).read_bytes()))
     except (ValueError, TypeError) as error:
-        raise DamagedCheckpointError(f"{where} cannot be read: {error}") from error
+        raise _damaged(folder, MANIFEST, f"cannot be read: {error}") from error
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"checkpoint {str(folder)!r}: expected format {FORMAT}, got {manifest.get('format')}; "
             "load it with the release of shardcast that wrote it"
         )
     for key, kind in FACTS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise DamagedCheckpointError(
-                f"{where} has {manifest.get(key)!r} as {key!r}, expected {kind.__name__}"
-            )
+        value = manifest.get(key)
+        if not isinstance(value, kind):
+            wrong = f"has {value!r} as {key!r}, expected {kind.__name__}"
+            raise _damaged(folder, MANIFEST, wrong)
     for name, listed in manifest["files"].items():
         if not storage.is_plain_name(name):
-            raise DamagedCheckpointError(f"{where} lists {name!r}, which is no plain file name")
+            raise _damaged(folder, MANIFEST, f"lists {name!r}, which is no plain file name")
         if not isinstance(listed, dict) or not isinstance(listed.get("bytes"), int):
-            raise DamagedCheckpointError(f"{where} has {listed!r} for {name!r}, no size")
+            raise _damaged(folder, MANIFEST, f"has {listed!r} for {name!r}, no size")
     if METADATA not in manifest["files"]:
-        raise DamagedCheckpointError(f"{where} does not list {METADATA!r}")
+        raise _damaged(folder, MANIFEST, f"does not list {METADATA!r}")
     match = NAME.fullmatch(folder.name)
     if match and int(match[1]) != manifest["step"]:
-        raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r}: it holds step {manifest['step']}; the directory was "
-            "renamed; restore its name"
-        )
+        told = f"is of step {manifest['step']}; the directory was renamed; restore its name"
+        raise _damaged(folder, MANIFEST, told)
     return manifest
 
 
-def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare the files with their checksums; of ``shares`` ranks, rank ``share``'s part.
+def _damaged(folder: Path, name: str, wrong: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"checkpoint {str(folder)!r}: file {name!r} {wrong}")
 
-    Raises:
-        DamagedCheckpointError: names the file, what is wrong, and parameters in it.
+
+def damage(folder: Path, share: int = 0, shares: int = 1) -> DamagedCheckpointError | None:
+    """What is wrong with a checkpoint; of ``shares`` ranks, rank ``share`` reads its part.
+
+    The error names the file, what is wrong with it, and parameters in it.
     """
-    listed = manifest_of(folder)["files"]
-    for number, (name, expected) in enumerate(sorted(listed.items())):
-        if number % shares != share:
-            continue
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            wrong, beyond = "is missing", 0
-        elif size != expected["bytes"]:
-            wrong, beyond = f"has {size} bytes, expected {expected['bytes']}", size
-        elif storage.digest_of(path) != expected.get("sha256"):
-            wrong, beyond = "has a wrong checksum: its contents changed after they were written", 0
-        else:
+    try:
+        listed = manifest_of(folder)["files"]
+        for name, expected in sorted(listed.items())[share::shares]:
+            _verify(folder, name, expected)
             if name == METADATA:
                 _check_references(folder, listed)
-            continue
-        raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r}: file {name!r} {wrong}{_holding(folder, name, beyond)}"
-        )
+    except DamagedCheckpointError as error:
+        return error
+    return None
+
+
+def _verify(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
+    path = folder / name
+    size = path.stat().st_size if path.is_file() else None
+    if size is None:
+        wrong, beyond = "is missing", 0
+    elif size != expected["bytes"]:
+        wrong, beyond = f"has {size} bytes, expected {expected['bytes']}", size
+    elif storage.digest_of(path) != expected.get("sha256"):
+        wrong, beyond = "has a wrong checksum: its contents changed after they were written", 0
+    else:
+        return
+    raise _damaged(folder, name, wrong + _holding(folder, name, beyond))
 
 
 def _check_references(folder: Path, listed: Mapping[str, Any]) -> None:
@@ -177,19 +178,8 @@ def _check_references(folder: Path, listed: Mapping[str, Any]) -> None:
         raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
     for name, size in needed.items():
         if name not in listed or listed[name]["bytes"] < size:
-            raise DamagedCheckpointError(
-                f"checkpoint {str(folder)!r}: file {METADATA!r} refers to byte {size} of {name!r}, "
-                f"which {MANIFEST!r} does not list"
-            )
-
-
-def damage(folder: Path, share: int = 0, shares: int = 1) -> DamagedCheckpointError | None:
-    """What :func:`verify` finds wrong with a checkpoint, if anything."""
-    try:
-        verify(folder, share, shares)
-    except DamagedCheckpointError as error:
-        return error
-    return None
+            told = f"refers to byte {size} of {name!r}, which {MANIFEST!r} does not list"
+            raise _damaged(folder, METADATA, told)
 
 
 def _holding(folder: Path, name: str, beyond: int) -> str:
@@ -289,15 +279,14 @@ def clear_the_way(target: Path) -> None:
     if not os.path.lexists(target):
         return
     error = damage(target)
-    if error is not None:
-        aside = target.with_name(new_name(DAMAGED, target))
-        warnings.warn(f"{error}; set aside as {aside.name!r}", stacklevel=2)
-        storage.SYSTEM.rename(target, aside)
-        return
-    raise ValueError(
-        f"step: checkpoint {str(target)!r} exists already and is never overwritten; save under "
-        "another step or remove it first"
-    )
+    if error is None:
+        raise ValueError(
+            f"step: checkpoint {str(target)!r} exists already and is never overwritten; save "
+            "under another step or remove it first"
+        )
+    aside = target.with_name(new_name(DAMAGED, target))
+    warnings.warn(f"{error}; set aside as {aside.name!r}", stacklevel=2)
+    storage.SYSTEM.rename(target, aside)
 
 
 def sweep(directory: Path, *prefixes: str) -> None:

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
-from shardcast.checkpoint.loading import import_from
+from shardcast.checkpoint.loading import Directory, import_from
 from shardcast.checkpoint.plain import torch_file
 from shardcast.checkpoint.source import Lazy, Source, from_reader, from_tensors
 
-Directory = str | os.PathLike[str]
 ZERO_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 

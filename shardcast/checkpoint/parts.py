@@ -46,11 +46,6 @@ class Part:
         """Of the stored tensor."""
         return self.region.shape
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the interval."""
-        return self.flat.numel() * self.flat.element_size()
-
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
         """The boxes of the interval, each with a view of its elements in the box's shape."""
         if math.prod(self.shape) == 0:

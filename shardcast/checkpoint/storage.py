@@ -90,10 +90,6 @@ class HashingFile(io.RawIOBase):
         self.size = 0
         self._error: OSError | None = None
 
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
     def write(self, data: Any) -> int:
         """Append ``data``."""
         view = memoryview(data).cast("B")
