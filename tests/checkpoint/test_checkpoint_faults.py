@@ -252,7 +252,7 @@ def test_swapped_files_and_renamed_directories_are_noticed(made: Path, tmp_path:
     with pytest.raises(checkpoint.DamagedCheckpointError, match="no sound checkpoint"):
         checkpoint.latest(tmp_path)
     shutil.copytree(made / "step-000000002", tmp_path / "step-000000008")
-    with pytest.raises(checkpoint.DamagedCheckpointError, match="is of step 2; the directory was renamed"):
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"step 2; the dir.* was renamed"):
         checkpoint.inspect(tmp_path / "step-000000008")
 
 
