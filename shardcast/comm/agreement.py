@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
-T = TypeVar("T")
 SHOWN = 8  # ranks that an error names one by one
 
 Told = tuple[str, str] | None  # kind and message of an error
-
-
-def attempt(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return fn(), None
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        return None, error
 
 
 def told(error: Exception | None) -> Told:

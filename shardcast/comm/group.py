@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm.agreement import attempt, raise_together, told
+from shardcast.comm.agreement import raise_together, told
 from shardcast.comm.waiting import Waiting, Works
 from shardcast.plan.routes import GROUPED, Fabric
 
@@ -320,7 +320,11 @@ class Comm:
                 and their messages; of the kind that was raised there if that is ValueError or
                 TypeError, else RuntimeError.
         """
-        value, error = attempt(fn)
+        error: Exception | None = None
+        try:
+            value = fn()
+        except Exception as raised:  # whatever it is, the other ranks must hear of it
+            error = raised
         if self.size > 1:
             known = hashlib.sha256(call.encode()).digest()[:7]
             mine = torch.tensor(
@@ -333,7 +337,7 @@ class Comm:
                 raise_together(self.exchange((call, told(error)), device), error)
         if error is not None:
             raise error
-        return value  # type: ignore[return-value]  # there is one where there is no error
+        return value
 
     def collect(self, fn: Callable[[], T], device: torch.device, call: str = "") -> list[T]:
         """:meth:`together` for values that all ranks need: those of all ranks, in rank order.

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardcast.plan import prices
 from shardcast.plan.prices import GB, US, Protocol
-from shardcast.plan.routes import GROUPED, WIDENED, Fabric
+from shardcast.plan.routes import WIDENED, Fabric
 
 
 @dataclass(frozen=True)
@@ -188,16 +188,14 @@ class Group:
         return self._fastest(through)
 
     def broadcasts(self, nbytes: float, owners: int) -> float:
-        """Each owner's part of ``nbytes`` to all others, in one launch where the backend can.
+        """Each owner's part of ``nbytes`` to all others, in one launch.
 
         A rank that has passed on one begins the next: only the first waits for the whole chain.
         """
-        grouped = self.machine.backend in GROUPED
-        further = owners if grouped else owners - 1
+        calls = owners * self.machine.call
 
         def through(protocol: Protocol) -> float:
-            each = self.machine.call if grouped else protocol.begin + protocol.inside
-            return further * each + self._hops(protocol) + nbytes / (self.ring * protocol.share)
+            return calls + self._hops(protocol) + nbytes / (self.ring * protocol.share)
 
         return self._fastest(through) if owners else 0.0
 

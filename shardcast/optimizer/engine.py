@@ -19,7 +19,8 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.precision import Precision
 from shardcast.step.combine.combine import Combine
 from shardcast.step.combine.decision import Decision
-from shardcast.step.reduce.reducer import make_reducer
+from shardcast.step.reduce.averaged import AveragedReducer
+from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
 from shardcast.step.update.several import Updates
@@ -54,7 +55,11 @@ class Engine:
         self.shards: list[Shard] = []
         # Stages wait for one another in their backwards, of which a step has many.
         at_step = len(self.stages) > 1 or grid.axes.in_pipeline
-        self.reduce = make_reducer(grid, plan.precision, plan.config, plan.averaged, at_step)
+        self.reduce: Reducer | AveragedReducer = (
+            AveragedReducer(plan.precision)
+            if plan.averaged
+            else Reducer(grid, plan.precision, plan.config, at_step)
+        )
         self.combine = Combine(self.reduce.grads, grid, plan.config, self.device, originals)
         self.sync = Sync()
         self.update = Updates(originals, plan.config, grid.dp, self.sync.begin)

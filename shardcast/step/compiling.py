@@ -25,8 +25,7 @@ def or_eager(compiled: Callable[..., None], eager: Callable[..., None]) -> Calla
 
     An error on one rank alone would leave the others waiting in their next collective, so there
     is a warning, on this rank. The mean has the same bits either way. An update may differ in the
-    last one: elements have one owner each, and no two ranks need the same bits of it, unless they
-    hold replicas.
+    last one, which only ranks notice that own the same elements: replicas and tied stages.
     """
 
     def run(*args: Any) -> None:
@@ -38,7 +37,8 @@ def or_eager(compiled: Callable[..., None], eager: Callable[..., None]) -> Calla
                 failed.set()
                 warnings.warn(
                     f"fuse: nothing could be compiled ({error}); updates and means run eagerly on "
-                    "this rank from now on. See that the compiler works and that the cache "
+                    "this rank from now on. Replicas or tied pipeline stages of which one does may "
+                    "come to differ in last bits. See that the compiler works and that the cache "
                     "directory of torch.compile (TORCHINDUCTOR_CACHE_DIR) can be written, or use "
                     "fuse 'eager'",
                     stacklevel=2,

@@ -22,7 +22,7 @@ from shardcast.memory.gradients import GradPack, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.precision import Precision
-from shardcast.step.reduce.averaged import INSIDE_NO_SYNC, AveragedReducer, show_others
+from shardcast.step.reduce.averaged import INSIDE_NO_SYNC, show_others
 from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round, land_all
@@ -38,7 +38,7 @@ class Reducer:
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
         divisor: of the sums over ranks.
-        at_step: backwards send nothing; :meth:`finish` does.
+        at_step: backwards send nothing, as in a pipeline, where a step has many; finish() does.
         touched: a gradient arrived since :meth:`finish`.
     """
 
@@ -232,18 +232,6 @@ class Reducer:
         except BaseException:
             round.over = True
             raise
-
-
-def make_reducer(
-    grid: Grid, precision: Precision, config: ShardcastConfig, averaged: bool, at_step: bool
-) -> Reducer | AveragedReducer:
-    """The reducer of a model.
-
-    Args:
-        averaged: DDP makes its gradients equal on all ranks.
-        at_step: backwards send nothing, as in a pipeline, where a step has many.
-    """
-    return AveragedReducer(precision) if averaged else Reducer(grid, precision, config, at_step)
 
 
 def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Callable[[Any], None]]:

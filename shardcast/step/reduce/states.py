@@ -51,17 +51,16 @@ GRADIENTS: Mapping[Gradients, tuple[Gradients, ...]] = {
 
 
 class States:
-    """The states of one reducer, and the events that change them."""
+    """The states of one reducer, and the events that change them.
+
+    Attributes:
+        launch: when packs are sent.
+    """
 
     def __init__(self, sharded: bool) -> None:
         self._sharded = sharded
-        self._launch = Launch.EAGER if sharded else Launch.LEARNING
+        self.launch = Launch.EAGER if sharded else Launch.LEARNING
         self._gradients = Gradients.LOCAL
-
-    @property
-    def launch(self) -> Launch:
-        """When packs are sent."""
-        return self._launch
 
     @property
     def due(self) -> bool:
@@ -76,16 +75,16 @@ class States:
     def nested(self) -> None:
         """A backward inside another one brought a gradient."""
         if not self._sharded:
-            self._enter(Launch.DEFERRED)
+            self.crowded()
 
     def crowded(self) -> None:
         """A backward goes through several models on a group."""
-        self._enter(Launch.DEFERRED)
+        self.launch = entered(LAUNCH, self.launch, Launch.DEFERRED)
 
     def ended(self) -> None:
         """A synchronised backward ended."""
-        if self._launch is Launch.LEARNING:
-            self._enter(Launch.EAGER)
+        if self.launch is Launch.LEARNING:
+            self.launch = entered(LAUNCH, self.launch, Launch.EAGER)
 
     def flushed(self) -> None:
         """A round has sent all packs."""
@@ -105,19 +104,16 @@ class States:
         if not self.due:
             self._enter(Gradients.CONSUMED if self.past else Gradients.LOCAL)
 
-    def _enter(self, state: Launch | Gradients) -> None:
-        """The one setter; to stay is no transition.
-
-        Raises:
-            RuntimeError: the tables do not allow it.
-        """
-        if isinstance(state, Launch):
-            self._launch = _checked(LAUNCH, self._launch, state)
-        else:
-            self._gradients = _checked(GRADIENTS, self._gradients, state)
+    def _enter(self, state: Gradients) -> None:
+        self._gradients = entered(GRADIENTS, self._gradients, state)
 
 
-def _checked(table: Mapping[S, tuple[S, ...]], now: S, then: S) -> S:
+def entered(table: Mapping[S, tuple[S, ...]], now: S, then: S) -> S:
+    """``then``, if the table allows it; to stay is no transition.
+
+    Raises:
+        RuntimeError: it does not.
+    """
     if then is not now and then not in table[now]:
         raise RuntimeError(f"reduce: {then} cannot follow {now}; please report this")
     return then

@@ -207,14 +207,14 @@ def compare(actions: list[Action], size: int, grads: str) -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
     """The transitions that were made."""
     found: set[Any] = set()
-    checked = states._checked
+    enter = states.entered
 
     def note(table: Any, now: Any, then: Any) -> Any:
         if now is not then:
             found.add((now, then))
-        return checked(table, now, then)
+        return enter(table, now, then)
 
-    monkeypatch.setattr(states, "_checked", note)
+    monkeypatch.setattr(states, "entered", note)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*this clip is lost.*")
         yield found
@@ -276,7 +276,7 @@ def test_sequences_find_a_round_that_a_failed_backward_leaves_undone(
 )
 def test_what_is_not_in_the_tables_is_refused(now: Any, then: Any):
     with pytest.raises(RuntimeError, match="cannot follow"):
-        states._checked(LAUNCH if isinstance(now, Launch) else GRADIENTS, now, then)
+        states.entered(LAUNCH if isinstance(now, Launch) else GRADIENTS, now, then)
 
 
 def test_a_failed_backward_leaves_nothing_behind():
