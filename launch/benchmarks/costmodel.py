@@ -2,11 +2,11 @@
 
 Every round exchanges single tensors, up to the size of a pack, sums some, and then reduces and
 syncs all packs of a model. From the medians of the former come alpha, beta and the bandwidth of
-memory, with which `estimate` predicts the medians of the latter. Not from the least of each: where
-two ranks share two cores, an exchange takes nearly twice as long if the threads of both directions
-begin on one core, and the luckiest of a few long syncs is no sum of usual exchanges. Each tensor
-lies elsewhere than the one before, for no pack is in a cache when its turn comes; and memory that
-was freed is kept, as by the allocator of an accelerator.
+memory, with which `estimate` predicts the medians of the latter. Not from the least of each: times
+of one exchange between two busy cores spread by a factor of two even if nothing else runs, and the
+luckiest of a few long syncs is no sum of usual exchanges. Each tensor lies elsewhere than the one
+before, for no pack is in a cache when its turn comes; and memory that was freed is kept, as by the
+allocator of an accelerator.
 """
 
 from __future__ import annotations
