@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import (
@@ -41,9 +42,10 @@ from shardcast.testing import spawn
 TIMEOUT = 3600.0
 
 
-def main() -> None:
-    args = parse()
-    command = shlex.join(["python", "launch/benchmark.py", *sys.argv[1:]])
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parse(arguments)
+    command = shlex.join(["python", "launch/benchmark.py", *arguments])
     if args.command == "update":
         title = f"update of {args.elements:,} elements, {args.threads} thread(s), AdamW, bf16"
         lines = update.rows(update.measure(args.elements, args.threads, args.rounds))
@@ -97,7 +99,7 @@ def names(args: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -144,7 +146,7 @@ def parse() -> argparse.Namespace:
         sub.add_argument(
             "--systems", nargs="+", metavar="PART", help="only systems with a PART in their name"
         )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -251,8 +251,8 @@ def positive(text: str) -> int:
     return number
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     if args.compare:
         compare(args.compare, args.output)
         return

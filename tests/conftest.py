@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -37,8 +39,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Worlds with ``start_method="forkserver"`` import once what takes seconds in each process."""
+    modules = ["shardcast.testing"]
+    if any("adapters" in item.path.parts for item in items):
+        modules += ["shardcast.transformers", "shardcast.lightning"]
+    multiprocessing.set_forkserver_preload(modules)
+
+
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[SpawnedWorld]:
     """Two real processes; they start with the first test that runs something in them."""
-    with spawn_world(2, timeout=60.0) as world:
+    forkserver.ensure_running()  # now: it passes on the environment that it begins with
+    with spawn_world(2, timeout=60.0, start_method="forkserver") as world:
         yield world

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[SpawnedWorld]:
-    with spawn_world(4, timeout=240.0) as world:
+    with spawn_world(4, timeout=240.0, start_method="forkserver") as world:
         yield world
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -12,12 +13,15 @@ from pathlib import Path
 import metrics
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from corpus import Corpus
 from gpt import GPT, GPTConfig
-from train import parse_arguments, schedule
+from processes import Processes
+from train import main, parse_arguments, schedule, train
 
 import shardcast
+from shardcast.testing import SpawnedWorld
 
 ROOT = Path(__file__).parents[2]
 TINY = GPTConfig(context=16, width=32, depth=2, heads=2)
@@ -221,13 +225,13 @@ def test_the_example_configurations_name_every_option_with_its_default() -> None
 # -- whole runs ----------------------------------------------------------------------------------
 
 
-def run(*command: str, **environment: str) -> str:
+def run(*command: str) -> str:
     """Run in a process of its own and return what it printed; its failure fails the test."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDCAST_")}
     finished = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -238,10 +242,6 @@ def run(*command: str, **environment: str) -> str:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-ACCELERATE = (
-    *("-m", "accelerate.commands.launch"),
-    *("--config_file", "configs/accelerate/cpu_two_processes.yaml"),
-)
 
 
 def check_run(directory: Path, world: int) -> list[metrics.Record]:
@@ -268,39 +268,38 @@ def test_train_with_plain_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["bf16", "fp16", "fp32"])
-def test_train_with_the_example_configurations(tmp_path: Path, config: str) -> None:
-    path = str(ROOT / "configs" / f"{config}.yaml")
-    run("launch/train.py", *TINY_RUN, "--output", str(tmp_path), SHARDCAST_CONFIG=path)
+def test_train_with_the_example_configurations(
+    tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDCAST_CONFIG", str(ROOT / "configs" / f"{config}.yaml"))
+    main([*TINY_RUN, "--output", str(tmp_path)])
     check_run(tmp_path, world=1)
 
 
-def test_two_processes_under_torchrun_follow_the_ddp_baseline(tmp_path: Path) -> None:
-    ddp, ours = tmp_path / "ddp", tmp_path / "ours"
-    flags = (*TINY_RUN, "--accumulation", "2")
-    run(*TORCHRUN, "launch/train.py", *flags, "--baseline", "ddp", "--output", str(ddp))
+def train_in(group: dist.ProcessGroup, flags: list[str]) -> None:
+    train(parse_arguments(flags), Processes(group.rank(), group.size(), torch.device("cpu")))
+
+
+def test_two_processes_under_torchrun_follow_the_ddp_baseline(
+    tmp_path: Path, gloo: SpawnedWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, ours = (tmp_path / name for name in ("one", "two", "ours"))
+    flags = [*TINY_RUN, "--accumulation", "2"]
     run(*TORCHRUN, "launch/train.py", *flags, "--output", str(ours))
-    check_run(ddp, world=2)
+    baseline = [*TINY_RUN, "--baseline", "ddp", "--accumulation"]
+    gloo.run(train_in, [*baseline, "2", "--output", str(two)])
+    main([*baseline, "4", "--output", str(one)])
+    check_run(one, world=1)
+    check_run(two, world=2)
     check_run(ours, world=2)
 
-    compared = ("--compare", str(ddp), str(ours), "--output", str(tmp_path))
-    out = run("launch/train.py", *compared)
-    assert "largest difference of the validation losses" in out
+    main(["--compare", str(two), str(ours), "--output", str(tmp_path)])
+    assert "largest difference of the validation losses" in capsys.readouterr().out
     assert (tmp_path / "comparison.png").is_file()
-    assert max(metrics.compare(metrics.read(ddp), metrics.read(ours)).differences) < 1.0
-
-
-def test_two_ranks_see_what_one_rank_sees_in_two_micro_batches(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    flags = (*TINY_RUN, "--baseline", "ddp")
-    run("launch/train.py", *flags, "--accumulation", "2", "--output", str(one))
-    run(*TORCHRUN, "launch/train.py", *flags, "--output", str(two))
+    assert max(metrics.compare(metrics.read(two), metrics.read(ours)).differences) < 1.0
+    # Two ranks see in two micro-batches what one rank sees in four.
     losses = [metrics.curve(metrics.read(directory), "train") for directory in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # bf16 autocast
-
-
-def test_the_accelerate_configuration_starts_two_processes(tmp_path: Path) -> None:
-    run(*ACCELERATE, "launch/train.py", *TINY_RUN, "--output", str(tmp_path))
-    check_run(tmp_path, world=2)
 
 
 def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
@@ -313,15 +312,18 @@ def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
     assert metrics.curve(metrics.read(tmp_path), "train") == {1: 2.0, 2: 1.0}
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process is told to stop as ever
     flags = [*TINY_RUN, "--checkpoint-dir", str(tmp_path / "saved"), "--output", str(tmp_path)]
-    run("launch/train.py", *flags, "--steps", "1")
-    with pytest.raises(AssertionError, match="give another directory"):
-        run("launch/train.py", *flags, "--steps", "1", "--seed", "5")
+    main([*flags, "--steps", "1"])
+    with pytest.raises(ValueError, match="give another directory"):
+        main([*flags, "--steps", "1", "--seed", "5"])
 
 
-def test_processes_without_a_gpu_name_what_is_missing(tmp_path: Path) -> None:
-    flags = [flag for flag in TINY_RUN if flag not in ("--device", "cpu")]
-    launched = {"RANK": "0", "WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}
-    with pytest.raises(AssertionError, match="8 processes were started, but torch finds no GPU"):
-        run("launch/train.py", *flags, "--output", str(tmp_path), **launched)
+def test_processes_without_a_gpu_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="8 processes were started, but torch finds no GPU"):
+        main([flag for flag in TINY_RUN if flag not in ("--device", "cpu")])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmark
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,11 +20,9 @@ from benchmarks.systems import OWN, SYSTEMS
 from models import MLP
 from torch import nn
 
-from shardcast.testing import spawn
+from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = pytest.mark.timeout(60)
-
-LAUNCH = Path(__file__).parents[2] / "launch"
 
 
 def test_casts_of_parameters_are_counted_and_those_of_activations_are_not():
@@ -94,7 +92,9 @@ def _count(_group: dist.ProcessGroup) -> dict[str, step.Result]:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_memory_and_collectives_of_known_systems():
-    found = spawn(_count, 2, timeout=100)[0]
+    # Of its own: what earlier tests freed would be counted as what is free.
+    with spawn_world(2, timeout=100, start_method="forkserver") as world:
+        found = world.run(_count)[0]
     if found["shardcast"].held is None:
         pytest.skip("memory is counted in glibc's allocator, which is not here")
     expected = {
@@ -174,13 +174,21 @@ def test_the_models_have_the_sizes_that_the_tables_name(name: str, tensors: int,
     ],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
-def test_every_command_prints_its_table(arguments: list[str]):
-    command = [sys.executable, str(LAUNCH / "benchmark.py"), *arguments, "--markdown"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert run.returncode == 0, run.stderr
-    rows = [line for line in run.stdout.splitlines() if line.startswith("|")]
+def test_every_command_prints_its_table(
+    arguments: list[str],
+    gloo: SpawnedWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def shared(function: Callable[..., Any], _size: int, *args: Any, timeout: float) -> list[Any]:
+        return gloo.run(function, *args, timeout=150)
+
+    monkeypatch.setattr(benchmark, "spawn", shared)
+    benchmark.main([*arguments, "--markdown"])
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(rows) >= 5
-    assert "WRONG" not in run.stdout
+    assert "WRONG" not in printed
     if arguments[0] == "peers":
         measured = {row.split("|")[1].strip() for row in rows[2:]}
         assert {"shardcast", "crude floor", "DDP + autocast"} <= measured <= set(SYSTEMS)
