@@ -53,7 +53,7 @@ def sequences(text: Tensor, context: int, count: int) -> TensorDataset:
     return TensorDataset(window[:, :-1], window[:, 1:])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=2)
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/lightning"))
     parser.add_argument("--resume", help="a Lightning checkpoint")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     seed_everything(0)
     corpus = Corpus.load([], args.context, 2 << 20)

@@ -55,7 +55,7 @@ class Given(torch.autograd.Function):
 
 
 def measure(most: int, total: int, rounds: int) -> tuple[list[Cost], list[Cost]]:
-    """Costs of more and more parameters in equal tensors, and of ``total`` in more tensors.
+    """Costs of more and more parameters in equal tensors, and of ``total`` in smaller ones.
 
     Args:
         most: the greatest number of parameters; the least is a million.
@@ -63,7 +63,7 @@ def measure(most: int, total: int, rounds: int) -> tuple[list[Cost], list[Cost]]
     torch.set_num_threads(1)
     sizes = [n for n in (10**6, 3 * 10**6, 10**7, 3 * 10**7, 10**8, 3 * 10**8) if n <= most]
     more = [Cost(numel // SIZE, SIZE) for numel in sizes]
-    finer = [Cost(tensors, total // tensors) for tensors in (10, 100, 1000, 10000)]
+    finer = [Cost(n, total // n) for n in (10, 100, 1000, 10000) if total // n >= 100]
     for number in range(rounds + 1):
         for cost in [*more, *finer]:
             one(cost if number else Cost(cost.tensors, cost.size))  # the first round warms up

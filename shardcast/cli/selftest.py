@@ -46,12 +46,12 @@ def check(group: Any, device_type: str) -> str:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    difference = float((_train(device, torch.float32) - _plain(device)).abs().max())
+    difference = float((_trained(device, torch.float32) - _trained(device)).abs().max())
     if not difference < 1e-5:
         raise RuntimeError(
             f"fp32 weights: expected those of plain torch.optim.AdamW, got {difference:.1e} off"
         )
-    low = _train(device, torch.bfloat16)
+    low = _trained(device, torch.bfloat16)
     first = low.clone()
     dist.broadcast(first, 0, group=group)
     if not torch.equal(first, low):
@@ -59,37 +59,16 @@ def check(group: Any, device_type: str) -> str:
     return f"fp32 {difference:.0e} from plain torch, bf16 ranks equal"
 
 
-def _model(device: torch.device) -> nn.Module:
+def _trained(device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The weights after a few steps, 1-d; of plain torch without a ``dtype``."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(15, 33), nn.GELU(), nn.Linear(33, 5)).to(device)
-
-
-def _loss(model: nn.Module, step: int, device: torch.device) -> Tensor:
-    data = torch.randn(8, 15, generator=torch.Generator().manual_seed(step)).to(device)
-    loss: Tensor = model(data).float().square().mean()
-    return loss
-
-
-def _train(device: torch.device, dtype: torch.dtype) -> Tensor:
-    model = _model(device)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = shardcast.shard(model, adamw, shardcast.ShardcastConfig(param_dtype=dtype))
+    model = nn.Sequential(nn.Linear(15, 33), nn.GELU(), nn.Linear(33, 5)).to(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if dtype is not None:
+        optimizer = shardcast.shard(model, optimizer, shardcast.ShardcastConfig(param_dtype=dtype))
     for step in range(STEPS):
-        _loss(model, step, device).backward()
+        data = torch.randn(8, 15, generator=torch.Generator().manual_seed(step)).to(device)
+        model(data).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _flat(model)
-
-
-def _plain(device: torch.device) -> Tensor:
-    model = _model(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        _loss(model, step, device).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return _flat(model)
-
-
-def _flat(model: nn.Module) -> Tensor:
     return torch.cat([param.detach().flatten() for param in model.parameters()])

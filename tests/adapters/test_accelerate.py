@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
@@ -22,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
-from shardcast import ShardedOptimizer
+import shardcast.run
+from shardcast import ShardedOptimizer, launched
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
 from shardcast.config import ShardcastConfig
 
@@ -74,10 +78,11 @@ def test_importing_shardcast_imports_no_adapter_and_no_accelerate() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_missing_accelerate_is_named() -> None:
-    code = "import sys; sys.modules['accelerate'] = None; import shardcast.accelerate"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert "pip install accelerate" in done.stderr
+def test_a_missing_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "shardcast.accelerate")
+    with pytest.raises(ImportError, match="pip install accelerate"):
+        importlib.import_module("shardcast.accelerate")
 
 
 def test_prepare_shards_without_ddp_and_autocast() -> None:
@@ -165,25 +170,53 @@ def test_run_makes_an_unedited_script_shard(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     expected = "ShardcastAccelerator torch.bfloat16 ['--steps', '3'] beside the script\n__main__"
     assert done.stdout.strip() == expected, done.stderr
-    done = subprocess.run(command[:3], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 2 and "usage: python -m shardcast.run" in done.stderr
-    done = subprocess.run([*command[:3], "no.py"], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 2 and "no.py" in done.stderr
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``python -m shardcast.run`` in this process, which is then as it was."""
+    monkeypatch.setattr(accelerate, "Accelerator", Accelerator)
+    monkeypatch.setattr(accelerate.accelerator, "Accelerator", Accelerator)
+    monkeypatch.setattr(launched, "_expected", False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def started(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["shardcast.run", *arguments])
+        shardcast.run.main()
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [([], "expected a script, got nothing"), (["no.py"], "'no.py' does not")]
+)
+def test_run_tells_what_it_expects(
+    arguments: list[str],
+    told: str,
+    run_here: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_here(*arguments)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "usage: python -m shardcast.run" in error and told in error
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(3)"])
-def test_run_destroys_the_process_group_that_a_script_leaves(tmp_path: Path, end: str) -> None:
+def test_run_destroys_the_process_group_that_a_script_leaves(
+    tmp_path: Path, end: str, run_here: Callable[..., None]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import atexit, sys\n"
+        "import sys\n"
         "import torch.distributed as dist\n"
-        "atexit.register(lambda: print(dist.is_initialized()))\n"
         f"dist.init_process_group('gloo', f'file://{tmp_path}/store', rank=0, world_size=1)\n{end}"
     )
-    command = [sys.executable, "-m", "shardcast.run", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     failed = end == "sys.exit(3)"  # then it might wait for ranks that wait for this one
-    assert (done.returncode, done.stdout) == (3 if failed else 0, f"{failed}\n"), done.stderr
+    with pytest.raises(SystemExit, match="3") if failed else nullcontext():
+        run_here(str(script))
+    assert torch.distributed.is_initialized() == failed
 
 
 # -- configuration ----------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import math
 import os
 import shutil
@@ -16,6 +18,7 @@ from typing import Any
 import metrics
 import pytest
 import torch
+import train_accelerate
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
 from models import CASES, Tensors, assert_same_bits, values
@@ -463,16 +466,26 @@ def logged(directory: Path) -> dict[int, float]:
     return metrics.curve(metrics.read(directory), "train")
 
 
+def resume(_group: Any, flags: list[str]) -> str:
+    fresh()
+    os.environ["SHARDCAST_KEEP_FP32"] = "norms"  # as in the file of the first run
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        train_accelerate.train(train_accelerate.parse_arguments(flags))
+    return told.getvalue()
+
+
 @pytest.mark.timeout(150)
-def test_the_example_script_trains_saves_and_resumes_in_two_processes(tmp_path: Path) -> None:
+def test_the_example_script_trains_saves_and_resumes_in_two_processes(
+    tmp_path: Path, gloo: SpawnedWorld
+) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
-    script = (
-        *("shardcast", "launch", "--config_file", "configs/accelerate/shardcast_cpu.yaml"),
-        *("launch/train_accelerate.py", *TINY),
-    )
-    launch(*script, "--output", str(whole), "--checkpointing_steps", "2")
-    out = launch(*script, "--output", str(again), "--resume_from_checkpoint", str(whole / "step_2"))
-    assert "resumed at epoch 0, step 2" in out
+    file = ROOT / "configs/accelerate/shardcast_cpu.yaml"
+    script = ("launch/train_accelerate.py", *TINY, "--output", str(whole))
+    launch("shardcast", "launch", "--config_file", str(file), *script, "--checkpointing_steps", "2")
+    flags = [*TINY, "--output", str(again), "--resume_from_checkpoint", str(whole / "step_2")]
+    out = gloo.run(resume, [*flags, "--cpu", "--mixed_precision", "bf16"])
+    assert "resumed at epoch 0, step 2" in out[0]
     losses = logged(whole)
     assert list(losses) == [1, 2, 3, 4]
     assert logged(again) == {step: losses[step] for step in (3, 4)}

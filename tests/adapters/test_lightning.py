@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import train_lightning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -19,7 +23,6 @@ from test_accelerate import Casts
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import shardcast.lightning
 from shardcast import ShardcastConfig
 from shardcast.lightning import ShardcastStrategy
 from shardcast.testing import SpawnedWorld, spawn_world
@@ -30,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Lightning's advice on workers, loggers and devices
 ]
 ROOT = Path(__file__).parents[2]
+SCRIPT = ("--accelerator", "cpu", "--devices", "2", "--sequences", "64")
 
 
 class Net(LightningModule):
@@ -134,7 +138,7 @@ def test_a_checkpoint_goes_on_at_another_world_size_and_under_ddp(
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
     optimizer.load_state_dict(saved["optimizer_states"][0])
     ddp = gloo.run(fit, str(tmp_path / "b"), {"strategy": "ddp"}, middle, timeout=100)
-    with spawn_world(1, timeout=100) as alone:
+    with spawn_world(1, timeout=100, start_method="forkserver") as alone:
         one = alone.run(fit, str(tmp_path / "c"), {**options, "max_epochs": 2}, middle)
     for losses, _, validation in (*ddp, *one):
         assert len(losses) in (6, 12) and validation < 1.0
@@ -360,29 +364,17 @@ def test_precision_decides_where_param_dtype_is_not_named(tmp_path: Path):
         assert module.net[0].weight.dtype == torch.float32
 
 
-def test_without_lightning_the_extra_is_named():
-    script = (
-        "import sys; sys.modules['lightning'] = None\n"
-        "import shardcast\n"
-        "assert 'shardcast.lightning' not in sys.modules\n"
-        "import shardcast.lightning\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "pip install 'shardcast-optim[lightning]'" in done.stderr
-    assert shardcast.lightning.ShardcastStrategy.strategy_name == "shardcast"
+def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    for module in [name for name in sys.modules if name.split(".")[0] == "lightning"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "shardcast.lightning")
+    with pytest.raises(ImportError, match=r"pip install 'shardcast-optim\[lightning\]'"):
+        importlib.import_module("shardcast.lightning")
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-def test_the_example_script_trains_on_two_processes(tmp_path: Path, launcher: str):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    command = [
-        *(sys.executable, *(torchrun if launcher == "torchrun" else ())),
-        *("launch/train_lightning.py", "--accelerator", "cpu", "--sequences", "64"),
-        *("--output", str(tmp_path)),
-    ]
+def test_the_example_script_trains_on_two_processes_that_lightning_starts(tmp_path: Path):
     done = subprocess.run(
-        command,
+        [sys.executable, "launch/train_lightning.py", *SCRIPT, "--output", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -391,4 +383,20 @@ def test_the_example_script_trains_on_two_processes(tmp_path: Path, launcher: st
     )
     assert done.returncode == 0, done.stderr
     assert "validation_loss" in done.stdout
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+def under_torchrun(_group: Any, flags: list[str]) -> str:
+    os.environ.update(TORCHELASTIC_RUN_ID="1", MASTER_ADDR="localhost", MASTER_PORT="1")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train_lightning.main(flags)
+    return printed.getvalue()
+
+
+def test_the_example_script_trains_in_processes_that_torchrun_started(
+    tmp_path: Path, gloo: SpawnedWorld
+):
+    told = gloo.run(under_torchrun, [*SCRIPT, "--output", str(tmp_path)], timeout=100)
+    assert ["validation_loss" in text for text in told] == [True, False]
     assert list(tmp_path.rglob("*.ckpt"))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import launch_command, launch_command_parser
 
 import shardcast
 from shardcast import checkpoint
@@ -19,6 +23,7 @@ from shardcast.cli import commands as cli
 from shardcast.cli import main, selftest
 from shardcast.cli.launch import split_config
 from shardcast.config import ShardcastConfig
+from shardcast.testing import spawn_world
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -71,9 +76,13 @@ def test_usage_lists_every_command_with_its_help(capsys: pytest.CaptureFixture[s
     assert "unknown command 'lunch'" in capsys.readouterr().err
 
 
-def test_it_is_also_a_module_and_tells_its_version() -> None:
-    done = shell("shardcast", "--version")
-    assert (done.returncode, done.stdout) == (0, f"shardcast {shardcast.__version__}\n")
+def test_it_is_also_a_module_and_tells_its_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardcast", "--version"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("shardcast", run_name="__main__")
+    assert (end.value.code, capsys.readouterr().out) == (0, f"shardcast {shardcast.__version__}\n")
 
 
 # -- config -----------------------------------------------------------------------------------
@@ -137,12 +146,19 @@ def test_env_prints_versions_variables_and_the_configuration_line_by_line(
 # -- test -------------------------------------------------------------------------------------
 
 
-def test_the_self_test_passes_here() -> None:
-    done = shell("shardcast", "test")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ok     one process" in done.stdout
-    assert "ok     two processes over gloo" in done.stdout
-    assert "NCCL" in done.stdout
+def test_the_self_test_passes_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forked(check: Any, size: int, *args: Any, **options: Any) -> list[str]:
+        with spawn_world(size, start_method="forkserver", **options) as world:
+            return world.run(check, *args)
+
+    monkeypatch.setattr(selftest, "spawn", forked)  # processes that need not import torch
+    assert main(["test"]) == 0
+    printed = capsys.readouterr().out
+    assert "ok     one process" in printed
+    assert "ok     two processes over gloo" in printed
+    assert "NCCL" in printed
 
 
 def test_the_self_test_shows_what_failed(
@@ -159,34 +175,66 @@ def test_the_self_test_shows_what_failed(
 # -- launch -----------------------------------------------------------------------------------
 
 
-def test_one_file_configures_both(tmp_path: Path) -> None:
-    path = launch_file(tmp_path, shardcast_config={"max_grad_norm": 0.5, "pack_mb": 2.0})
+def test_one_file_configures_both_and_an_unedited_script_shards(tmp_path: Path) -> None:
     text = (
-        "import json, sys\n"
+        "import json, sys, torch\n"
         "from pathlib import Path\n"
-        "from shardcast.accelerate import ShardcastAccelerator\n"
-        "a = ShardcastAccelerator()\n"
+        "from accelerate import Accelerator\n"
+        "a = Accelerator()\n"
+        "m = torch.nn.Linear(3, 3)\n"
+        "m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))\n"
+        "a.backward(m(torch.ones(1, 3) * a.process_index).sum())\n"
+        "o.step()\n"
+        "both = a.gather(m.weight.detach().float()[None])\n"
+        "assert torch.equal(both[0], both[1]), both\n"
         "c = a.shardcast_config\n"
-        "found = [a.num_processes, a.mixed_precision, c.max_grad_norm, c.pack_mb]\n"
+        "found = [type(a).__name__, a.num_processes, str(m.weight.dtype), a.mixed_precision,\n"
+        "         c.max_grad_norm, c.pack_mb]\n"
         "Path(sys.argv[1], str(a.process_index)).write_text(json.dumps(found))\n"
     )
+    path = launch_file(tmp_path, shardcast_config={"max_grad_norm": 0.5, "pack_mb": 2.0})
     # An environment variable and a flag win over the file, as they do without a launcher.
     arguments = ["--config_file", path, "--mixed_precision", "bf16", script(tmp_path, text)]
     out = tmp_path / "out"
     out.mkdir()
     done = shell("shardcast", "launch", *arguments, str(out), SHARDCAST_PACK_MB="4.0")
     assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    expected = ["ShardcastAccelerator", 2, "torch.bfloat16", "bf16", 0.5, 4.0]
     found = {path.name: json.loads(path.read_text()) for path in out.iterdir()}
-    assert found == {"0": [2, "bf16", 0.5, 4.0], "1": [2, "bf16", 0.5, 4.0]}
+    assert found == {"0": expected, "1": expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        (["s.py", "--a"], ["shardcast.run", "s.py", "--a"]),
+        (["-m", "shardcast.run", "s.py", "--a"], ["shardcast.run", "s.py", "--a"]),
+        (["-m", "package.s", "--a"], ["shardcast.run", "-m", "package.s", "--a"]),
+        (["--no_python", "s.py", "--a"], ["s.py", "--a"]),
+    ],
+)
+def test_every_script_is_started_by_the_runner_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], started: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").write_text(NO_PROCESS)
+    seen: list[Any] = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", seen.append)
+    path = launch_file(tmp_path, num_processes=1, distributed_type="NO")
+    assert main(["launch", "--config_file", path, *given]) == 0
+    (parsed,) = seen
+    assert [parsed.training_script, *parsed.training_script_args] == started
+    assert bool(parsed.module) == (started[0] == "shardcast.run")
 
 
 def test_stock_accelerate_refuses_the_file_that_shardcast_launch_takes(tmp_path: Path) -> None:
     """What the troubleshooting page explains."""
     path = launch_file(tmp_path, shardcast_config={})
     arguments = ["--config_file", path, script(tmp_path, NO_PROCESS)]
-    done = shell("accelerate.commands.launch", *arguments)
-    assert done.returncode != 0
-    assert "had unknown keys (['shardcast_config'])" in done.stderr
+    parsed = launch_command_parser().parse_args(arguments)
+    with pytest.raises(ValueError, match=r"had unknown keys \(\['shardcast_config'\]\)"):
+        launch_command(parsed)
     assert "unknown keys (['shardcast_config'])" in (ROOT / "docs/troubleshooting.md").read_text()
 
 
@@ -239,31 +287,25 @@ def test_the_launch_files_in_configs_are_valid() -> None:
         ShardcastConfig.load(ours)
 
 
-@pytest.mark.parametrize("runner", [[], ["-m", "shardcast.run"]])
-def test_an_unedited_script_shards(tmp_path: Path, runner: list[str]) -> None:
-    text = (
-        "import torch\n"
-        "from pathlib import Path\n"
-        "from accelerate import Accelerator\n"
-        "a = Accelerator()\n"
-        "m = torch.nn.Linear(3, 3)\n"
-        "m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))\n"
-        "a.backward(m(torch.ones(1, 3) * a.process_index).sum())\n"
-        "o.step()\n"
-        "both = a.gather(m.weight.detach().float()[None])\n"
-        "assert torch.equal(both[0], both[1]), both\n"
-        "found = type(a).__name__, a.num_processes, m.weight.dtype\n"
-        f"Path({str(tmp_path)!r}, 'done').write_text(' '.join(map(str, found)))\n"
-    )
-    path = launch_file(tmp_path, shardcast_config={"param_dtype": "bf16"})
-    arguments = ["--config_file", path, *runner, script(tmp_path, text)]
-    done = shell("shardcast", "launch", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "done").read_text() == "ShardcastAccelerator 2 torch.bfloat16"
-    assert "WARNING" not in done.stderr
+@pytest.fixture
+def one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
+    """``shardcast launch`` of one process by this one; what it prints, and its errors."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+
+    def launched(*arguments: str) -> tuple[str, str]:
+        path = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
+        assert main(["launch", "--config_file", path, *arguments]) == 0
+        captured = capfd.readouterr()
+        return captured.out, captured.err
+
+    return launched
 
 
-def test_a_module_and_a_script_that_enables_by_itself_run_too(tmp_path: Path) -> None:
+def test_a_module_and_a_script_that_enables_by_itself_run_too(
+    tmp_path: Path, one_process: Callable[..., tuple[str, str]]
+) -> None:
     text = (
         "import sys, torch\n"
         "from accelerate import Accelerator\n"
@@ -274,52 +316,42 @@ def test_a_module_and_a_script_that_enables_by_itself_run_too(tmp_path: Path) ->
         "print(m.weight.dtype, sys.argv[1:])\n"
     )
     script(tmp_path, text)
-    path = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
-    arguments = ["--config_file", path, "-m", "script", "--steps", "3"]
-    done = shell("shardcast", "launch", *arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
-    assert done.stdout == "torch.float16 ['--steps', '3']\n", done.stderr
+    out, err = one_process("-m", "script", "--steps", "3")
+    assert out == "torch.float16 ['--steps', '3']\n", err
 
 
-UNUSED = {  # where a configuration is given -> how it is started, the script, what is told
-    "launch": (
-        ["shardcast", "launch", "--config_file", "{both}", "{script}"],
-        "import accelerate; a = accelerate.Accelerator(); print('end')",
-        "shardcast.run was to shard the training of this script, but NOTHING WAS SHARDED",
-    ),
+def test_a_script_that_shards_nothing_is_told_so_at_its_end(
+    tmp_path: Path, one_process: Callable[..., tuple[str, str]]
+) -> None:
+    text = "import accelerate; a = accelerate.Accelerator(); print('end')"
+    out, err = one_process(script(tmp_path, text))
+    assert out == "end\n", err
+    told = "shardcast.run was to shard the training of this script, but NOTHING WAS SHARDED"
+    assert f"shardcast: WARNING: {told}" in err.replace("\n", " ")
+
+
+UNUSED = {  # where a configuration is given -> the script, what is told
     "nothing reads it": (
-        ["script"],
         "import shardcast; print('end')",
         "SHARDCAST_CONFIG={config} HAD NO EFFECT: nothing read it",
     ),
     "the script has its own": (
-        ["script"],
         "import shardcast, torch; m = torch.nn.Linear(2, 2)\n"
         "shardcast.shard(m, torch.optim.SGD(m.parameters()), dict(pack_mb=1.0)); print('end')",
         "SHARDCAST_CONFIG={config} HAD NO EFFECT: a configuration given in the script replaces it",
-    ),
-    "used": (
-        ["script"],
-        "import shardcast, torch; m = torch.nn.Linear(2, 2)\n"
-        "shardcast.shard(m, torch.optim.SGD(m.parameters())); print('end')",
-        None,
     ),
 }
 
 
 @pytest.mark.parametrize("case", UNUSED)
 def test_a_configuration_that_nothing_used_is_told_at_the_end(tmp_path: Path, case: str) -> None:
-    command, text, told = UNUSED[case]
+    text, told = UNUSED[case]
+    script(tmp_path, text)
     config = str(ROOT / "configs/bf16.yaml")
-    both = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
-    places = {"both": both, "script": script(tmp_path, text), "config": config}
-    environment = {} if case == "launch" else {"SHARDCAST_CONFIG": config}
-    filled = [part.format(**places) for part in command]
-    done = shell(*filled, **environment, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    done = shell("script", SHARDCAST_CONFIG=config, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.stdout == "end\n", done.stderr
-    if told is None:
-        assert "WARNING" not in done.stderr
-    else:
-        assert f"shardcast: WARNING: {told.format(**places)}" in done.stderr.replace("\n", " ")
+    told = f"shardcast: WARNING: {told.format(config=config)}"
+    assert told in done.stderr.replace("\n", " ")
 
 
 def test_processes_for_gpus_that_are_not_there_are_refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -14,9 +13,12 @@ from typing import Any
 import metrics
 import pytest
 import torch
+from processes import Processes
 from safetensors.torch import load_file
+from train import parse_arguments, train
 
 from shardcast import checkpoint
+from shardcast.testing import SpawnedWorld
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -74,32 +76,40 @@ class Run:
             for pid in [self.agent.pid, *self.workers()] if self.agent.poll() is None else []:
                 os.kill(pid, signal.SIGKILL)
 
-    @functools.cached_property
-    def result(self) -> tuple[dict[str, torch.Tensor], Any]:
-        """Weights and optimizer state of the last checkpoint, which is that of the last step."""
-        found = checkpoint.inspect(self.saved)
-        assert (found.step, found.world_size) == (STEPS, 2)
-        checkpoint.export(self.saved, self.folder / "out")
-        state = torch.load(self.folder / "out" / "optimizer.pt", weights_only=True)
-        return load_file(self.folder / "out" / "model.safetensors"), state["state"]
+
+def result(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Weights and optimizer state of the last checkpoint, which is that of the last step."""
+    found = checkpoint.inspect(folder / "saved")
+    assert (found.step, found.world_size) == (STEPS, 2)
+    checkpoint.export(folder / "saved", folder / "out")
+    state = torch.load(folder / "out" / "optimizer.pt", weights_only=True)
+    return load_file(folder / "out" / "model.safetensors"), state["state"]
+
+
+def train_in(group: Any, flags: list[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    train(parse_arguments(flags), Processes(group.rank(), group.size(), torch.device("cpu")))
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tmp_path_factory.mktemp("whole"))
-    assert run.end() == 0, run.log()
-    return run
+def whole(tmp_path_factory: pytest.TempPathFactory, gloo: SpawnedWorld) -> Any:
+    """The result of the run that is left alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    folders = ["--output", str(folder), "--checkpoint-dir", str(folder / "saved")]
+    gloo.run(train_in, [*RUN, *folders], timeout=100)
+    return result(folder)
 
 
-def same(one: Run, other: Run) -> None:
-    (left, left_state), (right, right_state) = one.result, other.result
+def same(run: Run, whole: Any) -> None:
+    (left, left_state), (right, right_state) = result(run.folder), whole
     assert left.keys() == right.keys() and left_state.keys() == right_state.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
     for number, values in left_state.items():
         assert all(torch.equal(value, right_state[number][key]) for key, value in values.items())
 
 
-def test_the_group_is_whole_again_each_time_a_worker_was_killed(tmp_path: Path, whole: Run) -> None:
+def test_the_group_is_whole_again_each_time_a_worker_was_killed(tmp_path: Path, whole: Any) -> None:
     run = Run(tmp_path)
     try:
         for number in (1, 2):
@@ -113,7 +123,7 @@ def test_the_group_is_whole_again_each_time_a_worker_was_killed(tmp_path: Path, 
     same(run, whole)
 
 
-def test_a_run_that_was_told_to_stop_saves_and_goes_on_later(tmp_path: Path, whole: Run) -> None:
+def test_a_run_that_was_told_to_stop_saves_and_goes_on_later(tmp_path: Path, whole: Any) -> None:
     run = Run(tmp_path)
     try:
         run.wait_for_start(1)
