@@ -1,7 +1,6 @@
 """The only place where interfaces of torch are used that are private or differ between releases.
 
-Each function says what it relies on; ``tests/test_compat.py`` exercises every one of them on the
-installed torch, so that a new release that breaks one of them fails there, by name.
+``tests/test_compat.py`` tries each on the installed torch: what a new release breaks fails there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.tensor.placement_types import Placement as Placement
 
 if dist.is_available():
     # Its functions have the default group of the moment at which they are imported as a default
@@ -46,13 +48,6 @@ def own_storage(view: Tensor) -> Tensor:
     knows its own pointers only, and nobody needs it: packs live as long as their parameters.
     """
     return view if view.is_meta else torch._C._from_dlpack(torch._C._to_dlpack(view))
-
-
-class Placement(Protocol):
-    """How a DTensor lies along one dimension of its mesh."""
-
-    def is_replicate(self) -> bool: ...
-    def is_partial(self) -> bool: ...
 
 
 PLAIN = (Tensor, nn.Parameter)  # for which it takes longer to have no attribute
@@ -93,8 +88,7 @@ def local_tensor(tensor: Any) -> Tensor:
 def indices_of(tensor: Any, dim: int) -> Tensor:
     """The indices of a DTensor's dimension that its local tensor has, 1-d and rising.
 
-    torch cuts them as it cuts the tensor: evenly or not, along several mesh dimensions, strided.
-    ``src_data_rank=None`` has it take what is here and send nothing.
+    Cut by torch as the tensor is; ``src_data_rank=None`` has it take what is here and send nothing.
     """
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -144,12 +138,9 @@ def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:
-    """The same memory as rows, with an :func:`own_storage`, for :func:`compiled`.
+    """The same memory as rows of ``row`` elements (0: 1-d), with an :func:`own_storage`.
 
-    The number of rows may be any for one graph, that of elements in a row is a constant of it.
-
-    Args:
-        row: elements in a row; 0 leaves the tensor 1-d.
+    For one graph of :func:`compiled` ``row`` is a constant, and the number of rows may be any.
     """
     if not row:
         return own_storage(flat)
@@ -305,9 +296,9 @@ def fused_sgd_(param: Tensor, grad: Tensor, state: Sequence[Tensor], **options: 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` as one compiled graph for all lengths of its tensors.
 
-    Each combination of flags and dtypes is a graph of its own. The usual limit of 8, beyond which
-    a full graph is an error, is raised where the release of torch can (>= 2.13). Under a dispatch
-    mode, such as ``FlopCounterMode``, Dynamo compiles nothing: there the function itself runs.
+    Each combination of flags and dtypes is a graph of its own, of which torch >= 2.13 is allowed
+    more than 8. Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing,
+    the function itself runs.
     """
     # Triton would else try two block sizes in the first step, on copies of all that the kernel
     # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
@@ -349,10 +340,9 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 
 def native_library(source: str) -> ctypes.CDLL:
-    """C++ source compiled for this processor, cached on disk as code of ``torch.compile`` is.
+    """C++ source compiled for this processor, with the flags, disk cache and OpenMP of Inductor.
 
-    Uses Inductor's cache of compiled C++, for its flags, its locks between processes and its
-    OpenMP, which is torch's. Floating-point operations are not fused or reordered.
+    Floating-point operations are not fused or reordered.
     """
     from torch._inductor.codecache import CppCodeCache  # slow to import
 

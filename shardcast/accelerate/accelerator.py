@@ -6,8 +6,7 @@ One class, three doors::
     accelerator = enable(Accelerator(), max_grad_norm=1.0)             # one that exists already
     python -m shardcast.run script.py                                  # no edit at all
 
-``prepare`` places the model without wrapping it and shards its optimizer; all else does for it
-what it does for DDP. What cannot work raises a sentence. Nothing is computed here.
+``prepare`` places the model without wrapping it and shards its optimizer; what cannot work raises.
 
 Collective, so to be called by every rank: ``prepare``, ``backward`` of the last micro-batch,
 ``clip_grad_norm_``, ``clip_grad_value_``, the optimizer's ``step``, ``save_state``,
@@ -75,7 +74,7 @@ class ShardcastAccelerator(Accelerator):
 
     @property
     def is_sharding(self) -> bool:
-        """Whether a model and its optimizer were prepared, and are sharded."""
+        """Whether a model and its optimizer are sharded."""
         return self._sharded is not None
 
     @property
@@ -124,8 +123,7 @@ class ShardcastAccelerator(Accelerator):
     ) -> nn.Module:
         """Place (and compile) ``model`` without DDP and autocast.
 
-        On several processes a trainable model trains only after its optimizer was prepared too:
-        until then a forward in training mode raises.
+        On several processes its forward in training raises until its optimizer is prepared too.
         """
         if any(model is known for known in self._models):
             return model

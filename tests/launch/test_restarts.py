@@ -109,21 +109,9 @@ def same(run: Run, whole: Any) -> None:
         assert all(torch.equal(value, right_state[number][key]) for key, value in values.items())
 
 
-def test_the_group_is_whole_again_each_time_a_worker_was_killed(tmp_path: Path, whole: Any) -> None:
-    run = Run(tmp_path)
-    try:
-        for number in (1, 2):
-            run.wait_for_start(number)
-            os.kill(run.workers()[-1], signal.SIGKILL)
-    finally:
-        status = run.end()
-    assert status == 0, run.log()
-    assert run.starts() == [2, 2, 2], run.log()
-    assert "most restarts fail" not in run.log()
-    same(run, whole)
-
-
-def test_a_run_that_was_told_to_stop_saves_and_goes_on_later(tmp_path: Path, whole: Any) -> None:
+def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_each_lost_worker(
+    tmp_path: Path, whole: Any
+) -> None:
     run = Run(tmp_path)
     try:
         run.wait_for_start(1)
@@ -134,6 +122,14 @@ def test_a_run_that_was_told_to_stop_saves_and_goes_on_later(tmp_path: Path, who
     stopped = checkpoint.inspect(run.saved).step
     assert 0 < stopped < STEPS
     again = Run(tmp_path)
-    assert again.end() == 0, again.log()
+    try:
+        for number in (2, 3):
+            again.wait_for_start(number)
+            os.kill(again.workers()[-1], signal.SIGKILL)
+    finally:
+        status = again.end()
+    assert status == 0, again.log()
     assert f"resumed after step {stopped}" in again.log()
+    assert again.starts() == [2, 2, 2, 2], again.log()
+    assert "most restarts fail" not in again.log()
     same(again, whole)
