@@ -249,29 +249,26 @@ class Snapshot:
             local.copy_(part.flat.view(local.shape))
 
     def _take_pack(self, shard: Shard, source: Source) -> None:
-        parts, exact, states = [], [], []
+        parts, taken = [], []
         for fragment in shard.fragments:
             region, (start, stop) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)
-            exact.append(shard.exact(fragment))
-            parts.append(Part(model_path(name), region, start, exact[-1]))
-            states.append(dict(source.state.get(name, {})))
-            for key, stored in states[-1].items():
+            own, state = shard.exact(fragment), dict(source.state.get(name, {}))
+            parts.append(Part(model_path(name), region, start, own))
+            for key, stored in state.items():
                 if isinstance(stored, Stored):
                     path, shape = state_path(name, key), stored.shape
+                    cut = shape != () and shape == region.shape
                     widened = stored.dtype.is_floating_point and shape and not source.exact
                     dtype = MASTER_DTYPE if widened else stored.dtype
-                    if shape and shape == region.shape:
-                        value = torch.empty(stop - start, dtype=dtype)
-                        parts.append(Part(path, region, start, value))
-                    else:
-                        value = torch.empty(shape, dtype=dtype)
-                        parts.append(whole(path, value))
-                    states[-1][key] = value
+                    value = torch.empty(stop - start if cut else shape, dtype=dtype)
+                    parts.append(Part(path, region, start, value) if cut else whole(path, value))
+                    state[key] = value
+            taken.append((fragment, own, state))
         source.read(parts)
-        for number, (own, values) in enumerate(zip(exact, states, strict=True)):
-            shard.set_exact(shard.fragments[number], own)
-            self._engine.update.load_fragment(shard, number, values)
+        for number, (fragment, own, state) in enumerate(taken):
+            shard.set_exact(fragment, own)
+            self._engine.update.load_fragment(shard, number, state)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._compat import separate_process_groups
 from .errors import BufferHazardError
 from .group import Call, MockWork, RecordedGroup, deliver
-from .mesh import Shape, rank_of_mesh, ranks_of, separate
+from .mesh import Shape, rank_of_mesh, ranks_of
 from .record import Collective
 
 
@@ -74,7 +75,7 @@ def fake_world(world_size: Shape, rank: int = 0) -> Iterator[Any]:
             groups.append(group)
             return group
 
-        with separate(), rank_of_mesh(world_size, rank, make) as mesh:
+        with separate_process_groups(), rank_of_mesh(world_size, rank, make) as mesh:
             yield mesh
     else:
         groups = [FakeGroup(rank, ranks_of(world_size))]

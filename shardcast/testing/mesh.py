@@ -14,8 +14,6 @@ from . import _compat
 Shape = int | Mapping[str, int]
 """Of a world: its number of ranks, or the sizes of a mesh's dimensions by name, outer first."""
 
-separate = _compat.separate_process_groups
-
 
 def ranks_of(shape: Shape) -> int:
     """How many ranks a world has."""
@@ -39,7 +37,7 @@ def ranks_of(shape: Shape) -> int:
 def rank_of_mesh(
     shape: Mapping[str, int], rank: int, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 ) -> Iterator[DeviceMesh]:
-    """The mesh of ``rank``, for as long as this thread is that rank; within :func:`separate`.
+    """The mesh of ``rank``, for as long as this thread is that rank.
 
     Args:
         make: ``make(key, ranks)`` makes the process groups of this rank, the default one first.

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._compat import separate_process_groups
 from .errors import CollectiveMismatchError, RankLeftError, add_note
 from .faults import Fault
-from .mesh import Shape, rank_of_mesh, ranks_of, separate
+from .mesh import Shape, rank_of_mesh, ranks_of
 from .record import Collective
 from .rendezvous import Run
 from .strict import StrictGroup
@@ -123,7 +124,7 @@ class ThreadedWorld:
         results: dict[int, T] = {}
         random_state = torch.get_rng_state()
         try:
-            with nullcontext() if self.mesh is None else separate():
+            with nullcontext() if self.mesh is None else separate_process_groups():
                 self._run_threads(run, fn, args, results)
         finally:
             torch.set_rng_state(random_state)

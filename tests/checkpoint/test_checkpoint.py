@@ -208,9 +208,9 @@ def test_a_load_sends_every_span_once_frozen_ones_too(
     run_world(2, mixed, str(tmp_path), False)
     sent, gather, loading = [], Comm.all_gather, Snapshot.publish
 
-    def counting(comm: Comm, output: torch.Tensor, mine: torch.Tensor, about: Any = "") -> None:
+    def counting(comm: Comm, output: torch.Tensor, mine: torch.Tensor, *more: Any) -> Any:
         sent.append(mine.data_ptr())  # of every pack this rank's span
-        gather(comm, output, mine, about)
+        return gather(comm, output, mine, *more)
 
     def publish(snapshot: Snapshot) -> None:  # what comes before are the values at the start
         monkeypatch.setattr(Comm, "all_gather", counting)
