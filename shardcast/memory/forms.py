@@ -28,8 +28,9 @@ ROW = 64  # most elements in a row: one word of 64 bits has a bit for each
 TIE = 1 << 15  # half of the distance between neighbours in bf16, in steps of fp32
 UPPER = -1 << 16  # mask of the half of the bits of an fp32 value that bf16 has
 
-HASH = 0x9E3779B1
-MIXING = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shifts and factors of MurmurHash3
+# Of the hash in :func:`chances`: odd, in 32 bits with a sign; shifts and factors of MurmurHash3.
+HASH = 0x9E3779B1 - (1 << 32)
+MIXING = ((16, 0x85EBCA6B - (1 << 32)), (13, 0xC2B2AE35 - (1 << 32)))
 
 Raw = tuple[Tensor, ...]  # the pieces of memory of a form
 Pieces = tuple[tuple[torch.dtype, int], ...]  # of each piece its dtype, and elements per row
@@ -215,25 +216,7 @@ def chances(start: int | Tensor, numel: int, seed: Tensor) -> tuple[Tensor, Tens
         seed: 0-dim int32; its device is where the numbers are made.
     """
     bits = torch.arange(numel, dtype=torch.int32, device=seed.device)
-    bits = ((bits + start) * _wrapped(HASH)) ^ seed
+    bits = ((bits + start) * HASH) ^ seed
     for shift, factor in MIXING:
-        bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * _wrapped(factor)
+        bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * factor
     return (bits >> 16) & 0xFFFF, bits & 0xFFFF
-
-
-def hash_(out: Tensor, places: Tensor, first: int, seed: int, spare: Tensor) -> None:
-    """The bits of :func:`chances`, both numbers in one, in place.
-
-    Args:
-        places: 0, 1, 2, ..., int32; ``first`` is the position of the first.
-        spare: overwritten.
-    """
-    torch.add(places, _wrapped(first), out=out).mul_(_wrapped(HASH)).bitwise_xor_(seed)
-    for shift, factor in MIXING:
-        torch.bitwise_right_shift(out, shift, out=spare).bitwise_and_((1 << (32 - shift)) - 1)
-        out.bitwise_xor_(spare).mul_(_wrapped(factor))
-
-
-def _wrapped(number: int) -> int:
-    """``number`` modulo 2**32, as a signed integer of 32 bits."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)

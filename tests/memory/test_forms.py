@@ -70,9 +70,21 @@ class Range:
 
     def run_in_windows(self, kernel: Any, grad: Tensor, step: int) -> None:
         """The reference: to fp32, an update of that, and back."""
-        exact, encode = rules.decoded(self.flat(grad, step))
-        self._call(kernel, exact, step, False)
-        encode()
+        flat, row = self.flat(grad, step), self.forms.row
+        master = forms.decode_flat(self.forms.master, self.master, row)
+        pairs = list(zip(self.forms.state, self.state, strict=True))
+        state = [forms.decode_flat(form, raw, row) for form, raw in pairs]
+        self._call(kernel, Flat.exact(master, grad, state, self.published), step, False)
+        drawn: list[Tensor] = []
+        kept = [(self.master, forms.encode_flat(self.forms.master, master, row))]
+        for number, ((form, raw), values) in enumerate(zip(pairs, state, strict=True)):
+            if flat.draw is not None and not drawn:
+                drawn += flat.draw.chances(number, values.shape)
+            chance = drawn.pop() if drawn else None
+            kept.append((raw, forms.encode_flat(form, values, row, chance)))
+        for raw, pieces in kept:
+            for old, new in zip(raw, pieces, strict=True):
+                old.copy_(new)
 
     def _call(self, kernel: Any, flat: Flat, step: int, skip: bool) -> None:
         decision = torch.tensor(skip)

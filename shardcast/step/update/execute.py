@@ -11,14 +11,12 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update import native, rules
 from shardcast.step.update.rules import Flat, Numbers, Rule
 from shardcast.step.update.windows import Windows
 
-CHUNK = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
-WINDOW = 1 << 16  # the same where there are buffers of decoded values too
+WINDOW = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
 
 
@@ -34,22 +32,20 @@ class ChunkedKernel:
         self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
     ) -> None:
         """See :func:`.rules.update_`; a skipped step is not to come here."""
-        numel, row, threads = flat.grad.numel(), flat.forms.row, torch.get_num_threads()
+
+        def run(flat: Flat) -> None:
+            numel = flat.grad.numel()
+            size = max(1, min(WINDOW * torch.get_num_threads(), numel))
+            whole = numel - numel % size
+            for start, stop in ((0, whole), (whole, numel)):
+                if start < stop:
+                    windows = Windows(min(size, stop - start), len(flat.state))
+                    windows.update(rule, flat.cut(start, stop), numbers, factor)
+
         if flat.forms.exact:
-            size = max(1, min(CHUNK * threads, numel))
-            rules.update_in_chunks_(rule, flat, numbers, factor, _scratch(size))
-            return
-        windows = Windows(-(-min(WINDOW * threads, numel) // row) * row, len(flat.state))
-        scratch = _scratch(windows.size)
-        for start in range(0, numel, windows.size):
-            part = flat.cut(start, min(start + windows.size, numel))
-            exact, encode = windows.decoded(part)
-            rules.update_in_chunks_(rule, exact, numbers, factor, scratch)
-            encode()
-
-
-def _scratch(size: int) -> list[Tensor]:
-    return [torch.empty(size, dtype=MASTER_DTYPE) for _ in range(2)]
+            run(flat)
+        else:
+            rules.by_rows(flat, 1, run)
 
 
 class WholeKernel:
@@ -66,26 +62,14 @@ class WholeKernel:
     ) -> None:
         """See :func:`.rules.update_`.
 
-        It runs on whole rows, by two at least: their fixed length lets the compiler see that
-        addresses are multiples of 16 bytes, which it then moves at a time, and of the number of
-        rows one graph serves all but 0 and 1. Spans and runs of parameters begin with a row. Only
-        the last one of a world of one may end within it, and goes through a padded copy.
+        Rows have a fixed length, which lets the compiler see that addresses are multiples of 16
+        bytes, which it then moves at a time. There are two at least: of the number of rows one
+        graph serves all but 0 and 1.
         """
-        numel, row = flat.grad.numel(), flat.forms.row
-        whole = numel // row * row if numel >= 2 * row else 0
-        if whole:
-            self._run(rule, flat.cut(0, whole).map(self._in_rows(row)), numbers, factor, skip)
-        if whole < numel:
-            rest = flat.cut(whole, numel)
-
-            def padded(operand: Tensor, per_row: bool) -> Tensor:
-                copy = operand.new_zeros(2 if per_row else 2 * row)
-                copy[: operand.numel()] = operand
-                return copy
-
-            copies = rest.map(padded)
-            self._run(rule, copies.map(self._in_rows(row)), numbers, factor, skip)
-            rest.take(copies)
+        in_rows = self._in_rows(flat.forms.row)
+        rules.by_rows(
+            flat, 2, lambda part: self._run(rule, part.map(in_rows), numbers, factor, skip)
+        )
 
     def _in_rows(self, row: int) -> Callable[[Tensor, bool], Tensor]:
         """What makes rows of operands, the same memory."""

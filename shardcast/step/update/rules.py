@@ -3,11 +3,10 @@
 A *rule* holds what an optimizer group does (its flags) and the arithmetic of one step on tensors
 of equal shape. The same arithmetic runs in two ways:
 
-* :func:`update_in_chunks_`: eagerly on CPU, in place, a cache-sized chunk at a time, with two
-  scratch buffers of that size. Numbers of the step (learning rate, bias corrections) are
-  Python floats, and the operations are those of torch's ``_single_tensor_adam`` and
-  ``_single_tensor_sgd``, so that fp32 results equal theirs to the bit. An optimizer with
-  ``fused=True`` gets torch's own fused kernel over the same chunks.
+* :class:`.windows.Windows`: eagerly on CPU, in place, a cache-sized window at a time. Numbers of
+  the step (learning rate, bias corrections) are Python floats, and the operations are those of
+  torch's ``_single_tensor_adam`` and ``_single_tensor_sgd``, so that fp32 results equal theirs to
+  the bit. An optimizer with ``fused=True`` gets torch's own fused kernel over the same windows.
 * :func:`update_`: one function without host decisions, for ``torch.compile`` (one kernel) and for
   accelerators. Numbers are 0-dim tensors, so no other number triggers recompilation; a skipped
   step selects the old values, so that it changes nothing, not even the sign of a zero.
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.memory.forms import ROW, Exact, Form, Raw, chances, decode_flat, encode_flat
+from shardcast.memory.forms import ROW, Exact, Form, Raw, chances
 
 STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -128,10 +127,35 @@ class Flat(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Flat:
         """Elements ``[start, stop)``; where a form has one number per row, from a row's first."""
+        if start == 0 and stop >= self.grad.numel():
+            return self
         row = self.forms.row
         rows = slice(start // row, -(-stop // row))
         part = self.map(lambda operand, per_row: operand[rows if per_row else slice(start, stop)])
         return part if self.draw is None or not start else part._replace(draw=self.draw.at(start))
+
+    def split(self, size: int) -> Iterator[Flat]:
+        """Parts of ``size`` elements and of the rest, without ``draw``.
+
+        Args:
+            size: whole rows, where a form has one number per row.
+        """
+        if self.grad.numel() <= size:
+            yield self
+            return
+        row = self.forms.row
+
+        def parts(form: Form, raw: Raw) -> Iterator[Raw]:
+            counts = (size if count == row else size // row for _, count in form.pieces(row))
+            return zip(*map(torch.Tensor.split, raw, counts), strict=True)
+
+        kept = map(parts, (self.forms.master, *self.forms.state), (self.master, *self.state))
+        grads = self.grad.split(size)
+        casts = [None] * len(grads) if self.published is None else self.published.split(size)
+        for grad, published, (master, *state) in zip(
+            grads, casts, zip(*kept, strict=True), strict=True
+        ):
+            yield Flat(master, grad, tuple(state), published, self.forms)
 
     def take(self, other: Flat) -> None:
         """Overwrite what an update overwrites by the first elements of ``other``'s."""
@@ -335,38 +359,27 @@ def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
     return tuple((zero + number).float() for number in numbers)
 
 
-def update_in_chunks_(
-    rule: Rule,
-    flat: Flat,
-    numbers: Numbers,
-    factor: Tensor | None,
-    scratch: Sequence[Tensor],
-) -> None:
-    """Unscale, clip, update and cast one range in place, as many elements at a time as scratch has.
+def by_rows(flat: Flat, least: int, run: Callable[[Flat], None]) -> None:
+    """``run`` on whole rows, ``least`` of them at least.
 
-    Args:
-        flat: 1-d, exact.
-        numbers: from ``rule.numbers``, of a step as a float.
-        factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1.
-        scratch: two 1-d fp32 buffers of equal length, contents undefined.
+    Spans and runs of parameters begin with a row. Only the last one of a world of one may end
+    within it, and goes through a padded copy.
     """
-    size = scratch[0].numel()
-    private = rule.edits or flat.grad.dtype != torch.float32
-    for start in range(0, flat.grad.numel(), size):
-        piece = flat.cut(start, start + size)
-        (master,), grad = piece.master, piece.grad
-        exact, spare = (buffer[: grad.numel()] for buffer in scratch)
-        if private:
-            exact.copy_(grad)
-            if factor is not None:
-                exact.mul_(factor)
-        elif factor is not None:
-            torch.mul(grad, factor, out=exact)
-        else:
-            exact = grad
-        rule.apply_(master, exact, tuple(raw[0] for raw in piece.state), numbers, spare)
-        if piece.published is not None:
-            piece.published.copy_(master)
+    numel, row = flat.grad.numel(), flat.forms.row
+    whole = numel // row * row if numel >= least * row else 0
+    if whole:
+        run(flat.cut(0, whole))
+    if whole < numel:
+        rest = flat.cut(whole, numel)
+
+        def padded(operand: Tensor, per_row: bool) -> Tensor:
+            copy = operand.new_zeros(least if per_row else least * row)
+            copy[: operand.numel()] = operand
+            return copy
+
+        copies = rest.map(padded)
+        run(copies)
+        rest.take(copies)
 
 
 def update_(
@@ -405,27 +418,6 @@ def update_(
     for olds, news in kept:
         for old, new in zip(olds, news, strict=True):
             old.copy_(torch.where(skip, old, new))
-
-
-def decoded(flat: Flat) -> tuple[Flat, Callable[[], None]]:
-    """Operands in fp32, and what encodes them when they were updated."""
-    forms = flat.forms
-    master = decode_flat(forms.master, flat.master, forms.row)
-    state = [
-        decode_flat(form, raw, forms.row) for form, raw in zip(forms.state, flat.state, strict=True)
-    ]
-
-    def encode() -> None:
-        drawn: list[Tensor] = []
-        news = []
-        for number, (form, values) in enumerate(zip(forms.state, state, strict=True)):
-            if flat.draw is not None and not drawn:
-                drawn += flat.draw.chances(number, values.shape)
-            news.append(encode_flat(form, values, forms.row, drawn.pop() if drawn else None))
-        new_master = encode_flat(forms.master, master, forms.row)
-        flat.take(flat._replace(master=new_master, state=tuple(news), published=None))
-
-    return Flat.exact(master, flat.grad, state, flat.published), encode
 
 
 def _whole_vectors(*operands: Tensor) -> Iterator[Sequence[Tensor]]:

@@ -1,67 +1,79 @@
-"""Forms other than fp32 in the eager update on CPU: windows that stay in the cache.
+"""The eager update on CPU: windows that stay in the cache, in place, a pass per operation.
 
-The functions of :mod:`shardcast.memory.forms`, with the same bits, in place and with as few
-operations as there are names for: each is a pass over the window. What is rare (a tie of a split
-master, a weight that was set to zero by hand) costs a look, and more only where it is found.
+The functions of :mod:`shardcast.memory.forms` with the same bits, in as few operations as there
+are names for. What is rare (a tie of a split master, a weight that was set to zero by hand) costs
+a look, and more only where it is found. Constants of the rounding are 0-dim tensors: with a number
+of Python each operation takes a microsecond more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import torch
 from torch import Tensor
 
 from shardcast.memory import forms
-from shardcast.memory.forms import TIE, Bytes, Form, Raw, Rounded, Split
+from shardcast.memory.forms import HASH, MIXING, TIE, Bytes, Form, Raw, Rounded, Split
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.update import rules
-from shardcast.step.update.rules import Flat
+from shardcast.step.update.rules import Flat, Numbers, Rule
 
-Encode = Callable[[], None]
+INTEGER = torch.int32  # of the size of MASTER_DTYPE
+HALF, LOWER = (torch.tensor(n, dtype=INTEGER, device="cpu") for n in (16, 0xFFFF))
+MIX = [
+    [torch.tensor(n, dtype=INTEGER, device="cpu") for n in (shift, (1 << 32 - shift) - 1, factor)]
+    for shift, factor in MIXING
+]
+WHOLE = 1.5 * 2.0**23  # its sum with a small number has that, rounded, in the lowest bits
 
 
 class Windows:
-    """Buffers for the fp32 values of windows.
+    """Buffers for windows of one size, in whole rows unless every form is exact."""
 
-    Args:
-        size: elements in a window; a multiple of the rows of all that is decoded.
-        count: state tensors.
-    """
+    def __init__(self, size: int, states: int) -> None:
+        self._size = size
+        buffers = torch.empty(3 + states, size, dtype=MASTER_DTYPE)
+        self._grad, self._spare, *self._values = buffers.unbind()
 
-    def __init__(self, size: int, count: int) -> None:
-        self.size = size
-        self._values = [torch.empty(size, dtype=MASTER_DTYPE) for _ in range(1 + count)]
-        self._spare = torch.empty(size, dtype=MASTER_DTYPE)
-        self._bits = torch.empty(size, dtype=torch.int32)
-        self._places = torch.arange(size, dtype=torch.int32)
+    def update(self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None) -> None:
+        """Unscale, clip, update and cast so many elements, or a multiple of it.
 
-    def decoded(self, flat: Flat) -> tuple[Flat, Encode]:
-        """Operands in fp32, and what encodes them when they were updated."""
-        numel, row = flat.grad.numel(), flat.forms.row
-        if numel % row:
-            return rules.decoded(flat)
-        kept = [(flat.forms.master, flat.master), *zip(flat.forms.state, flat.state, strict=True)]
-        master, *state = (
-            self._decode(form, raw, row, buffer[:numel])
-            for (form, raw), buffer in zip(kept, self._values, strict=True)
-        )
-
-        def encode() -> None:
-            self._encode(flat.forms.master, flat.master, row, master)
+        Args:
+            numbers: from ``rule.numbers``, of a step as a float.
+            factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1.
+        """
+        row, kinds = flat.forms.row, (flat.forms.master, *flat.forms.state)
+        if flat.draw is not None:
+            places = torch.arange(self._size, dtype=INTEGER).add_(flat.draw.origin[0]).mul_(HASH)
+            further = torch.tensor(self._size, dtype=INTEGER) * HASH
+            seeds = [flat.draw.seed(number) for number in range(len(flat.state))]
+        for part in flat.split(self._size):
+            raws = (part.master, *part.state)
+            master, *state = map(self._decode, kinds, raws, [row] * len(kinds), self._values)
+            grad = self._scaled(part.grad, factor, rule.edits)
+            rule.apply_(master, grad, tuple(state), numbers, self._spare)
+            if part.published is not None:
+                part.published.copy_(master)
+            elif isinstance(part.forms.master, Split):
+                _split(part.master, row, master)
             for number, (form, raw, values) in enumerate(
-                zip(flat.forms.state, flat.state, state, strict=True)
+                zip(kinds[1:], part.state, state, strict=True)
             ):
-                if flat.draw is not None and number % 2 == 0:
-                    first, seed = int(flat.draw.origin[0]), int(flat.draw.seed(number))
-                    forms.hash_(self._bits, self._places, first, seed, self._ints)
-                self._encode(form, raw, row, values, high=number % 2 == 1)
+                if isinstance(form, Bytes):
+                    self._to_bytes(form, raw, row, values)
+                elif isinstance(form, Rounded):
+                    if number % 2 == 0:
+                        self._draw(places, seeds[number])
+                    self._round(raw[0], values, high=number % 2 == 1)
+            if flat.draw is not None:
+                places += further
 
-        return Flat.exact(master, flat.grad, state, flat.published), encode
-
-    @property
-    def _ints(self) -> Tensor:
-        return self._spare.view(torch.int32)
+    def _scaled(self, grad: Tensor, factor: Tensor | None, edits: bool) -> Tensor:
+        """The gradient in fp32, a copy where the rule overwrites it."""
+        if edits or grad.dtype != MASTER_DTYPE:
+            copy = self._grad.copy_(grad)
+            return copy if factor is None else copy.mul_(factor)
+        return grad if factor is None else torch.mul(grad, factor, out=self._grad)
 
     def _decode(self, form: Form, raw: Raw, row: int, out: Tensor) -> Tensor:
         if isinstance(form, Split):
@@ -72,67 +84,67 @@ class Windows:
             codes, scales = raw
             out.copy_(codes).div_(form.steps)
             if form.signed:
-                out.mul_(torch.abs(out, out=self._spare[: out.numel()]))
+                out.mul_(torch.abs(out, out=self._spare))
             else:
                 out.square_().square_()
             out.view(-1, row).mul_(scales[:, None])
             return out
         return raw[0]
 
-    def _encode(self, form: Form, raw: Raw, row: int, values: Tensor, high: bool = False) -> None:
-        if isinstance(form, Split):
-            _split(raw, row, values)
-        elif isinstance(form, Rounded):
-            drawn, sums = (buffer[: values.numel()] for buffer in (self._bits, self._ints))
-            if high:
-                torch.bitwise_right_shift(drawn, 16, out=sums).bitwise_and_(0xFFFF)
-            else:
-                torch.bitwise_and(drawn, 0xFFFF, out=sums)
-            sums.add_(values.view(torch.int32)).bitwise_right_shift_(16)
-            raw[0].view(torch.int16).copy_(sums)
-        elif isinstance(form, Bytes):
-            self._to_bytes(form, raw, row, values)
-
     def _to_bytes(self, form: Bytes, raw: Raw, row: int, values: Tensor) -> None:
         codes, scales = raw
-        root = torch.abs(values, out=self._spare[: values.numel()])
-        torch.amax(root.view(-1, row), 1, out=scales)
-        tiny = torch.finfo(MASTER_DTYPE).tiny
-        root.view(-1, row).div_(scales.clamp_min(tiny)[:, None])
+        root, sign = self._grad, self._spare
+        size = torch.abs(values, out=root) if form.signed else values
+        torch.amax(size.view(-1, row), 1, out=scales)
+        divisors = scales.clamp_min(torch.finfo(MASTER_DTYPE).tiny)[:, None]
+        torch.div(size.view(-1, row), divisors, out=root.view(-1, row))
         if form.signed:
-            root.sqrt_().mul_(form.steps).round_()
-            codes.copy_(root.copysign_(values))
+            root.sqrt_().mul_(form.steps).mul_(torch.sign(values, out=sign))
         else:
-            least = torch.sign(root.sqrt_().sqrt_(), out=values)  # 1 for all but zeros
-            torch.maximum(root.mul_(form.steps).round_(), least, out=root)
-            whole = self._bits[: values.numel()]
-            codes.copy_(whole.copy_(root))  # from integers it is 3 times as fast
+            torch.sign(root.sqrt_().sqrt_(), out=sign)
+            torch.maximum(root.mul_(form.steps), sign, out=root)  # 1 for all but zeros
+        codes.copy_(root.add_(WHOLE).view(INTEGER))
+
+    def _draw(self, places: Tensor, seed: Tensor) -> None:
+        """The bits of :func:`.forms.chances`, both numbers in one, of multiplied places."""
+        bits, spare = self._grad.view(INTEGER), self._spare.view(INTEGER)
+        torch.bitwise_xor(places, seed, out=bits)
+        for shift, mask, factor in MIX:
+            torch.bitwise_right_shift(bits, shift, out=spare).bitwise_and_(mask)
+            bits.bitwise_xor_(spare).mul_(factor)
+
+    def _round(self, raw: Tensor, values: Tensor, high: bool) -> None:
+        """By chance, as was drawn last; gradients are no longer needed."""
+        bits, sums = self._grad.view(INTEGER), self._spare.view(INTEGER)
+        if high:
+            torch.bitwise_right_shift(bits, HALF, out=sums).bitwise_and_(LOWER)
+        else:
+            torch.bitwise_and(bits, LOWER, out=sums)
+        sums.add_(values.view(INTEGER)).bitwise_right_shift_(HALF)
+        raw.view(torch.int16).copy_(sums)
 
 
 def _join(raw: Raw, row: int, out: Tensor) -> Tensor:
     """Split masters in fp32."""
     published, rest, ties = raw
-    bits = out.copy_(published).view(torch.int32).add_(rest)
-    if ties.any():
-        rows = ties.nonzero()
-        lanes = torch.arange(row, dtype=ties.dtype)
-        there = ((ties[rows] >> lanes) & 1).bool()
-        bits[(rows * row + torch.arange(row))[there]] += 2 * TIE
-    if out.amax().isnan():  # as beside a weight that was set to zero by hand
+    bits = out.copy_(published).view(INTEGER).add_(rest)
+    rows = ties.nonzero().squeeze(1)
+    if len(rows):
+        there = ties.index_select(0, rows)[:, None] >> torch.arange(row, dtype=ties.dtype)
+        bits.view(-1, row).index_add_(0, rows, there.bitwise_and_(1).to(INTEGER), alpha=2 * TIE)
+    if math.isnan(out.amax()):  # as beside a weight that was set to zero by hand
         out.copy_(forms.decode_flat(Split(), raw, row))
     return out
 
 
 def _split(raw: Raw, row: int, values: Tensor) -> None:
     published, rest, ties = raw
-    bits = values.view(torch.int32)
+    bits = values.view(INTEGER)
     published.copy_(values)
     rest.copy_(bits)  # the lower half is the distance from the upper one, but for its carry
     ties.zero_()
-    rows = (rest.view(-1, row).amin(1) == -TIE).nonzero()
-    if rows.numel():  # a distance of +TIE or -TIE; of each 65,536 elements one
-        inside = rows * row + torch.arange(row)
-        upper = published[inside].to(MASTER_DTYPE).view(torch.int32)
-        tie = bits[inside] - upper == TIE
-        lanes = torch.arange(row, dtype=ties.dtype)
-        ties[rows[:, 0]] = (tie.to(ties.dtype) << lanes).sum(1, dtype=ties.dtype)
+    rows = (rest.view(-1, row).amin(1) == -TIE).nonzero().squeeze(1)
+    if len(rows):  # a distance of +TIE, below an even half, or -TIE; of 65,536 elements one
+        inside = bits.view(-1, row).index_select(0, rows).bitwise_and_(4 * TIE - 1)
+        words = (inside == TIE).to(ties.dtype) << torch.arange(row, dtype=ties.dtype)
+        ties.index_copy_(0, rows, words.sum(1, dtype=ties.dtype))

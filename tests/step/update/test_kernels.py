@@ -256,7 +256,7 @@ def test_chunks_and_their_number_do_not_show_in_the_result(
 ):
     results = []
     for chunk in (1 << 16, 7):
-        monkeypatch.setattr("shardcast.step.update.execute.CHUNK", chunk)
+        monkeypatch.setattr("shardcast.step.update.execute.WINDOW", chunk)
         model = CASES["gpt"].build()
         optimizer = sharded(
             model, optimizer=lambda m: ADAMW(m.parameters(), lr=1e-2, fused=fused),
