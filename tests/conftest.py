@@ -40,8 +40,11 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Worlds with ``start_method="forkserver"`` import once what takes seconds in each process."""
-    modules = ["shardcast.testing"]
+    """Worlds with ``start_method="forkserver"`` import once what takes seconds in each process.
+
+    Not forked from the tests' own process, since gloo, once it has been used, hangs in a fork.
+    """
+    modules = ["shardcast.testing.worker", "torch._dynamo", "pytest"]  # the second: torch.optim
     if any("adapters" in item.path.parts for item in items):
         modules += ["shardcast.transformers", "shardcast.lightning"]
     multiprocessing.set_forkserver_preload(modules)
@@ -53,3 +56,8 @@ def gloo() -> Iterator[SpawnedWorld]:
     forkserver.ensure_running()  # now: it passes on the environment that it begins with
     with spawn_world(2, timeout=60.0, start_method="forkserver") as world:
         yield world
+
+
+def pytest_sessionfinish() -> None:
+    """End the process that worlds were forked from; so its processor time is counted."""
+    forkserver._forkserver._stop()

@@ -3,7 +3,6 @@ stand at the top level."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -31,11 +30,7 @@ Group = dist.ProcessGroup
 
 @pytest.fixture
 def forked() -> Iterator[SpawnedWorld]:
-    """Processes that a test may lose: torch is imported once, in the one that they are forked from.
-
-    That is not this one, for gloo, once used, does not work in a fork.
-    """
-    multiprocessing.set_forkserver_preload(["shardcast.testing.worker", "pytest"])
+    """Processes that a test may lose."""
     with spawn_world(2, start_method="forkserver") as world:
         yield world
         processes = world.run(process_id)
