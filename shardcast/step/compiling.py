@@ -21,7 +21,7 @@ failed = threading.Event()  # in this process; what failed once is not tried aga
 
 
 def or_eager(compiled: Callable[..., None], eager: Callable[..., None]) -> Callable[..., None]:
-    """``compiled``, or once something could not be compiled in this process, ``eager``.
+    """``compiled``, or once compiling has failed in this process, ``eager``.
 
     An error on one rank alone would leave the others waiting in their next collective, so there
     is a warning, on this rank. The mean has the same bits either way. An update may differ in the
@@ -36,7 +36,7 @@ def or_eager(compiled: Callable[..., None], eager: Callable[..., None]) -> Calla
             except _compat.compile_errors() as error:  # nothing has run yet
                 failed.set()
                 warnings.warn(
-                    f"fuse: nothing could be compiled ({error}); updates and means run eagerly on "
+                    f"fuse: compiling failed ({error}); updates and means run eagerly on "
                     "this rank from now on. Replicas or tied pipeline stages of which one does may "
                     "come to differ in last bits. See that the compiler works and that the cache "
                     "directory of torch.compile (TORCHINDUCTOR_CACHE_DIR) can be written, or use "

@@ -210,7 +210,7 @@ def test_where_nothing_can_be_compiled_the_update_is_eager(
     monkeypatch.setattr("shardcast.step.compiling.failed", threading.Event())
     tried, eager = (Range("adamw", Split(), moments) for _ in range(2))
     kernel = NativeKernel()
-    with pytest.warns(UserWarning, match="could be compiled .read-only file system") as told:
+    with pytest.warns(UserWarning, match="compiling failed .read-only file system") as told:
         for step, grad in enumerate(gradients(3), 1):
             tried.run(kernel, grad, step)
             eager.run(ChunkedKernel(), grad, step)

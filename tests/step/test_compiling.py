@@ -53,7 +53,7 @@ def broken_compiler() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def compiling_failed(told: list[warnings.WarningMessage]) -> int:
-    return sum("nothing could be compiled (" in str(one.message) for one in told)
+    return sum("fuse: compiling failed (" in str(one.message) for one in told)
 
 
 def trained(fuse: str, dtype: str, group: Any = None) -> dict[str, Tensor]:
