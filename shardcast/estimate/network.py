@@ -96,12 +96,9 @@ class Machine:
             if key == "ranks_per_node" and not isinstance(value, int):
                 raise ValueError(f"{name}: {key}: expected a whole number, got {value!r}")
         fields = {UNITS[key][0]: value * UNITS[key][1] for key, value in numbers.items()}
-        hops = {key: fields.pop(key) for key in ("begin", "hop", "far") if key in fields}
+        hops = {key: fields.pop(f"hop {key}") for key in Protocol._fields if f"hop {key}" in fields}
         if hops:
-            simple = self.protocols[-1]
-            begin, inside = hops.get("begin", simple.begin), hops.get("hop", simple.inside)
-            protocol = Protocol(begin, inside, hops.get("far", simple.between))
-            fields["protocols"] = (protocol,)
+            fields["protocols"] = (self.protocols[-1]._replace(**hops),)
         return dataclasses.replace(self, name=name, **fields)
 
     @property
@@ -114,12 +111,12 @@ class Machine:
         return Group(self, size, min(size, self.ranks_per_node))
 
 
-# Key of a YAML file: attribute, unit.
+# Key of a YAML file: attribute (of a protocol: hop ...), unit.
 UNITS: dict[str, tuple[str, Any]] = {
     "ranks_per_node": ("ranks_per_node", 1), "inside": ("inside", GB), "between": ("between", GB),
     "memory": ("memory", GB), "host": ("host", GB), "tflops": ("flops", 1e12),
-    "launch_us": ("launch", US), "begin_us": ("begin", US), "inside_us": ("hop", US),
-    "between_us": ("far", US),
+    "launch_us": ("launch", US), "begin_us": ("hop begin", US),
+    "inside_us": ("hop inside", US), "between_us": ("hop between", US),
 }  # fmt: skip
 
 # Memory is 0.85 of the data sheet's, flops 0.4 of the dense bf16 ones: assumptions, as is the
