@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast.testing import threaded_world
 
-STEPS = 4
+STEPS = 3
 FP32 = {"param_dtype": "fp32", "fuse": "eager"}
 BF16 = {"param_dtype": "bf16", "fuse": "eager"}
 CASES = (

@@ -172,9 +172,17 @@ def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(schedule: s
         torch.testing.assert_close(rank["norms"], expected["norms"])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "schedule", ["1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
+    ("schedule", "dtype"),
+    [
+        ("1F1B", FP32),
+        ("1F1B", BF16),
+        ("Interleaved1F1B", FP32),
+        ("LoopedBFS", FP32),
+        ("InterleavedZeroBubble", FP32),
+        ("InterleavedZeroBubble", BF16),
+    ],
+    ids=str,
 )
 def test_a_pipeline_gives_what_data_parallelism_alone_gives(schedule: str, dtype: torch.dtype):
     ranks = on_four(schedule, dtype)

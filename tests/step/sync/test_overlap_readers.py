@@ -272,7 +272,6 @@ ACTS = [load, load_a_part, load_optimizer, surgery, add_group, save, save_and_lo
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16": {"param_dtype": "bf16"},
     "split": {"param_dtype": "bf16", "master": "split16", "sync": "all_gather"},
 }
 
