@@ -96,7 +96,8 @@ class Machine:
             if key == "ranks_per_node" and not isinstance(value, int):
                 raise ValueError(f"{name}: {key}: expected a whole number, got {value!r}")
         fields = {UNITS[key][0]: value * UNITS[key][1] for key, value in numbers.items()}
-        hops = {key: fields.pop(f"hop {key}") for key in Protocol._fields if f"hop {key}" in fields}
+        names = ("begin", "inside", "between")
+        hops = {key: fields.pop(f"hop {key}") for key in names if f"hop {key}" in fields}
         if hops:
             fields["protocols"] = (self.protocols[-1]._replace(**hops),)
         return dataclasses.replace(self, name=name, **fields)
