@@ -172,11 +172,11 @@ def at_points(base: Path, every: int) -> list[int]:
     return found
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--random", type=int, default=0, metavar="COUNT")
     parser.add_argument("--points", type=int, default=0, metavar="EVERY")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     job(None)  # so that no fork has to import what torch imports late
     with tempfile.TemporaryDirectory() as name:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kill_saves
 import pytest
 import torch
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values
@@ -141,18 +143,25 @@ def test_overwriting_in_place_would_not_survive_this(tmp_path: Path):
         loaded(tmp_path)
 
 
+def kill_some(told: Path) -> None:
+    with told.open("w") as file, contextlib.redirect_stdout(file):
+        try:
+            kill_saves.main(["--random=10", "--points=150"])
+        except Exception:
+            traceback.print_exc(file=file)
+            raise
+
+
 @pytest.mark.slow
-def test_killed_processes_leave_one_step_whole():
+def test_killed_processes_leave_one_step_whole(tmp_path: Path):
     """Two gloo processes; `kill_saves.py --random 100 --points 1` does more."""
-    script = Path(__file__).with_name("kill_saves.py")
-    finished = subprocess.run(
-        [sys.executable, script, "--random=10", "--points=150"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert len(re.findall(r"^\d\d+ kills", finished.stdout, re.MULTILINE)) == 2
+    told = tmp_path / "told"
+    killer = multiprocessing.get_context("forkserver").Process(target=kill_some, args=(told,))
+    killer.start()
+    killer.join(100)
+    killer.kill()  # if it has not ended
+    assert killer.exitcode == 0, told.read_text()
+    assert len(re.findall(r"^\d\d+ kills", told.read_text(), re.MULTILINE)) == 2
 
 
 @pytest.fixture(scope="module")
