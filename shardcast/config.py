@@ -38,8 +38,8 @@ def _one_of(*choices: str) -> Range:
     return f"one of {', '.join(choices)}", choices.__contains__
 
 
-def _option(default: Any, help: str, range: Range = ("", lambda _: True)) -> Any:
-    return field(default=default, metadata={"help": help, "range": range})
+def _option(default: Any, help: str, within: Range = ("", lambda _: True)) -> Any:
+    return field(default=default, metadata={"help": help, "range": within})
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,10 @@
     trainer = Trainer(strategy="shardcast", precision="bf16-true", ...)
     trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
 
-Several optimizers, such as Muon and AdamW, are sharded together under manual optimization, which is
-how Lightning takes them: ``for optimizer in self.optimizers(): optimizer.step()`` makes one step.
-
-``precision`` decides ``param_dtype`` (``32-true``, ``bf16-true``, ``16-true``) where the shardcast
-configuration does not name it; accumulation, clipping by norm and by value, schedulers and
-validation are Trainer's. A Lightning checkpoint holds fp32 weights and the plain torch optimizer
-state, gathered on rank 0: it resumes at any world size, and under any other strategy. The norm of
-the last step is ``self.optimizers().grad_norm``; ``.grad`` is a mean on the own part only.
+``precision`` decides ``param_dtype`` where the shardcast configuration does not name it. Several
+optimizers are sharded together under manual optimization. A Lightning checkpoint holds fp32 weights
+and the plain torch optimizer state, gathered on rank 0: it resumes at any world size, and under any
+other strategy. The norm of the last step is ``self.optimizers().grad_norm``.
 """
 
 from __future__ import annotations
@@ -65,12 +61,12 @@ class ShardcastPrecision(Precision):
         rules = Rules(module, self.config)
         dtypes = {param: rules.storage_dtype(param) for param in module.parameters()}
         for child in module.modules():
-            buffers = child.buffers(recurse=False)
-            dtypes.update({buffer: rules.buffer_dtype(child, buffer) for buffer in buffers})
-        for tensor, dtype in dtypes.items():
-            if tensor.dtype != dtype:  # a later fit must not begin from rounded weights
-                self._exact.append((tensor, tensor.data))
-                tensor.data = tensor.data.to(dtype)
+            for buffer in child.buffers(recurse=False):
+                dtypes[buffer] = rules.buffer_dtype(child, buffer)
+        # A later fit must not begin from rounded weights.
+        self._exact = [(it, it.data) for it, dtype in dtypes.items() if it.dtype != dtype]
+        for tensor, exact in self._exact:
+            tensor.data = exact.to(dtypes[tensor])
         self._casts = rules.install_casts(module)
         return module
 
@@ -84,9 +80,11 @@ class ShardcastPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in ``param_dtype``: steps bypass the root's forward."""
-        if not self.config.cast_forward_inputs:
-            return data
-        return _cast(data, self.config.param_dtype)
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self.config.param_dtype) if tensor.is_floating_point() else tensor
+
+        return apply_to_collection(data, Tensor, cast) if self.config.cast_forward_inputs else data
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """The loss times the loss scale."""
@@ -101,11 +99,7 @@ class ShardcastPrecision(Precision):
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; see :meth:`clip_grad_by_norm` and :meth:`clip_grad_by_value`.
-
-        Raises:
-            RuntimeError: of one of several optimizers alone.
-        """
+        """As Lightning's; a RuntimeError for one of several optimizers alone."""
         if isinstance(_unwrapped(optimizer), OptimizerHandle):
             raise RuntimeError(
                 "clip_gradients: optimizers that are sharded together are clipped together, within "
@@ -142,9 +136,8 @@ class ShardcastStrategy(DDPStrategy):
         kwargs: those of ``DDPStrategy`` (``process_group_backend``, ``timeout`` ...).
 
     Raises:
-        ValueError: for a hook of DDP's communication, or sizes of ``ModelParallelStrategy``; at
-            ``fit``, for another precision, for a ``param_dtype`` that contradicts ``precision``,
-            or for a DTensor.
+        ValueError: for a hook of DDP's communication, or sizes of ``ModelParallelStrategy``; for
+            another precision, one that contradicts ``param_dtype``, or a DTensor.
     """
 
     strategy_name = "shardcast"
@@ -161,7 +154,7 @@ class ShardcastStrategy(DDPStrategy):
         for name in ("data_parallel_size", "tensor_parallel_size"):
             if name in kwargs:
                 _refuse_parallel(f"{name}={kwargs[name]!r}")
-        self._shardcast_config = shardcast_config
+        self._source = shardcast_config
         super().__init__(**kwargs)
 
     @property
@@ -185,7 +178,9 @@ class ShardcastStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""
-        self.precision_plugin.config = self._config()
+        precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
+        config = config.following("lightning: precision", precision, DTYPES[precision])
+        self.precision_plugin.config = config
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -203,7 +198,7 @@ class ShardcastStrategy(DDPStrategy):
         if not originals[0].param_groups:  # configure_optimizers returned None: nothing is trained
             self.precision_plugin.convert_module(module)
         else:
-            sharded = shard(module, originals, self.precision_plugin.config)
+            sharded = shard(module, originals, config)
             for handle, original in zip(sharded.optimizers, originals, strict=True):
                 vars(handle)["optimizer"] = original  # LearningRateMonitor takes it for the same
             self.optimizers = list(sharded.optimizers)
@@ -211,11 +206,6 @@ class ShardcastStrategy(DDPStrategy):
             if self.world_size > 1:
                 _warn_of_local_norms([module, *trainer.callbacks])
         self.setup_precision_plugin()
-
-    def _config(self) -> ShardcastConfig:
-        precision = self.precision_plugin.precision
-        config = ShardcastConfig.load(self._shardcast_config)
-        return config.following("lightning: precision", precision, DTYPES[precision])
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -308,16 +298,7 @@ def _warn_of_local_norms(hooked: Sequence[Any]) -> None:
 
 def _unwrapped(optimizer: Any) -> Any:
     """What may be inside a LightningOptimizer."""
-    if isinstance(optimizer, LightningOptimizer):
-        return optimizer.optimizer
-    return optimizer
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return apply_to_collection(value, Tensor, cast)
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 if ShardcastStrategy.strategy_name not in StrategyRegistry:

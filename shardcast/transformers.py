@@ -6,14 +6,12 @@ in place of ``Trainer``, or the mixin before a Trainer class of one's own::
 
     class MyShardcastTrainer(ShardcastTrainerMixin, MyTrainer): ...
 
-Everything else is Trainer's and :mod:`shardcast.accelerate`'s: ``bf16=True`` and ``fp16=True`` of
-the arguments decide ``param_dtype``; a checkpoint directory has a committed checkpoint of every
-rank's shard in ``shardcast/`` in place of ``optimizer.pt``, and loads at any world size.
+``bf16=True`` and ``fp16=True`` of the arguments decide ``param_dtype``. A checkpoint directory has
+every rank's shard in ``shardcast/`` in place of ``optimizer.pt``, and loads at any world size.
 
-Where Trainer takes an optimizer, in ``optimizers=`` or from ``create_optimizer``, it may be a list
-of them, such as ``[muon, adamw]``. The schedule that Trainer makes drives the groups of all, each
-from its own learning rate; or give a list of schedulers of your own: ``optimizers=([muon, adamw],
-[of_muon, of_adamw])``.
+Where Trainer takes an optimizer it may be a list of them. The schedule that Trainer makes drives
+the groups of all, each from its own learning rate; or give a list of schedulers of your own:
+``optimizers=([muon, adamw], [of_muon, of_adamw])``.
 
 Tensor parallelism beside it, by the model's own plan, over neighbouring ranks::
 

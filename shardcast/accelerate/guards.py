@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from shardcast import _compat
@@ -76,7 +77,7 @@ def refuse_unsupported(accelerator: Any) -> None:
             "On CPU launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu "
             f"--num_processes {announced} ..., or construct the Accelerator with cpu=True"
         )
-        if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+        if parse_flag_from_env("ACCELERATE_USE_CPU"):
             remedy = (
                 "ACCELERATE_USE_CPU is set, but Accelerate's state was made before the "
                 "Accelerator: by a PartialState, a decorator such as on_main_process, or a "

@@ -13,20 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcast import estimate as estimates
 from shardcast.config import ShardcastConfig
-from shardcast.estimate import (
-    PRESETS,
-    Estimate,
-    Machine,
-    StepTime,
-    Traffic,
-    memory,
-    peer_times,
-    peers,
-    state_of,
-    step_time,
-    units_of,
-)  # fmt: skip
 from shardcast.estimate.parallel import plan_of, stages_of
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
@@ -75,7 +63,7 @@ def estimate(arguments: list[str]) -> int:
     parsed = _parse(arguments)
     if parsed.plot is not None:
         _figure()  # told before the work is done
-    machine = Machine.load(parsed.machine)
+    machine = estimates.Machine.load(parsed.machine)
     model, originals = _build(parsed.model, parsed.optimizer)
     config = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())
@@ -119,7 +107,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--machine", default="h100", metavar="NAME|YAML",
-        help=f"what times are for: {', '.join(PRESETS)}, or a file that changes one of them",
+        help=f"what times are for: {', '.join(estimates.PRESETS)}, or a file that changes one",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=_positive, default=8192, help="of one rank in a step, for the time that "
@@ -181,7 +169,7 @@ def rows_of(
     sizes: Sequence[int],
     stages: Sequence[tuple[nn.Module, Originals]],
     config: ShardcastConfig,
-    machine: Machine,
+    machine: estimates.Machine,
     tokens: int,
 ) -> list[Row]:
     """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and seconds.
@@ -191,20 +179,23 @@ def rows_of(
     """
     rows = []
     for size in sizes:
-        each = [memory.estimate(m, o.optimizers, size, config, machine.fabric) for m, o in stages]
+        each = [
+            estimates.estimate(m, o.optimizers, size, config, machine.fabric) for m, o in stages
+        ]
         found = max(each, key=lambda stage: stage.total)
         model, originals = stages[each.index(found)]
         numel = sum(param.numel() for param in model.parameters())
-        moments, group = _moments(originals), machine.group(size)
-        others = peer_times(units_of(model), moments, group, tokens, sum(found.products))
+        moments, units = _moments(originals), estimates.units_of(model)
+        job = machine.group(size), tokens, sum(found.products)
+        others = estimates.peer_times(units, moments, *job)
         rows.append({
             "world_size": size,
             **{name: getattr(found, name) for name in (*BYTES, *COUNTS)},
             "routes": _routes(found),
-            "others": peers(numel, moments, size),
+            "others": estimates.peers(numel, moments, size),
             "machine": machine.name,
             "tokens": tokens,
-            "time": _stages(step_time(found, config, machine, numel, tokens)),
+            "time": _stages(estimates.step_time(found, config, machine, numel, tokens)),
             "other_times": {name: _stages(time) for name, time in others.items()},
         })  # fmt: skip
     return rows
@@ -216,13 +207,13 @@ def _moments(originals: Originals) -> float:
     for _, owner, group in originals.numbered():
         numel = sum(param.numel() for param in group["params"])
         elements += numel
-        moments += numel * state_of(owner, group).moments
+        moments += numel * estimates.state_of(owner, group).moments
     return moments / max(1, elements)
 
 
-def _routes(found: Estimate) -> list[Row]:
+def _routes(found: estimates.Estimate) -> list[Row]:
     """Each way in which packs travel, of how many, and why the biggest of them does."""
-    ways: dict[tuple[str, str], list[Traffic]] = {}
+    ways: dict[tuple[str, str], list[estimates.Traffic]] = {}
     for pack in found.traffic if found.layout.world_size > 1 else ():
         ways.setdefault((pack.route.reduce, pack.route.sync), []).append(pack)
     return [
@@ -231,7 +222,7 @@ def _routes(found: Estimate) -> list[Row]:
     ]
 
 
-def _stages(time: StepTime) -> dict[str, float]:
+def _stages(time: estimates.StepTime) -> dict[str, float]:
     return {name: getattr(time, name) for name in STAGES}
 
 

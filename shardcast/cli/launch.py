@@ -17,6 +17,10 @@ from shardcast.launched import STORE
 
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"
+FLAGS = {  # of Accelerate's launcher for what distributes by itself
+    "use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM",
+    "tpu": "XLA",
+}  # fmt: skip
 
 
 def launch(arguments: list[str]) -> int:
@@ -73,6 +77,8 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
 def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str, Any]) -> None:
     """What would fail, or silently do something else, in every process that is started."""
     # Not at the top: the other commands do not need Accelerate.
+    from accelerate.utils import parse_flag_from_env
+
     from shardcast.accelerate.guards import resolve_config
 
     precision = str(parsed.mixed_precision or rest.get("mixed_precision") or "no").lower()
@@ -82,12 +88,7 @@ def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str
         )
     resolve_config(precision, ours)
     kind = str(rest.get("distributed_type", "")).upper()
-    for flag, name in (
-        ("use_deepspeed", "DEEPSPEED"),
-        ("use_fsdp", "FSDP"),
-        ("use_megatron_lm", "MEGATRON_LM"),
-        ("tpu", "XLA"),
-    ):
+    for flag, name in FLAGS.items():
         if getattr(parsed, flag) or kind == name:
             raise ValueError(
                 f"distributed_type: expected MULTI_GPU or NO, got {name}; it shards or distributes "
@@ -102,12 +103,7 @@ def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str
         )
     if several and rest.get("use_cpu"):  # Accelerate's launcher forgets it for several processes
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    on_cpu = parsed.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
-        "1",
-        "true",
-        "yes",
-        "on",
-    )
+    on_cpu = parsed.cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     if several and not on_cpu and not torch.accelerator.is_available():
         raise ValueError(
             f"distributed_type: MULTI_GPU with {processes} processes, but this machine has no GPU "
