@@ -18,6 +18,7 @@ from shardcast.memory import forms
 from shardcast.memory.forms import Exact, Rounded, Split
 from shardcast.step.update import rules
 from shardcast.step.update.execute import ChunkedKernel, Kernel, NativeKernel, WholeKernel
+from shardcast.step.update.operands import Draw, Flat, Forms
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
 FORMS = {  # master and moments as in the configuration
@@ -64,7 +65,7 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def operands(elements: int, master: str = "fp32", moments: str = "fp32") -> rules.Flat:
+def operands(elements: int, master: str = "fp32", moments: str = "fp32") -> Flat:
     """Random weights and gradients, state of zeros."""
     weights = torch.randn(elements)
     kept: forms.Form = Split() if master == "split16" else Exact()
@@ -73,18 +74,18 @@ def operands(elements: int, master: str = "fp32", moments: str = "fp32") -> rule
     def encoded(form: forms.Form, values: Tensor) -> forms.Raw:
         return tuple(raw.clone() for raw in forms.encode_flat(form, values, forms.ROW))
 
-    drawn = rules.Draw(torch.tensor([0, 1], dtype=torch.int32), torch.tensor(3.0))
-    return rules.Flat(
+    drawn = Draw(torch.tensor([0, 1], dtype=torch.int32), torch.tensor(3.0))
+    return Flat(
         encoded(kept, weights),
         torch.randn(elements).bfloat16(),
         tuple(encoded(form, torch.zeros(elements)) for form in state),
         None if master == "split16" else weights.bfloat16(),
-        rules.Forms(kept, state),
+        Forms(kept, state),
         drawn if isinstance(state[0], Rounded) else None,
     )
 
 
-def runner(kernel: Kernel, flat: rules.Flat, fused: bool) -> Callable[[], None]:
+def runner(kernel: Kernel, flat: Flat, fused: bool) -> Callable[[], None]:
     """One update with a clipping factor."""
     rule = rules.rule_of(torch.optim.AdamW, GROUP, fused)
     factor, skip = torch.tensor(0.5), torch.tensor(False)
@@ -100,7 +101,7 @@ def runner(kernel: Kernel, flat: rules.Flat, fused: bool) -> Callable[[], None]:
     return run
 
 
-def passes(flat: rules.Flat) -> Callable[[], None]:
+def passes(flat: Flat) -> Callable[[], None]:
     """What a mixed-precision wrapper does: cast and unscale, torch's step, cast back."""
     factor = torch.tensor(0.5)
     master = torch.nn.Parameter(flat.master[0])

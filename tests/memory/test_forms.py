@@ -14,7 +14,7 @@ from shardcast.memory import forms
 from shardcast.memory.forms import Bytes, Exact, Form, Rounded, Split
 from shardcast.step.update import native, rules
 from shardcast.step.update.execute import ChunkedKernel, NativeKernel, WholeKernel
-from shardcast.step.update.rules import Draw, Flat, Forms
+from shardcast.step.update.operands import Draw, Flat, Forms
 
 pytestmark = pytest.mark.timeout(120)
 needs_compiler = pytest.mark.skipif(

@@ -13,7 +13,8 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update import native, rules
-from shardcast.step.update.rules import Flat, Numbers, Rule
+from shardcast.step.update.operands import Flat, by_rows
+from shardcast.step.update.rules import Numbers, Rule
 from shardcast.step.update.windows import Windows
 
 WINDOW = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
@@ -45,7 +46,7 @@ class ChunkedKernel:
         if flat.forms.exact:
             run(flat)
         else:
-            rules.by_rows(flat, 1, run)
+            by_rows(flat, 1, run)
 
 
 class WholeKernel:
@@ -67,9 +68,7 @@ class WholeKernel:
         graph serves all but 0 and 1.
         """
         in_rows = self._in_rows(flat.forms.row)
-        rules.by_rows(
-            flat, 2, lambda part: self._run(rule, part.map(in_rows), numbers, factor, skip)
-        )
+        by_rows(flat, 2, lambda part: self._run(rule, part.map(in_rows), numbers, factor, skip))
 
     def _in_rows(self, row: int) -> Callable[[Tensor, bool], Tensor]:
         """What makes rows of operands, the same memory."""

@@ -18,7 +18,8 @@ from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.execute import ChunkedKernel, Kernel, choose_kernel
 from shardcast.step.update.offload import Lanes, StreamLanes, through
-from shardcast.step.update.rules import Draw, Flat, Forms, Rule
+from shardcast.step.update.operands import SALT, Draw, Flat, Forms
+from shardcast.step.update.rules import Rule
 
 WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
 
@@ -76,10 +77,10 @@ class ShardState:
             self.store(name).keep(part, raw)
 
     def _origin(self, start: int) -> Tensor:
-        """Of :class:`.rules.Draw`; filled on the device, for a copy from the host might wait."""
+        """Of :class:`.operands.Draw`; filled on the device, for a copy from the host might wait."""
         if start not in self._origins:
             pack = self.shard.pack
-            salt = pack.layout.index * 4 * rules.SALT % (1 << 31)
+            salt = pack.layout.index * 4 * SALT % (1 << 31)
             first = (pack.own.start + start + (1 << 31)) % (1 << 32) - (1 << 31)
             origin = torch.full((2,), first, dtype=torch.int32, device=pack.data.device)
             origin[1:].fill_(salt)
@@ -124,7 +125,7 @@ def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
 
 
 class FusedUpdate:
-    """One call per run of present parameters of a pack; see :class:`.interface.Update`.
+    """One call per run of present parameters of a pack; see :class:`.several.Updates`.
 
     The state is allocated when the first gradient comes. Of the steps that a fragment has taken
     the number is on the device, for a skipped one is not counted; fragments that have always had

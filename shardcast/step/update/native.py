@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.memory.forms import Bytes, Exact, Rounded, Split
-from shardcast.step.update.rules import AdamRule, Flat, Rule
+from shardcast.step.update.operands import Flat
+from shardcast.step.update.rules import AdamRule, Rule
 
 LOW = torch.bfloat16
 

@@ -20,152 +20,24 @@ written: 28; with ``moments: bf16`` 20; with ``split16`` too, whose parameter is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.memory.forms import ROW, Exact, Form, Raw, chances
+from shardcast.step.update.operands import Flat
 
 STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-SALT = 0x27D4EB2F  # from one state tensor's seed to that of the next, and of the next pack's
 State = tuple[Tensor, ...]  # of one range, fp32, in the order of ``rule.state``
 Numbers = tuple[Any, ...]  # of one step, from ``rule.numbers``
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
-
-
-class Forms(NamedTuple):
-    """How masters and state tensors are kept, in rows of ``row`` elements."""
-
-    master: Form
-    state: tuple[Form, ...]
-    row: int = ROW
-
-    @property
-    def exact(self) -> bool:
-        return all(isinstance(form, Exact) for form in (self.master, *self.state))
-
-
-class Draw(NamedTuple):
-    """What stochastic rounding depends on.
-
-    Attributes:
-        origin: int32 of the first element's position in its pack, and of the pack's salt.
-        step: 0-dim fp32, this step's number.
-    """
-
-    origin: Tensor
-    step: Tensor
-
-    def at(self, start: int) -> Draw:
-        """The same for what begins ``start`` elements further."""
-        origin = self.origin.clone()
-        origin[:1] += start
-        return self._replace(origin=origin)
-
-    def seed(self, number: int) -> Tensor:
-        """Of the state tensors ``number`` and after it: another one for each step and pack."""
-        salt = (self.origin[1] + number * SALT) & 0x7FFFFFFF
-        return self.step.to(torch.int32) * 0x165667B1 + salt
-
-    def chances(self, number: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """For the state tensors ``number`` and after it, int32; see :func:`.forms.chances`."""
-        both = chances(self.origin[0], shape.numel(), self.seed(number))
-        return both[0].view(shape), both[1].view(shape)
-
-
-class Flat(NamedTuple):
-    """The operands of one range: 1-d tensors of equal length, and some with one element per row.
-
-    Attributes:
-        master: in the form of ``forms``, overwritten.
-        grad: any floating dtype, read only.
-        state: each in its form, in the order of ``rule.state``, overwritten.
-        published: the low-precision parameter elements, overwritten by the cast of the new
-            masters; ``None`` where the master itself is the parameter, or contains it.
-        draw: only where a form rounds stochastically.
-    """
-
-    master: Raw
-    grad: Tensor
-    state: tuple[Raw, ...]
-    published: Tensor | None
-    forms: Forms
-    draw: Draw | None = None
-
-    @classmethod
-    def exact(
-        cls, master: Tensor, grad: Tensor, state: Sequence[Tensor], published: Tensor | None
-    ) -> Flat:
-        """Operands in fp32."""
-        forms = Forms(Exact(), (Exact(),) * len(state))
-        return cls((master,), grad, tuple((flat,) for flat in state), published, forms)
-
-    def map(self, change: Callable[[Tensor, bool], Tensor]) -> Flat:
-        """The same with every operand changed by ``change(operand, one per row)``."""
-
-        def changed(form: Form, raw: Raw) -> Raw:
-            kinds = form.pieces(self.forms.row)
-            return tuple(
-                change(piece, count < self.forms.row)
-                for piece, (_, count) in zip(raw, kinds, strict=True)
-            )
-
-        return self._replace(
-            master=changed(self.forms.master, self.master),
-            grad=change(self.grad, False),
-            state=tuple(map(changed, self.forms.state, self.state)),
-            published=None if self.published is None else change(self.published, False),
-        )
-
-    def cut(self, start: int, stop: int) -> Flat:
-        """Elements ``[start, stop)``; where a form has one number per row, from a row's first."""
-        if start == 0 and stop >= self.grad.numel():
-            return self
-        row = self.forms.row
-        rows = slice(start // row, -(-stop // row))
-        part = self.map(lambda operand, per_row: operand[rows if per_row else slice(start, stop)])
-        return part if self.draw is None or not start else part._replace(draw=self.draw.at(start))
-
-    def split(self, size: int) -> Iterator[Flat]:
-        """Parts of ``size`` elements and of the rest, without ``draw``.
-
-        Args:
-            size: whole rows, where a form has one number per row.
-        """
-        if self.grad.numel() <= size:
-            yield self
-            return
-        row = self.forms.row
-
-        def parts(form: Form, raw: Raw) -> Iterator[Raw]:
-            counts = (size if count == row else size // row for _, count in form.pieces(row))
-            return zip(*map(torch.Tensor.split, raw, counts), strict=True)
-
-        kept = map(parts, (self.forms.master, *self.forms.state), (self.master, *self.state))
-        grads = self.grad.split(size)
-        casts = [None] * len(grads) if self.published is None else self.published.split(size)
-        for grad, published, (master, *state) in zip(
-            grads, casts, zip(*kept, strict=True), strict=True
-        ):
-            yield Flat(master, grad, tuple(state), published, self.forms)
-
-    def take(self, other: Flat) -> None:
-        """Overwrite what an update overwrites by the first elements of ``other``'s."""
-        pairs = [(self.master, other.master), *zip(self.state, other.state, strict=True)]
-        if self.published is not None and other.published is not None:
-            pairs.append(((self.published,), (other.published,)))
-        for mine, theirs in pairs:
-            for old, new in zip(mine, theirs, strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new.view(-1)[: old.numel()])
 
 
 @dataclass(frozen=True)
@@ -265,33 +137,19 @@ class SGDRule:
         _add_scaled_(master, direction, negative_lr)
 
 
-@dataclass(frozen=True)
-class TorchAdamRule:
+class TorchAdamRule(AdamRule):
     """Adam or AdamW by the fused CPU kernel of torch, for groups with ``fused=True``."""
 
-    coupled: bool
-    amsgrad: bool
-    maximize: bool
     edits = False
 
-    @property
-    def state(self) -> tuple[str, ...]:
-        return STATE_NAMES[torch.optim.Adam][: 3 if self.amsgrad else 2]
-
     def numbers(self, group: Mapping[str, Any], step: Any) -> Numbers:
-        """The numbers of one step; ``step`` is a float."""
         options = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
-        beta1, beta2 = group["betas"]
-        return torch.tensor(step, dtype=torch.float32), {
-            **options,
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-        }
+        beta1, beta2 = map(float, group["betas"])
+        return torch.tensor(step, dtype=torch.float32), dict(options, beta1=beta1, beta2=beta2)
 
     def apply_(
         self, master: Tensor, grad: Tensor, state: State, numbers: Numbers, scratch: Tensor
     ) -> None:
-        """Update master and state in place."""
         step, options = numbers
         for exact, param, *moments in _whole_vectors(grad, master, *state):
             _compat.fused_adam_(
@@ -300,28 +158,18 @@ class TorchAdamRule:
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TorchSGDRule:
+class TorchSGDRule(SGDRule):
     """SGD by the fused CPU kernel of torch, for groups with ``fused=True``."""
 
-    momentum: bool
-    nesterov: bool
-    maximize: bool
     edits = False
 
-    @property
-    def state(self) -> tuple[str, ...]:
-        return STATE_NAMES[torch.optim.SGD] if self.momentum else ()
-
     def numbers(self, group: Mapping[str, Any], step: Any) -> Numbers:
-        """The numbers of one step; ``step`` is a float."""
         names = ("lr", "weight_decay", "momentum", "dampening")
         return step <= 1, {name: float(group[name]) for name in names}
 
     def apply_(
         self, master: Tensor, grad: Tensor, state: State, numbers: Numbers, scratch: Tensor
     ) -> None:
-        """Update master and state in place."""
         first, options = numbers
         for exact, param, *moments in _whole_vectors(grad, master, *state):
             _compat.fused_sgd_(
@@ -330,7 +178,7 @@ class TorchSGDRule:
             )  # fmt: skip
 
 
-Rule = AdamRule | SGDRule | TorchAdamRule | TorchSGDRule
+Rule = AdamRule | SGDRule
 
 
 def rule_of(
@@ -344,42 +192,16 @@ def rule_of(
     decays, maximize = bool(group["weight_decay"] != 0), bool(group["maximize"])
     if kind is torch.optim.SGD:
         momentum, nesterov = bool(group["momentum"] != 0), bool(group["nesterov"])
-        if fused:
-            return TorchSGDRule(momentum, nesterov, maximize)
-        return SGDRule(momentum, decays, nesterov, maximize)
+        return (TorchSGDRule if fused else SGDRule)(momentum, decays, nesterov, maximize)
     coupled = not group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
-    if fused:
-        return TorchAdamRule(coupled, bool(group["amsgrad"]), maximize)
-    return AdamRule(coupled, decays, bool(group["amsgrad"]), maximize)
+    adam = TorchAdamRule if fused else AdamRule
+    return adam(coupled, decays, bool(group["amsgrad"]), maximize)
 
 
 def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
     """Numbers of a step as 0-dim fp32 tensors on the device of ``like``, without waiting for it."""
     zero = torch.zeros_like(like, dtype=torch.float64)
     return tuple((zero + number).float() for number in numbers)
-
-
-def by_rows(flat: Flat, least: int, run: Callable[[Flat], None]) -> None:
-    """``run`` on whole rows, ``least`` of them at least.
-
-    Spans and runs of parameters begin with a row. Only the last one of a world of one may end
-    within it, and goes through a padded copy.
-    """
-    numel, row = flat.grad.numel(), flat.forms.row
-    whole = numel // row * row if numel >= least * row else 0
-    if whole:
-        run(flat.cut(0, whole))
-    if whole < numel:
-        rest = flat.cut(whole, numel)
-
-        def padded(operand: Tensor, per_row: bool) -> Tensor:
-            copy = operand.new_zeros(least if per_row else least * row)
-            copy[: operand.numel()] = operand
-            return copy
-
-        copies = rest.map(padded)
-        run(copies)
-        rest.take(copies)
 
 
 def update_(

@@ -1,17 +1,23 @@
-"""Several optimizers on one model: every shard is updated by the one whose group its pack is of."""
+"""Which update runs an optimizer; of several, each one updates the shards of its own groups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import Groups, Originals
+from shardcast.plan.partition import ELEMENTWISE
 from shardcast.step.combine.decision import Decision
-from shardcast.step.update.any_optimizer import Ready
-from shardcast.step.update.interface import Update, make_update
+from shardcast.step.update import rules
+from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
+from shardcast.step.update.fused import FusedUpdate
+
+Update = FusedUpdate | AnyOptimizerUpdate
 
 
 class Updates:
@@ -19,6 +25,9 @@ class Updates:
 
     Args:
         ready: called with packs that are updated before others, on all ranks alike.
+
+    Raises:
+        ValueError: a form of masters or moments, or offload, for a class that keeps its own state.
     """
 
     def __init__(
@@ -31,21 +40,20 @@ class Updates:
         for place, optimizer in enumerate(originals.optimizers):
             groups = {number: originals.groups[number] for number in originals.numbers(place)}
             self._groups.append(groups)
-            self._updates.append(make_update(optimizer, groups, config, comm, ready))
+            self._updates.append(_update_of(optimizer, groups, config, comm, ready))
 
-    def _of(self, shard: Shard) -> Update:
+    def _place(self, shard: Shard) -> int:
         owner = self._originals.owner(shard.pack.layout.group)
-        return self._updates[self._originals.optimizers.index(owner)]
+        return self._originals.optimizers.index(owner)
 
     def add(self, shard: Shard) -> None:
         """Update ``shard`` too, from now on."""
-        number = shard.pack.layout.group
-        place = self._originals.optimizers.index(self._originals.owner(number))
+        place, number = self._place(shard), shard.pack.layout.group
         self._groups[place][number] = self._originals.groups[number]
         self._updates[place].add(shard)
 
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
-        """Unscale, clip, update and cast the own spans.
+        """Unscale, clip, update, cast and publish the own spans; leave absent gradients untouched.
 
         Args:
             present: per shard and fragment, whether some rank has a gradient.
@@ -55,7 +63,7 @@ class Updates:
 
     def elementwise(self, shard: Shard) -> bool:
         """Whether the state of a fragment has one element per element of it."""
-        return self._of(shard).elementwise
+        return self._updates[self._place(shard)].elementwise
 
     def switch(self, mode: str) -> bool:
         """Call ``train`` or ``eval`` of optimizers that have it.
@@ -71,9 +79,28 @@ class Updates:
         return sum(update.nbytes() for update in self._updates)
 
     def fragment_state(self, shard: Shard, number: int) -> dict[str, Any]:
-        """torch's state of one fragment, by its number in ``shard.fragments``."""
-        return self._of(shard).fragment_state(shard, number)
+        """torch's state of one fragment, by its number in ``shard.fragments``; empty before use."""
+        return self._updates[self._place(shard)].fragment_state(shard, number)
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
-        """Overwrite the state of one fragment."""
-        self._of(shard).load_fragment(shard, number, state)
+        """Overwrite the state of one fragment by tensors of its length."""
+        self._updates[self._place(shard)].load_fragment(shard, number, state)
+
+
+def _update_of(
+    optimizer: torch.optim.Optimizer, groups: Groups, config: ShardcastConfig, comm: Comm,
+    ready: Ready,
+) -> Update:  # fmt: skip
+    """The update for a class; it reads the options of ``groups``, which may grow, in every step."""
+    if type(optimizer) in rules.STATE_NAMES:
+        return FusedUpdate(type(optimizer), groups, config)
+    plain = ShardcastConfig()
+    for name in ("master", "moments", "offload"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ValueError(
+                f"{name}: {getattr(config, name)!r} needs Adam, AdamW or SGD of torch.optim, got "
+                f"{type(optimizer).__name__}, which keeps its state itself; use the default "
+                f"{getattr(plain, name)!r}"
+            )
+    elementwise = type(optimizer) in ELEMENTWISE
+    return AnyOptimizerUpdate(optimizer, groups, comm, elementwise, ready)

@@ -16,7 +16,8 @@ from torch import Tensor
 from shardcast.memory import forms
 from shardcast.memory.forms import HASH, MIXING, TIE, Bytes, Form, Raw, Rounded, Split
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.update.rules import Flat, Numbers, Rule
+from shardcast.step.update.operands import Flat
+from shardcast.step.update.rules import Numbers, Rule
 
 INTEGER = torch.int32  # of the size of MASTER_DTYPE
 HALF, LOWER = (torch.tensor(n, dtype=INTEGER, device="cpu") for n in (16, 0xFFFF))

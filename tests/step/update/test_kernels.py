@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardcast import ShardcastConfig
 from shardcast.step.update import fused, rules
 from shardcast.step.update.execute import ChunkedKernel, WholeKernel, choose_kernel
+from shardcast.step.update.operands import Flat
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -294,8 +295,8 @@ def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: in
     master = (0.5 + torch.rand(numel)) * torch.randn(numel).sign()
     state = tuple(torch.zeros(numel) for _ in rule.state)
 
-    def copies() -> rules.Flat:
-        return rules.Flat.exact(
+    def copies() -> Flat:
+        return Flat.exact(
             master.clone(), torch.empty(numel), tuple(flat.clone() for flat in state),
             torch.empty(numel).half(),
         )  # fmt: skip
@@ -303,7 +304,7 @@ def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: in
     return group, rule, copies
 
 
-def whole_run(kernel: Any, rule: Any, flat: rules.Flat, group: Any, step: int) -> None:
+def whole_run(kernel: Any, rule: Any, flat: Flat, group: Any, step: int) -> None:
     skip = torch.tensor(False)
     if kernel.on_host:
         numbers = rule.numbers(group, float(step))
