@@ -21,26 +21,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 Window = TypeVar("Window")
 Values = TypeVar("Values")
+Lane = Literal["fetch", "update", "send"]
 BEHIND = 2  # sends that may be under way when a fetch begins
 
 
 class Lanes(Protocol):
     """Queues of work; an event is reached when all work before it in its queue is done."""
 
-    def fetch(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
+    def queue(self, lane: Lane, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
         """Queue ``work`` behind the event ``after``; its result, and the event of its end."""
-
-    def update(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
-        """The same on the current stream."""
-
-    def send(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
-        """The same for the way back."""
 
     def mark(self) -> Any:
         """An event of the current stream."""
@@ -50,31 +45,24 @@ class Lanes(Protocol):
 
 
 class StreamLanes:
-    """Two streams beside the current one of a CUDA device."""
+    """Two streams beside the current one of a CUDA device, which updates."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fetching = torch.cuda.Stream(device)
-        self._sending = torch.cuda.Stream(device)
+        self._beside = {"fetch": torch.cuda.Stream(device), "send": torch.cuda.Stream(device)}
 
     @property
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
-    def fetch(
-        self, work: Callable[[], Any], after: torch.cuda.Event
+    def queue(
+        self, lane: Lane, work: Callable[[], Any], after: torch.cuda.Event
     ) -> tuple[Any, torch.cuda.Event]:
-        return _queue(self._fetching, work, after)
-
-    def update(
-        self, work: Callable[[], Any], after: torch.cuda.Event
-    ) -> tuple[Any, torch.cuda.Event]:
-        return _queue(self._current, work, after)
-
-    def send(
-        self, work: Callable[[], Any], after: torch.cuda.Event
-    ) -> tuple[Any, torch.cuda.Event]:
-        return _queue(self._sending, work, after)
+        stream = self._current if lane == "update" else self._beside[lane]
+        stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            result = work()
+        return result, stream.record_event()
 
     def mark(self) -> torch.cuda.Event:
         event: torch.cuda.Event = self._current.record_event()
@@ -82,15 +70,6 @@ class StreamLanes:
 
     def join(self, event: torch.cuda.Event) -> None:
         self._current.wait_event(event)
-
-
-def _queue(
-    stream: torch.cuda.Stream, work: Callable[[], Any], after: torch.cuda.Event
-) -> tuple[Any, torch.cuda.Event]:
-    stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        result = work()
-    return result, stream.record_event()
 
 
 def through(
@@ -113,15 +92,15 @@ def through(
         after = begun
         if len(sends) == BEHIND:
             after = sends.popleft()[0]  # and let its memory go
-        return (window, *lanes.fetch(lambda: fetch(window), after))
+        return (window, *lanes.queue("fetch", lambda: fetch(window), after))
 
     coming = map(fetched, windows)
     ahead = next(coming, None)
     while ahead is not None:
         window, values, there = ahead
         ahead = next(coming, None)
-        _, done = lanes.update(lambda w=window, v=values: update(w, v), there)  # type: ignore[misc]
-        _, last = lanes.send(lambda w=window, v=values: send(w, v), done)  # type: ignore[misc]
+        _, done = lanes.queue("update", lambda w=window, v=values: update(w, v), there)  # type: ignore[misc]
+        _, last = lanes.queue("send", lambda w=window, v=values: send(w, v), done)  # type: ignore[misc]
         sends.append((last, values))
         del values
     if last is not None:

@@ -39,22 +39,13 @@ class Device:
     def note(self, operation: Callable[[], Any]) -> None:
         self.queues[self.lane].append((operation, None))
 
-    def _queue(self, lane: str, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
+    def queue(self, lane: str, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
         if lane != self.deaf:
             self.queues[lane].append((None, after))
         self.lane, before = lane, self.lane
         result = work()
         self.lane = before
         return result, (lane, len(self.queues[lane]))
-
-    def fetch(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
-        return self._queue("fetch", work, after)
-
-    def update(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
-        return self._queue("update", work, after)
-
-    def send(self, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
-        return self._queue("send", work, after)
 
     def mark(self) -> Any:
         return "update", len(self.queues["update"])
