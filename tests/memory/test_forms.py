@@ -74,7 +74,9 @@ class Range:
         master = forms.decode_flat(self.forms.master, self.master, row)
         pairs = list(zip(self.forms.state, self.state, strict=True))
         state = [forms.decode_flat(form, raw, row) for form, raw in pairs]
-        self._call(kernel, Flat.exact(master, grad, state, self.published), step, False)
+        exact = Forms(Exact(), (Exact(),) * len(state), row)
+        singles = tuple((values,) for values in state)
+        self._call(kernel, Flat((master,), grad, singles, self.published, exact), step, False)
         drawn: list[Tensor] = []
         kept = [(self.master, forms.encode_flat(self.forms.master, master, row))]
         for number, ((form, raw), values) in enumerate(zip(pairs, state, strict=True)):

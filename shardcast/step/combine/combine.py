@@ -90,13 +90,12 @@ class Combine:
         by_pack = [self._power(grads) for grads in self._grads]
         by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
         bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
-        options = self._options.pairs(self._originals.groups, max_norm)
-        sums = self._control.all_reduce(by_group, bad, pattern, options)
-        sums, differing = self._control.agree(sums, self._options)
-        self._refuse(sums.bad, differing)
+        digests = self._options.pairs(self._originals.groups, max_norm)
+        sums = self._control.all_reduce(by_group, bad, pattern, digests, self._options)
+        self._refuse(sums.bad, sums.differing)
         powers = sums.powers
         skip = ~self._norm.root(powers, scale).isfinite()
-        skip = skip | (sums.bad == UNSCALED).any() | self._options.refused(differing)
+        skip = skip | (sums.bad == UNSCALED).any() | self._options.refused(sums.differing)
         factors: Sequence[Tensor | None] = [self.loss_scale.inverse()] * len(limits)
         if pending is not None:
             factors = pending.factors
@@ -108,7 +107,7 @@ class Combine:
             factors=tuple(_product(old, new) for old, new in zip(factors, clips, strict=True)),
             present=self._control.present(pattern, sums.counts),
             bad=sums.bad,
-            differing=differing,
+            differing=sums.differing,
         )
 
     def _refuse(self, bad: Tensor, differing: Tensor) -> None:

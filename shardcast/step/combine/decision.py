@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,19 +44,19 @@ class Decision:
 
 @dataclass(frozen=True)
 class Sums:
-    """What came back from the control all-reduce, still on the device.
+    """What all ranks told each other, still on the device.
 
     Attributes:
         powers: per group, over all ranks; see :class:`PNorm`.
         bad: per rank, see :class:`Decision`.
         counts: how many ranks have a gradient for each slot, several to a double.
-        options: digests of the groups' options, see :class:`Options`.
+        differing: in which options of groups ranks differ.
     """
 
     powers: Tensor
     bad: Tensor
     counts: Tensor
-    options: Tensor
+    differing: Tensor
 
 
 class Control:
@@ -93,7 +92,8 @@ class Control:
         powers: Sequence[Tensor],
         bad: Tensor | float,
         pattern: tuple[bool, ...],
-        options: Tensor,
+        digests: Tensor,
+        options: Options,
     ) -> Sums:
         """Sum over ranks. Every rank must call it; waits for no device.
 
@@ -101,35 +101,28 @@ class Control:
             powers: per group, of this rank's spans, 0-dim.
             bad: of this rank.
             pattern: whether there is a gradient here, per slot of all packs in order.
-            options: digests of this rank, 1-d.
+            digests: of this rank's ``options``, 1-d.
         """
         size, rank, groups = self._comm.size, self._comm.rank, len(powers)
         rows = size if self._norm.is_maximum else 1
         counts = self._on_device(self._in_lanes(pattern))
-        sizes = [rows * groups, size, counts.numel(), options.numel()]
+        sizes = [rows * groups, size, counts.numel(), digests.numel()]
         control = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        all_powers, all_bad, all_counts, all_options = control.split(sizes)
+        all_powers, all_bad, all_counts, all_digests = control.split(sizes)
         by_row = all_powers.view(rows, groups)
         by_row[rank % rows] = torch.stack(list(powers))
         all_bad[rank] = bad
         all_counts.copy_(counts)
-        all_options.copy_(options)
+        all_digests.copy_(digests)
         self._comm.all_reduce(control)
-        return Sums(self._norm.merge(by_row), all_bad, all_counts, all_options)
+        differing = options.differing(all_digests)
+        sums = Sums(self._norm.merge(by_row), all_bad, all_counts, differing)
+        return sums if self._grid.model.size == 1 else self._gather(sums, all_digests, options)
 
-    def agree(self, sums: Sums, options: Options) -> tuple[Sums, Tensor]:
-        """What all ranks agree on. Every rank must call it; waits for no device.
-
-        Args:
-            sums: over the data-parallel ranks.
-
-        Returns:
-            The sums over all ranks, and in which options some of them differ.
-        """
-        comm, differing = self._grid.model, options.differing(sums.options)
-        if comm.size == 1:
-            return sums, differing
-        parts = [sums.powers, sums.bad, sums.options, differing.double()]
+    def _gather(self, sums: Sums, digests: Tensor, options: Options) -> Sums:
+        """What the data-parallel ranks found, over all of the ranks of model parallelism."""
+        comm = self._grid.model
+        parts = [sums.powers, sums.bad, digests, sums.differing.double()]
         mine = torch.cat(parts)
         rows = mine.new_empty(comm.size, mine.numel())  # in the order of ranks, the same on all
         comm.all_gather(rows.view(-1), mine, "the decision")
@@ -141,8 +134,8 @@ class Control:
             places = places.movedim(1 + axes.model.index(axes.pipeline), 0)
         forgot = places.flatten(1, -2).any(1).all(0)
         kept = torch.where(sums.bad == UNSCALED, 0.0, sums.bad).masked_fill(forgot, UNSCALED)
-        merged = dataclasses.replace(sums, powers=self._norm.merge(powers), bad=kept)
-        return merged, theirs.any(0) | options.across(pairs)
+        differing = theirs.any(0) | options.across(pairs)
+        return Sums(self._norm.merge(powers), kept, sums.counts, differing)
 
     def present(self, pattern: tuple[bool, ...], counts: Tensor) -> dict[Pack, tuple[bool, ...]]:
         """Slots with a gradient on some rank.

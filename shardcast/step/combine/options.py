@@ -63,7 +63,7 @@ class _Group:
         return (
             not self.changing
             and all(map(operator.is_, objects, self.objects))
-            and flags == self.values[-1]
+            and flags == self.values[0]
         )
 
 
@@ -85,7 +85,7 @@ class Options:
     ) -> None:
         self._comm, self._device, self._everyone = comm, device, everyone or comm
         self._own = tuple(dict.fromkeys((*defaults, "max_grad_norm")))
-        self._names = (*self._own, TRAINED, BOUND)
+        self._names = (TRAINED, *self._own, BOUND)
         self._known: list[_Group] = []
         self._digests: list[int] = []  # per name, then per group
         self._bound: float | None = None
@@ -110,7 +110,7 @@ class Options:
             if not known.unchanged(objects, flags):
                 known.objects = objects
                 known.changing = not all(map(_is_constant, objects))
-                self._update(known, number, [*map(_plain, objects), flags])
+                self._update(known, number, [flags, *map(_plain, objects)])
         self._update_bound(max_norm)
         return self._on_device()
 
@@ -130,12 +130,9 @@ class Options:
         """
         digests = rows[:, : rows.shape[1] // 2]
         differ = (digests != digests[0]).any(0)
+        differ[:1] = False  # of TRAINED
         options, groups = differ[: len(self._names)], differ[len(self._names) :]
-        trained = self._names.index(TRAINED)
-        apart = torch.cat(
-            [options[:trained], torch.zeros_like(options[:1]), options[trained + 1 :]]
-        )
-        return torch.cat([apart, apart.any().expand_as(groups)])
+        return torch.cat([options, options.any().expand_as(groups)])
 
     def _update(self, known: _Group, number: int, values: list[Any]) -> None:
         """Move the digests by what is new; half of a hash is in that of the option, or group."""
@@ -156,7 +153,7 @@ class Options:
 
     def _on_device(self) -> Tensor:
         tensors = [
-            (place, number, known.objects[place])
+            (place, number, known.objects[place - 1])  # TRAINED is no object
             for number, known in enumerate(self._known)
             if known.changing
             for place, value in enumerate(known.values)
@@ -181,9 +178,7 @@ class Options:
     def refused(self, differing: Tensor) -> Tensor:
         """Whether the step cannot be made, 0-dim bool; see :meth:`report`."""
         options, groups = differing[: len(self._names)], differing[len(self._names) :]
-        trained = self._names.index(TRAINED)
-        others = options[:trained].any() | options[trained + 1 :].any()
-        return others | (groups.any() & ~options[trained : trained + 1].any())
+        return options[1:].any() | (groups.any() & ~options[:1].any())
 
     def report(
         self,
@@ -254,10 +249,9 @@ class Options:
         """Names and group numbers of what differs; a bound has no group."""
         names = [name for name, wrong in zip(self._names, differing, strict=False) if wrong]
         numbers = [n for n in range(groups) if differing[len(self._names) + n]]
-        found: list[Place] = [
-            (name, number) for name in names if name != BOUND for number in numbers
+        return [
+            (name, number) for name in names for number in ([None] if name == BOUND else numbers)
         ]
-        return [*found, *((name, None) for name in names if name == BOUND)]
 
     def _value(self, name: str, number: int | None, groups: Groups) -> Any:
         if number is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -72,14 +72,6 @@ class Flat(NamedTuple):
     forms: Forms
     draw: Draw | None = None
 
-    @classmethod
-    def exact(
-        cls, master: Tensor, grad: Tensor, state: Sequence[Tensor], published: Tensor | None
-    ) -> Flat:
-        """Operands in fp32."""
-        forms = Forms(Exact(), (Exact(),) * len(state))
-        return cls((master,), grad, tuple((flat,) for flat in state), published, forms)
-
     def map(self, change: Callable[[Tensor, bool], Tensor]) -> Flat:
         """The same with every operand changed by ``change(operand, one per row)``."""
 
@@ -129,16 +121,6 @@ class Flat(NamedTuple):
         ):
             yield Flat(master, grad, tuple(state), published, self.forms)
 
-    def take(self, other: Flat) -> None:
-        """Overwrite what an update overwrites by the first elements of ``other``'s."""
-        pairs = [(self.master, other.master), *zip(self.state, other.state, strict=True)]
-        if self.published is not None and other.published is not None:
-            pairs.append(((self.published,), (other.published,)))
-        for mine, theirs in pairs:
-            for old, new in zip(mine, theirs, strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new.view(-1)[: old.numel()])
-
 
 def by_rows(flat: Flat, least: int, run: Callable[[Flat], None]) -> None:
     """``run`` on whole rows, ``least`` of them at least.
@@ -150,14 +132,18 @@ def by_rows(flat: Flat, least: int, run: Callable[[Flat], None]) -> None:
     whole = numel // row * row if numel >= least * row else 0
     if whole:
         run(flat.cut(0, whole))
-    if whole < numel:
-        rest = flat.cut(whole, numel)
+    if whole == numel:
+        return
+    rest = flat.cut(whole, numel)
+    copies: list[tuple[Tensor, Tensor]] = []
 
-        def padded(operand: Tensor, per_row: bool) -> Tensor:
-            copy = operand.new_zeros(least if per_row else least * row)
-            copy[: operand.numel()] = operand
-            return copy
+    def padded(operand: Tensor, per_row: bool) -> Tensor:
+        copy = operand.new_zeros(least if per_row else least * row)
+        copy[: operand.numel()] = operand
+        if operand is not rest.grad:
+            copies.append((operand, copy))
+        return copy
 
-        copies = rest.map(padded)
-        run(copies)
-        rest.take(copies)
+    run(rest.map(padded))
+    for operand, copy in copies:
+        operand.copy_(copy[: operand.numel()])

@@ -16,9 +16,10 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
+from shardcast.memory.forms import Exact
 from shardcast.step.update import fused, rules
 from shardcast.step.update.execute import ChunkedKernel, WholeKernel, choose_kernel
-from shardcast.step.update.operands import Flat
+from shardcast.step.update.operands import Flat, Forms
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -296,9 +297,9 @@ def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: in
     state = tuple(torch.zeros(numel) for _ in rule.state)
 
     def copies() -> Flat:
-        return Flat.exact(
-            master.clone(), torch.empty(numel), tuple(flat.clone() for flat in state),
-            torch.empty(numel).half(),
+        return Flat(
+            (master.clone(),), torch.empty(numel), tuple((flat.clone(),) for flat in state),
+            torch.empty(numel).half(), Forms(Exact(), (Exact(),) * len(state)),
         )  # fmt: skip
 
     return group, rule, copies
