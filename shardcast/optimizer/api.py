@@ -18,7 +18,6 @@ from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import joined
-from shardcast.plan import validate
 from shardcast.plan.originals import Originals
 from shardcast.step.compiling import compiles
 from shardcast.step.update.several import Updates
@@ -126,13 +125,12 @@ def shard(
         plan = setup.plan_for(whole, originals, config, grid.axes, stages)
         if plan.averaged and mesh is not None:
             raise ValueError("mesh: expected the bare model, got one in DDP; leave DDP out")
-        validate.check_memory(plan.params)
         Updates(originals, config, grid.dp)  # what it refuses, before the model is converted
         compiles(config, device)
         return plan
 
     with torch.no_grad(), setup.without_collector():
-        plan = setup.check(grid.everyone.together(planned, device, "shard"), grid, device)
+        plan = setup.agreed(planned, grid, device, "shard")
         setup.convert_rest(plan, stages, grid)
         shards = setup.allocate(plan, grid)
         for param in plan.params.values():

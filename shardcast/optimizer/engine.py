@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
-from shardcast.optimizer.setup import Plan
+from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for
 from shardcast.plan.layout import Layout
 from shardcast.plan.originals import Originals
 from shardcast.plan.precision import Precision
@@ -68,8 +68,19 @@ class Engine:
             mark(stage)
         self._hook()
 
-    def extend(self, plan: Plan, shards: Sequence[Shard]) -> None:
-        """Go on with a plan that has further packs, and with their shards."""
+    def extend(self) -> None:
+        """Take in the last group of ``originals``, in further packs. Every rank must call it.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: on every rank, as of ``shard``; nothing is changed.
+        """
+        plan = agreed(
+            lambda: plan_for(
+                self.model, self.originals, self.config, self.grid.axes, self.stages, self.layout
+            ),
+            self.grid, self.device, "add_param_group",
+        )  # fmt: skip
+        shards = allocate(plan, self.grid)
         self.hooks.resync()
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
@@ -94,7 +105,7 @@ class Engine:
             if shard.grads is None and shard.pack.layout.index in indices:
                 self.activate(shard)
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Activate packs that were frozen from the start and have a gradient on some rank now.
 
         One more small all-reduce, whose result the host waits for, in models that have such
@@ -131,12 +142,20 @@ class Engine:
         else:
             self._overlap()
 
-    def note_writes(self, decision: Decision) -> None:
-        """Have autograd refuse a backward through a graph that was made before this step.
+    def finish_reduce(self) -> None:
+        """Have the mean of all gradients in the own spans. Every rank must call it."""
+        for shard in self.shards:
+            shard.pack.check()
+        self.hooks.resync()  # weights that were loaded
+        self._wake()  # packs that were unfrozen
+        self.combine.before_reduce(self.reduce.touched)
+        self.reduce.finish()
 
-        It would use the new weights with the old activations. Packs have storages of their own,
-        so torch does not see that the parameters are written.
-        """
+    def conclude(self, decision: Decision, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """After a step: tally, loss scale, ``.grad``; what schedulers of ``optimizers`` look at."""
+        # Autograd is to refuse a backward through a graph that was made before this step: it would
+        # use the new weights with the old activations. Packs have storages of their own, so torch
+        # does not see that the parameters are written.
         torch.autograd.graph.increment_version(
             [
                 param
@@ -145,6 +164,13 @@ class Engine:
                 if there
             ]
         )
+        self.combine.conclude(decision)
+        self.reduce.show(decision.present)
+        self.reduce.used()
+        self.comm.steps += 1
+        for optimizer in (*self.originals.optimizers, *optimizers):
+            _compat.note_step_called(optimizer)
+        self.combine.skips.poll(self.originals.groups)  # last: it may raise
 
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""

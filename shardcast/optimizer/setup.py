@@ -3,7 +3,7 @@
 One pipeline for :func:`shardcast.shard`, ``add_param_group`` and ``shardcast estimate``::
 
     plan_for    model, optimizer, config, world size -> Plan: local, pure, also on ``meta``
-    check       the ranks planned the same; how packs travel between them: two small collectives
+    agreed      the ranks planned the same; how packs travel between them: two small collectives
     allocate    Plan -> shards: pack by pack broadcast, masters, cast
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -154,13 +154,24 @@ def _costs(
     return costs
 
 
-def check(plan: Plan, grid: Grid, device: torch.device) -> Plan:
-    """``plan`` with the routes of its packs, if all ranks planned alike; nothing is changed.
+def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: str) -> Plan:
+    """What all ranks planned alike, with the routes of packs; nothing is changed.
+
+    Args:
+        planned: plans what is here, and may raise, of which all ranks hear.
+        call: the name of what they are in.
 
     Raises:
+        TypeError, ValueError: on every rank, for what cannot be sharded on one of them.
         RuntimeError: on every rank, where they planned differently; names the first difference.
-        ValueError: on every rank, for an option that these ranks do not allow.
     """
+
+    def ready() -> Plan:
+        plan = planned()
+        validate.check_memory(plan.params)
+        return plan
+
+    plan = grid.everyone.together(ready, device, call)
     if grid.is_flat:
         if grid.dp.size > 1:
             same_everywhere(grid.dp, plan.facts(), device)

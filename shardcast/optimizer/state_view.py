@@ -73,9 +73,15 @@ class StateView(NotifyingDict):
 
     def pop(self, param: Any, *_default: Any) -> Any:
         """As of a dictionary that has an item for every parameter."""
-        values = apart(self[param])
+        values = _apart(self[param])
         del self[param]
         return values
+
+    def replace(self, items: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Have these items and no others; they may be views of what is cleared."""
+        new = {param: _apart(values) for param, values in items.items()}
+        self.clear()
+        self.update(new)
 
     def __missing__(self, param: Any) -> dict[str, Any]:
         values = self._notifying(param) if param in self._places else {}
@@ -86,7 +92,7 @@ class StateView(NotifyingDict):
         return defaultdict, (dict, dict(self))
 
 
-def apart(values: Mapping[str, Any]) -> dict[str, Any]:
+def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
     """State of one parameter with tensors of its own: what is removed is zeroed where it lies."""
     return {n: value.clone() if isinstance(value, Tensor) else value for n, value in values.items()}
 

@@ -171,7 +171,7 @@ def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterabl
 
 def clip_bound(
     call: str,
-    groups: Iterable[Mapping[str, Any]],
+    originals: Originals,
     norm_type: float,
     args: Sequence[Any],
     options: Mapping[str, Any],
@@ -180,8 +180,11 @@ def clip_bound(
 
     Raises:
         TypeError: arguments that torch's function of that name does not take either.
+        TypeError, ValueError: a bound, or one of a group, is not a number above 0.
         ValueError: it asks for another clip than that of all trained parameters by ``norm_type``.
     """
+    for number, optimizer, group in originals.numbered():
+        check_limit(group, optimizer.defaults, number)
     first = args[0] if args else None
     listed = isinstance(first, Iterable) and not isinstance(first, (Tensor, str))
     told = listed or isinstance(first, nn.Parameter) or "parameters" in options
@@ -192,7 +195,7 @@ def clip_bound(
         raise TypeError(f"{call}: {error}") from None
     if told:
         params = asked["parameters"]
-        check_clipped(call, groups, [params] if isinstance(params, Tensor) else params)
+        check_clipped(call, originals.groups, [params] if isinstance(params, Tensor) else params)
     if asked.get("norm_type", norm_type) != norm_type:
         raise ValueError(
             f"{call}: expected norm_type {norm_type}, got {asked['norm_type']}; set norm_type: "
