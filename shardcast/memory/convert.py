@@ -36,22 +36,17 @@ def convert_(
     """Convert parameters, gradients and buffers to ``dtype``, in place, tensor by tensor. Local.
 
     Parameters keep their identity: optimizers, ties and hooks stay valid. Extra memory is the
-    converted copy of the largest tensor; if it does not fit, that tensor is moved to the host,
-    its device copy freed, the cast done there and the result moved back. Integer, boolean and
-    complex tensors keep their dtype and follow to ``device``.
+    converted copy of the largest tensor; if it does not fit, the cast is done on the host.
+    Integer, boolean and complex tensors keep their dtype and follow to ``device``.
 
     Args:
         dtype: bf16, fp16 or fp32.
         device: where to; ``None`` leaves each tensor on its own device.
         keep_fp32: modules that stay in fp32, as the option of :class:`ShardcastConfig`.
-        free_memory: tells the free bytes of a device; the default asks the device, and takes the
-            host's memory for unlimited.
-
-    Returns:
-        ``module`` itself.
+        free_memory: tells the free bytes of a device, by default :func:`free_bytes`.
 
     Raises:
-        ValueError: a ``dtype`` that is not one of these, or a pattern that matches nothing.
+        ValueError: another ``dtype``, or a pattern that matches nothing.
     """
     config = ShardcastConfig(param_dtype=dtype, keep_fp32=keep_fp32, cast_buffers=True)  # type: ignore[arg-type]
     precision = Precision(module, config)

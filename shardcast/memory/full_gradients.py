@@ -8,34 +8,28 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.memory.gradients import check_dense, owned_slots
+from shardcast.memory.gradients import GradPack, check_dense
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE
 
 
-class FullGradients:
-    """A :class:`GradPack` whose storage is allocated with the first gradient and is kept.
+class FullGradients(GradPack):
+    """Their storage is allocated with the first gradient and kept.
 
-    Outside of the own span it keeps this rank's own gradients.
+    Outside of the own span it keeps this rank's own gradients, at which it can look later.
     """
 
-    culprits: Collection[int] = ()  # each rank can still look at its own gradients
-
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
-        self.pack, self.dtype = pack, dtype
-        self.owned = owned_slots(pack)
-        self._data: Tensor | None = None
-        self._views: list[Tensor] = []
+        super().__init__(pack, dtype)
         self._places: list[int] = []  # where the views are to lie
 
     @property
     def data(self) -> Tensor:
         if self._data is None:
-            numel, own = self.pack.layout.numel, self.pack.own
-            self._data = torch.zeros(numel, dtype=self.dtype, device=self.pack.params[0].device)
-            self._own = self._data[own.start : own.stop]
-            self._views = self.pack.views(self._data)
+            data, own = self._allocate(), self.pack.own
+            self._own = data[own.start : own.stop]
             self._places = [view.data_ptr() for view in self._views]
+            return data
         return self._data
 
     @property
@@ -46,10 +40,6 @@ class FullGradients:
     @property
     def nbytes(self) -> int:
         return 0 if self._data is None else self._data.nbytes
-
-    @property
-    def allocated(self) -> bool:
-        return self._data is not None
 
     @property
     def version(self) -> int:
@@ -64,9 +54,6 @@ class FullGradients:
 
     def show(self, position: int) -> None:
         self.pack.params[position].grad = self._view(position)
-
-    def clear_way(self, position: int) -> bool:
-        return False  # autograd adds to the view
 
     def collect(self) -> tuple[set[int], bool]:
         has_graph = self.adopt()
@@ -115,7 +102,7 @@ class FullGradients:
             self._view(position).zero_()
 
     def local(self, sent: Tensor) -> Tensor:
-        return self.own if sent is self._data else sent[self.pack.own.start : self.pack.own.stop]
+        return self.own if sent is self._data else super().local(sent)
 
     def landed(self, pieces: Sequence[Tensor]) -> None: ...
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from shardcast.memory.pack import Pack
 
 
-class GradPack(Protocol):
+class GradPack(ABC):
     """The gradients of one pack on their way from autograd to the mean of the own span.
 
     ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean
@@ -23,49 +23,74 @@ class GradPack(Protocol):
         owned: per slot, whether part of it lies in the own span.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
         data: 1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm.
-        allocated: whether ``data`` is there.
-        version: another one after every edit of ``data``.
     """
 
-    pack: Pack
-    dtype: torch.dtype
-    owned: tuple[bool, ...]
-    culprits: Collection[int]
+    culprits: Collection[int] = ()
+
+    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
+        self.pack, self.dtype = pack, dtype
+        _, start, stop = pack.own
+        self.owned = tuple(
+            max(offset, start) < min(offset + numel, stop)
+            for _, _, offset, numel in pack.layout.slots
+        )
+        self._device = pack.params[0].device
+        self._data: Tensor | None = None
+        self._views: list[Tensor] = []  # of ``data``, one per slot
 
     @property
+    def allocated(self) -> bool:
+        """Whether ``data`` is there."""
+        return self._data is not None
+
+    @property
+    def version(self) -> int:
+        """Another number after every edit of ``data``."""
+        return 0
+
+    def _allocate(self) -> Tensor:
+        numel = self.pack.layout.numel
+        self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
+        self._views = self.pack.views(self._data)
+        return self._data
+
+    @property
+    @abstractmethod
     def data(self) -> Tensor: ...
     @property
+    @abstractmethod
     def own(self) -> Tensor: ...
     @property
+    @abstractmethod
     def nbytes(self) -> int: ...
-    @property
-    def allocated(self) -> bool: ...
-    @property
-    def version(self) -> int: ...
 
+    @abstractmethod
     def holds(self, position: int) -> bool:
         """Whether ``.grad`` of the parameter at ``position`` is what stands for ours."""
 
+    @abstractmethod
     def show(self, position: int) -> None:
         """Set the ``.grad`` at ``position`` to what stands for ours."""
 
     def clear_way(self, position: int) -> bool:
         """A gradient is about to be accumulated; whether those of other slots must be told too."""
+        return False  # autograd adds to what is there
 
+    @abstractmethod
     def collect(self) -> tuple[set[int], bool]:
-        """Returns the positions without a gradient, and whether some gradient had a graph.
+        """The positions without a gradient, and whether some gradient had a graph."""
 
-        Raises:
-            TypeError: a gradient is sparse.
-        """
-
+    @abstractmethod
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
         """Of all slots by default; whether some gradient had a graph."""
 
     def local(self, sent: Tensor) -> Tensor:
         """The own span of ``sent``; ``own`` itself where that is the same memory."""
+        return sent[self.pack.own.start : self.pack.own.stop]
 
+    @abstractmethod
     def landed(self, pieces: Sequence[Tensor]) -> None: ...
+    @abstractmethod
     def reopen(self, kept: Collection[int]) -> Tensor | None: ...
 
 
@@ -74,14 +99,6 @@ def own_part(pack: Pack, position: int) -> slice:
     slot, own = pack.layout.slots[position], pack.own
     start = min(max(slot.offset, own.start), own.stop)
     return slice(start - own.start, max(start, min(slot.end, own.stop)) - own.start)
-
-
-def owned_slots(pack: Pack) -> tuple[bool, ...]:
-    """Per slot, whether part of it lies in the own span."""
-    _, start, stop = pack.own
-    return tuple(
-        max(offset, start) < min(offset + numel, stop) for _, _, offset, numel in pack.layout.slots
-    )
 
 
 def check_dense(pack: Pack, position: int, grad: Tensor) -> None:

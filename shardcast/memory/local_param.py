@@ -18,11 +18,7 @@ from shardcast.comm import redistributed
 
 
 class LocalParam:
-    """What packs use of a parameter, of a DTensor's local tensor.
-
-    Attributes:
-        param: the model's parameter.
-    """
+    """What packs use of a DTensor: the gradient of ``param``, and else its local tensor."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param: Any = param
@@ -80,22 +76,6 @@ class LocalParam:
         return any(dim in found and found[dim].is_replicate() for dim in dims)
 
     @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def is_meta(self) -> bool:
-        return self.data.is_meta
-
-    @property
     def requires_grad(self) -> bool:
         return bool(self.param.requires_grad)
 
@@ -107,14 +87,9 @@ class LocalParam:
     def grad_dtype(self, value: torch.dtype) -> None:
         self.param.grad_dtype = value
 
-    def detach(self) -> Tensor:
-        return self.data.detach()
-
-    def data_ptr(self) -> int:
-        return self.data.data_ptr()
-
-    def is_contiguous(self) -> bool:
-        return self.data.is_contiguous()
+    def __getattr__(self, name: str) -> Any:
+        """All else is the local tensor's: its shape, dtype, address."""
+        return getattr(self.data, name)
 
 
 def as_packed(param: nn.Parameter) -> Any:

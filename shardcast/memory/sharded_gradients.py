@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcast._compat import no_torch_function, tree_iter, tree_map
-from shardcast.memory.gradients import check_dense, own_part, owned_slots
+from shardcast.memory.gradients import GradPack, check_dense, own_part
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -83,12 +83,11 @@ class Mark(Tensor):
         """The mark itself, to which edits come too."""
         return self
 
+    # As of any tensor; torch has none for subclasses.
     def numpy(self, **options: Any) -> Any:
-        """As of any tensor; torch has none for subclasses."""
         return _plain(self).numpy(**options)
 
     def tolist(self) -> Any:
-        """As of any tensor; torch has none for subclasses."""
         return _plain(self).tolist()
 
     def __deepcopy__(self, _memo: Any) -> Tensor:
@@ -112,22 +111,15 @@ def _lost(edit: str) -> RuntimeError:
     )
 
 
-class ShardedGradients:
-    """A :class:`GradPack` whose ``data`` is there from the first gradients to ``landed()`` only.
+class ShardedGradients(GradPack):
+    """Their ``data`` is there from the first gradients to ``landed()`` only; edits are refused.
 
     Gradients are copied in while others still come, so that the pack is not there twice.
     Over several backwards the own span is fp32, in which they are added up.
     """
 
-    version = 0  # edits are refused
-
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
-        self.pack, self.dtype = pack, dtype
-        self.owned = owned_slots(pack)
-        self.culprits: Collection[int] = ()
-        self._device = pack.params[0].device
-        self._data: Tensor | None = None
-        self._views: list[Tensor] = []
+        super().__init__(pack, dtype)
         self._coming: list[int] = []  # gradients to be copied in, when the next one comes
         self._waiting = 0  # bytes of them
         self._graph = False  # one of those in ``data`` had a graph of its own
@@ -149,10 +141,6 @@ class ShardedGradients:
     def nbytes(self) -> int:
         held = (self._data, self._own)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
-
-    @property
-    def allocated(self) -> bool:
-        return self._data is not None
 
     def holds(self, position: int) -> bool:
         return bool(self._marks) and self.pack.params[position].grad is self._marks[position]
@@ -180,9 +168,7 @@ class ShardedGradients:
     def _take(self, positions: Iterable[int]) -> None:
         """Copy gradients into ``data``; ``.grad`` is a view of it, to which autograd may add."""
         if self._data is None:
-            numel = self.pack.layout.numel
-            self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
-            self._views = self.pack.views(self._data)
+            self._allocate()
         found = self._found(positions)
         if found:
             torch._foreach_copy_([self._views[n] for n in found], list(found.values()))
@@ -231,9 +217,6 @@ class ShardedGradients:
             self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
             self.show(position)
         return any(grad.requires_grad for grad in found.values())
-
-    def local(self, sent: Tensor) -> Tensor:
-        return sent[self.pack.own.start : self.pack.own.stop]
 
     def landed(self, pieces: Sequence[Tensor]) -> None:
         """Give the storage back.

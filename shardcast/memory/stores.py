@@ -13,12 +13,7 @@ from shardcast.memory.forms import Exact, Form, Raw, decode_flat, encode_flat
 
 
 class Place:
-    """Where the bytes of a store lie.
-
-    Args:
-        device: where the update runs.
-        host: keep them in host memory, pinned for an accelerator, and send windows.
-    """
+    """Where the bytes of a store lie: on the ``device`` of the update, or on the host, pinned."""
 
     def __init__(self, device: torch.device, host: bool) -> None:
         self.device, self.host = device, host

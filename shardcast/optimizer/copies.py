@@ -11,11 +11,7 @@ from shardcast.optimizer.engine import Engine
 
 
 def check_copies(engine: Engine) -> None:
-    """Compare, by hashes, what several ranks hold. Every rank must call it.
-
-    Raises:
-        RuntimeError: on every rank; names parameters that differ, and between which ranks.
-    """
+    """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
     engine.sync.wait()
     told: list[str] = []
     for shard in engine.shards:
@@ -41,10 +37,5 @@ def check_copies(engine: Engine) -> None:
 def _hashes(pack: Pack) -> list[bytes]:
     """Of each slot, 16 bytes; copies the pack to the host."""
     host, size = pack.data.cpu(), pack.data.element_size()
-    start = host.data_ptr()
-    return [
-        hashlib.blake2b(
-            ctypes.string_at(start + slot.offset * size, slot.numel * size), digest_size=16
-        ).digest()
-        for slot in pack.layout.slots
-    ]
+    places = ((host.data_ptr() + s.offset * size, s.numel * size) for s in pack.layout.slots)
+    return [hashlib.blake2b(ctypes.string_at(*p), digest_size=16).digest() for p in places]

@@ -100,7 +100,7 @@ class Engine:
         self.sync.add(shard.pack)
 
     def activate_packs(self, indices: Collection[int]) -> None:
-        """Activate those of the packs that are frozen still."""
+        """Activate those of these packs that are frozen still."""
         for shard in self.shards:
             if shard.grads is None and shard.pack.layout.index in indices:
                 self.activate(shard)

@@ -29,8 +29,7 @@ def mark(model: nn.Module) -> None:
 
 def unmark(model: nn.Module) -> None:
     """Take the note away, if it is there."""
-    if hasattr(model, MARK):
-        delattr(model, MARK)
+    vars(model).pop(MARK, None)
 
 
 def is_marked(model: nn.Module) -> bool:

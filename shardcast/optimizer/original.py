@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,12 +65,7 @@ class OptimizerHandle(torch.optim.Optimizer):
             self.param_groups.append(added)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count as stepped; the last handle makes the step. Every rank must call all of them.
-
-        Raises:
-            RuntimeError: a second time before the others.
-            TypeError: with a closure, which would run backward once for every handle.
-        """
+        """Count as stepped; the last handle makes the step. Every rank must call all of them."""
         if closure is not None:
             raise TypeError(
                 f"step: the handle of {self.name} takes no closure, which each handle would run "
@@ -80,15 +75,10 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of its own parameters, once they are used. Local."""
-        if self._join.waits(self._place):
+        if self._place in self._join.stepped:  # and others have not
             self._join.after.append(lambda: self.zero_grad(set_to_none))
         else:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if set_to_none or param.grad is None:
-                        param.grad = None
-                    else:
-                        param.grad.zero_()
+            super().zero_grad(set_to_none)
 
     def full_state_dict(self) -> dict[str, Any]:
         """As of :class:`ShardedOptimizer`, of this optimizer alone. Every rank must call it."""
@@ -96,17 +86,24 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     def state_dict(self) -> Any:
         """Refused; the state is one."""
-        raise _one_state("state_dict", self.name)
+        self._refuse("state_dict")
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Refused; the state is one."""
-        raise _one_state("load_state_dict", self.name)
+        self._refuse("load_state_dict")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise RuntimeError(
+            f"{call}() of the handle of {self.name} was called: optimizers that are sharded "
+            f"together have one state; call {call}() of what shardcast.shard returned"
+        )
 
 
 class StepTogether:
     """Which handles have stepped; the last one makes the step.
 
     Attributes:
+        stepped: the places of those that have.
         after: what was put off until the step is made.
     """
 
@@ -122,20 +119,20 @@ class StepTogether:
         self.after: list[Callable[[], None]] = []
         self._grad_version, self._step = grad_version, step
         self._seen = 0  # the gradients that the first handle stepped with
-        self._stepped: set[int] = set()
+        self.stepped: set[int] = set()
 
     def step(self, place: int) -> None:
         """Count the handle at ``place``."""
         names = [type(optimizer).__name__ for optimizer in self.originals.optimizers]
-        if place in self._stepped:
-            missing = [n for other, n in enumerate(names) if other not in self._stepped]
+        if place in self.stepped:
+            missing = [n for other, n in enumerate(names) if other not in self.stepped]
             raise RuntimeError(
                 f"step() of the handle of {names[place]} was called twice before that of "
                 f"{', '.join(missing)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
         version = self._grad_version()
-        if self._stepped and version != self._seen:
+        if self.stepped and version != self._seen:
             raise RuntimeError(
                 f"step() of the handle of {names[place]} came after a backward, a clip or "
                 "zero_grad() that followed the step() of another one: the optimizers step "
@@ -143,37 +140,22 @@ class StepTogether:
                 "backward. Losses of their own, as of a GAN, need models that are sharded apart"
             )
         self._seen = version
-        self._stepped.add(place)
-        if len(self._stepped) == len(names):
-            self._stepped.clear()
+        self.stepped.add(place)
+        if len(self.stepped) == len(names):
+            self.stepped.clear()
             self._step()
             after, self.after = self.after, []
             for act in after:
                 act()
 
-    def waits(self, place: int) -> bool:
-        """Whether the handle at ``place`` has stepped and others have not."""
-        return place in self._stepped
-
     def check_whole(self) -> None:
-        """Raise if some handles have stepped and others have not.
-
-        Raises:
-            RuntimeError: names them.
-        """
-        if self._stepped:
-            names = [type(self.originals.optimizers[p]).__name__ for p in sorted(self._stepped)]
+        """Raise RuntimeError if some handles have stepped and others have not."""
+        if self.stepped:
+            names = [type(self.originals.optimizers[p]).__name__ for p in sorted(self.stepped)]
             raise RuntimeError(
                 f"step(): the handle of {', '.join(names)} was stepped, others were not, so this "
                 "step would count twice for it; call step() of all handles, or of none"
             )
-
-
-def _one_state(call: str, name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{call}() of the handle of {name} was called: optimizers that are sharded together have "
-        f"one state; call {call}() of what shardcast.shard returned"
-    )
 
 
 def _refused(name: str) -> Callable[..., Any]:

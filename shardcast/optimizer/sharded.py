@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For all micro-batches but a step's last, on every rank: sends nothing of full gradients."""
+        """For all micro-batches but a step's last, on every rank: full gradients stay here."""
         return self.engine.reduce.no_sync()
 
     def overlap_reduce(self, stages: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ Three forms: this rank's own (:meth:`StateDict.dump`, local and without collecti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from shardcast import _compat
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.state_view import check_numel, check_sizes
-from shardcast.plan.layout import Fragment
+from shardcast.plan.layout import Fragment, Slot
 from shardcast.plan.precision import MASTER_DTYPE
 
 FORMAT = 1  # of the local state
@@ -148,11 +148,7 @@ class StateDict:
             )
 
     def _plan_local(self, state: Mapping[int, Any]) -> list[Piece]:
-        """The inverse of :meth:`dump`, on the same rank of an equal layout.
-
-        Raises:
-            ValueError: a fragment is missing or of another size.
-        """
+        """The inverse of :meth:`dump`; ValueError for a missing or another fragment."""
         index, update = numbered(self._groups), self._engine.update
         found = []
         for shard in self._engine.shards:
@@ -171,11 +167,7 @@ class StateDict:
         return found
 
     def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> Loading:
-        """This rank's part of a plain optimizer's state, keyed by model parameter. Local.
-
-        Raises:
-            ValueError: a tensor that cannot belong to its parameter.
-        """
+        """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
         shards, elementwise = self._engine.shards, self._engine.update.elementwise
         pieces = [
             Piece(
@@ -214,28 +206,17 @@ class StateDict:
         Args:
             place: of one of several optimizers, whose state alone is wanted.
         """
-        engine, index = self._engine, numbered(self._groups)
-        self._check_gathers()
-        places = engine.originals.places
-        state: dict[int, Any] = {}
-        for shard in engine.shards:
-            if place not in (None, places[shard.pack.layout.group]):
-                continue
-            mine = {
-                index[param]: (
-                    fragment.param_range,
-                    _copied(engine.update.fragment_state(shard, number), "cpu"),
-                )
-                for number, fragment, param in shard.owned()
-            }
-            everyone = shard.pack.comm.gather(mine, engine.device)
-            if engine.grid.everyone.rank == 0:
-                for slot, param in zip(shard.pack.layout.slots, shard.pack.params, strict=True):
-                    pieces = [theirs[index[param]] for theirs in everyone if index[param] in theirs]
-                    merged = _join([piece for piece in pieces if piece[1]], slot.shape)
-                    if merged:
-                        state[index[param]] = merged
-        if engine.grid.everyone.rank != 0:
+        index, places = numbered(self._groups), self._engine.originals.places
+        shards = [
+            shard for shard in self._engine.shards
+            if place in (None, places[shard.pack.layout.group])
+        ]  # fmt: skip
+        state = {
+            index[param]: values
+            for _, param, values in self._joined(shards, self._engine.update.fragment_state)
+            if values
+        }
+        if self._engine.grid.everyone.rank != 0:
             return {}
         found = {"state": dict(sorted(state.items())), "param_groups": plain_groups(self._groups)}
         return found if place is None else split_state(found, places)[place]
@@ -246,29 +227,26 @@ class StateDict:
         Every rank must call it.
         """
         engine = self._engine
-        self._check_gathers()
         engine.sync.wait()
-        found: dict[str, Tensor] = {}
-        for shard in engine.shards:
-            mine = [
-                (part.slot.name, part.param_range, shard.exact(part).detach().cpu())
-                for part in shard.fragments
-            ]
-            everyone = shard.pack.comm.gather(mine, engine.device)
-            if engine.grid.everyone.rank == 0:
-                for slot in shard.pack.layout.slots:
-                    found[slot.name] = torch.zeros(slot.shape, dtype=MASTER_DTYPE)
-                for name, (start, stop), values in (p for theirs in everyone for p in theirs):
-                    found[name].view(-1)[start:stop] = values
+
+        def master(shard: Shard, number: int) -> dict[str, Tensor]:
+            return {"master": shard.exact(shard.fragments[number])}
+
+        found = {
+            slot.name: values["master"] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
+            for slot, _, values in self._joined(engine.shards, master)
+        }
         names = {param: name for name, param in engine.model.named_parameters()}
         every = engine.model.named_parameters(remove_duplicate=False)
         return {name: found[names[p]] for name, p in every if names[p] in found}
 
-    def _check_gathers(self) -> None:
-        """Raise where no rank has all parameters of the model.
+    def _joined(
+        self, shards: Iterable[Shard], values: Callable[[Shard, int], Mapping[str, Any]]
+    ) -> Iterator[tuple[Slot, nn.Parameter, dict[str, Any]]]:
+        """On rank 0, of each parameter what ``values`` gives of its fragments on all ranks.
 
         Raises:
-            RuntimeError: beside model parallelism, or with experts.
+            RuntimeError: beside model parallelism, or with experts, where no rank has them all.
         """
         grid = self._engine.grid
         if grid.model.size > 1 or grid.axes.experts:
@@ -277,6 +255,16 @@ class StateDict:
                 "the whole state; use shardcast.checkpoint.save, and shardcast.checkpoint.export "
                 "for plain files"
             )
+        for shard in shards:
+            mine = {
+                fragment.slot.name: (fragment.param_range, _copied(values(shard, number), "cpu"))
+                for number, fragment, _ in shard.owned()
+            }
+            everyone = shard.pack.comm.gather(mine, self._engine.device)
+            if grid.everyone.rank == 0:
+                for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
+                    pieces = [theirs[slot.name] for theirs in everyone if slot.name in theirs]
+                    yield slot, param, _join([p for p in pieces if p[1]], slot.shape)
 
 
 def numbered(groups: Groups) -> dict[nn.Parameter, int]:
@@ -310,11 +298,7 @@ def split_state(state: Mapping[str, Any], places: Sequence[int]) -> list[dict[st
 
 
 def join_states(states: Sequence[Mapping[str, Any]], places: Sequence[int]) -> dict[str, Any]:
-    """The inverse of :func:`split_state`.
-
-    Raises:
-        ValueError: another number of states, or of groups in one of them.
-    """
+    """The inverse of :func:`split_state`; ValueError for another number of states or groups."""
     sizes = [len(state["param_groups"]) for state in states]
     expected = [list(places).count(place) for place in range(max(places) + 1)]
     if sizes != expected:
@@ -322,27 +306,26 @@ def join_states(states: Sequence[Mapping[str, Any]], places: Sequence[int]) -> d
             f"state: expected the states of {len(expected)} optimizers with {expected} groups, got "
             f"{len(sizes)} with {sizes}; give one for each optimizer, in the order of shard()"
         )
-    remaining = [list(state["param_groups"]) for state in states]
+    remaining = [iter(state["param_groups"]) for state in states]
     groups: list[dict[str, Any]] = []
     values: dict[int, Any] = {}
     start = 0
     for place in places:
-        group = remaining[place].pop(0)
+        group = next(remaining[place])
         numbers = range(start, start + len(group["params"]))
-        for new, old in zip(numbers, group["params"], strict=True):
-            if old in states[place]["state"]:
-                values[new] = states[place]["state"][old]
+        theirs = states[place]["state"]
+        values |= {
+            new: theirs[old]
+            for new, old in zip(numbers, group["params"], strict=True)
+            if old in theirs
+        }
         groups.append({**group, "params": list(numbers)})
-        start += len(numbers)
+        start = numbers.stop
     return {"state": values, "param_groups": groups}
 
 
 def check_groups(groups: Groups, loaded: Groups) -> None:
-    """Raise for groups that are not of the same sizes.
-
-    Raises:
-        ValueError: another number of groups, or of parameters in one of them.
-    """
+    """Raise ValueError for another number of groups, or of parameters in one of them."""
     sizes = [len(group["params"]) for group in groups]
     others = [len(group["params"]) for group in loaded]
     if sizes != others:
@@ -376,11 +359,9 @@ def _join(
     pieces: list[tuple[tuple[int, int], dict[str, Any]]], shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """One parameter's full state from its fragments' states, in order of their ranges."""
-    if not pieces:
-        return {}
     pieces.sort(key=lambda piece: piece[0])
     joined: dict[str, Any] = {}
-    for name, first in pieces[0][1].items():
+    for name, first in pieces[0][1].items() if pieces else ():
         (start, stop), _ = pieces[0]
         if isinstance(first, Tensor) and first.dim() and first.numel() == stop - start:
             flat = torch.cat([values[name].reshape(-1) for _, values in pieces])

@@ -14,10 +14,9 @@ from shardcast.step.update.several import Updates
 
 
 class NotifyingDict(dict[Any, Any]):
-    """A dictionary that tells of every item that is set or removed; copies of it are plain ones.
+    """A dictionary that tells ``changed`` the key of every item that is set or removed.
 
-    Args:
-        changed: called with the key; by default nobody is told, for tools that rebuild mappings.
+    Copies of it are plain ones. By default nobody is told, for tools that rebuild mappings.
     """
 
     def __init__(self, items: Any = (), changed: Callable[[Any], None] = lambda _key: None) -> None:

@@ -166,7 +166,7 @@ class Layout:
 
     @property
     def partition(self) -> str:
-        """That of all packs, or ``mixed`` where optimizers differ in it."""
+        """``mixed`` where optimizers differ in it."""
         found = {pack.partition for pack in self.packs}
         return found.pop() if len(found) == 1 else "mixed"
 
@@ -189,11 +189,8 @@ class Layout:
             for slot in pack.slots:
                 yield pack, slot
 
-    def lines(self) -> list[str]:
+    def lines(self, routes: bool = True) -> list[str]:
         """One line per pack and slot: what is compared across ranks and printed."""
-        return self._lines(routes=True)
-
-    def _lines(self, routes: bool) -> list[str]:
         lines = [
             f"Layout: {sum(len(p.slots) for p in self.packs)} parameters in {len(self.packs)} "
             f"packs, {self.numel} elements ({self.padding} padding), partition "
@@ -221,7 +218,7 @@ class Layout:
 
     def digest(self) -> bytes:
         """32 bytes that differ wherever anything differs but the routes, which move no element."""
-        return hashlib.sha256("\n".join(self._lines(routes=False)).encode()).digest()
+        return hashlib.sha256("\n".join(self.lines(routes=False)).encode()).digest()
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

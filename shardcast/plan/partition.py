@@ -41,16 +41,12 @@ def is_elementwise(optimizer: torch.optim.Optimizer, config: ShardcastConfig) ->
 
 def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
     """``auto``: even only where the update of an element needs nothing but that element."""
-    equal = [
-        (name, value)
-        for name, value in (("sync", config.sync), ("reduce", config.reduce))
-        if value in ("all_gather", "reduce_scatter")
-    ]
+    chosen = (("sync", config.sync), ("reduce", config.reduce))
+    equal = [(name, way) for name, way in chosen if way in ("all_gather", "reduce_scatter")]
     elementwise = is_elementwise(optimizer, config)
-    if config.partition == "auto":
+    partition = config.partition
+    if partition == "auto":
         partition = "even" if elementwise else "whole"
-    else:
-        partition = config.partition
     if equal and partition == "whole":
         raise ValueError(
             f"{equal[0][0]}: {equal[0][1]} needs equal spans, but {type(optimizer).__name__} is "
@@ -120,18 +116,12 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
     """
     load = [(0.0, 0, rank) for rank in range(world_size)]  # cost, elements: a heap
     owners = {}
-    order = sorted(range(len(params)), key=lambda i: (-cost_of(params[i]), -params[i].numel, i))
-    for position in order:
-        param = params[position]
+    costs = {p.name: ELEMENT * p.numel if p.cost is None else p.cost for p in params}
+    for param in sorted(params, key=lambda p: (-costs[p.name], -p.numel)):
         cost, elements, rank = heapq.heappop(load)
         owners[param.name] = rank
-        heapq.heappush(load, (cost + cost_of(param), elements + param.numel, rank))
+        heapq.heappush(load, (cost + costs[param.name], elements + param.numel, rank))
     return owners
-
-
-def cost_of(param: ParamInfo) -> float:
-    """What the update of a parameter costs, in units that only compare."""
-    return ELEMENT * param.numel if param.cost is None else param.cost
 
 
 def plan_whole(

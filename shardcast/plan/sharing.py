@@ -109,12 +109,7 @@ class Axes:
         return number, here
 
     def sharings(self, named: Mapping[str, nn.Parameter]) -> dict[str, Sharing]:
-        """Of each parameter. Local.
-
-        Raises:
-            TypeError: a DTensor without a mesh, or cut along a dimension that is not its own.
-            ValueError: a DTensor over another mesh.
-        """
+        """Of each parameter; TypeError or ValueError for a DTensor that does not fit the mesh."""
         if self == Axes(self.world_size) and not any(map(_compat.is_dtensor, named.values())):
             return dict.fromkeys(named, Sharing())
         return {name: self.sharing(name, param) for name, param in named.items()}

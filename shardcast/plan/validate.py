@@ -21,11 +21,7 @@ OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes
 
 
 def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise for a parameter that cannot be packed, whatever memory it has.
-
-    Raises:
-        TypeError: it is complex, an integer, or of another dtype than fp32, bf16, fp16.
-    """
+    """Raise TypeError for a parameter that is not fp32, bf16 or fp16."""
     for name, param in named.items():
         if not is_packable(param):
             kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
@@ -36,11 +32,7 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_memory(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise for a parameter without memory, or with that of another one.
-
-    Raises:
-        ValueError: names it, or both.
-    """
+    """Raise ValueError for a parameter without memory, or with that of another one."""
     owners: dict[tuple[torch.device, int], str] = {}
     for name, param in named.items():
         if param.is_meta:
@@ -67,11 +59,7 @@ def check_embeddings(
     storage_dtype: Callable[[nn.Parameter], torch.dtype],
     config: ShardcastConfig,
 ) -> None:
-    """Raise for an embedding whose forward rescales weights that are not the masters.
-
-    Raises:
-        ValueError: ``max_norm`` with a weight among ``named`` that is stored in low precision.
-    """
+    """Raise ValueError for an embedding whose forward rescales weights that are not the masters."""
     if config.master == "split16":  # what is published is a part of the masters
         return
     for name, module in model.named_modules():
@@ -94,11 +82,7 @@ def check_embeddings(
 def check_matrices(
     name: str, shape: Sequence[int], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
 ) -> None:
-    """Raise for a parameter that Muon cannot update: torch's class looks at its first groups only.
-
-    Raises:
-        ValueError: fewer than two dimensions, or ``row_splits`` that are not its rows.
-    """
+    """Raise ValueError for what Muon cannot update; torch's class looks at one group only."""
     if not isinstance(optimizer, torch.optim.Muon):
         return
     if len(shape) < 2:
@@ -118,11 +102,7 @@ def check_matrices(
 def check_whole(
     name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer, config: ShardcastConfig
 ) -> None:
-    """Raise for a part of a parameter under an optimizer that needs all of it.
-
-    Raises:
-        TypeError: names both.
-    """
+    """Raise TypeError for a part of a parameter under an optimizer that needs all of it."""
     cut = [dim for dim, p in _compat.placements(param).items() if not p.is_replicate()]
     if cut and not is_elementwise(optimizer, config):
         raise TypeError(
@@ -133,13 +113,10 @@ def check_whole(
 
 
 def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: int) -> None:
-    """Raise for a group whose own bound of the gradient norm is none.
+    """Raise for a group whose own ``max_grad_norm`` is not a number above 0.
 
     Args:
         defaults: those of the optimizer; what is there is an option of its class, not ours.
-
-    Raises:
-        TypeError, ValueError: ``max_grad_norm`` is not a number above 0.
     """
     limit = group.get("max_grad_norm")
     if limit is not None and "max_grad_norm" not in defaults:
@@ -147,11 +124,7 @@ def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: i
 
 
 def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterable[Tensor]) -> None:
-    """Raise where ``given`` are not all the trained parameters of ``groups``, and they alone.
-
-    Raises:
-        ValueError: some are left out, or some are trained by nobody here.
-    """
+    """Raise ValueError unless ``given`` are the trained parameters of ``groups``, all and alone."""
     mine, params = {param for group in groups for param in group["params"]}, set(given)
     left_out = sum(param.requires_grad for param in mine - params)
     if left_out:
@@ -261,11 +234,7 @@ def check_ddp(
     storage_dtype: Callable[[nn.Parameter], torch.dtype],
     config: ShardcastConfig,
 ) -> None:
-    """Raise for what cannot be done to a model in DDP, whose buckets have the dtype it found.
-
-    Raises:
-        ValueError: sharded gradients, or a parameter that is to be cast.
-    """
+    """Raise ValueError for what DDP, whose buckets have the dtype it found, makes impossible."""
     if config.grads == "sharded":
         raise ValueError(
             "grads: 'sharded' cannot be combined with DDP, whose buckets hold all gradients; pass "
