@@ -18,7 +18,7 @@ from shardcast.plan.layout import Layout, PackLayout, Slot
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import routed
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
-from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
 from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 from shardcast.step.update.several import Updates
@@ -239,8 +239,8 @@ def _add(
         share = count / slot.numel
         ranks[owner].cost += plan.costs.get(slot.name, ELEMENT * slot.numel) * share
         ranks[owner].products += products[slot] * share
-    grad = plan.precision.grad_dtype(pack.dtype).itemsize
-    wire, stored = plan.precision.wire_dtype(pack.dtype).itemsize, pack.dtype.itemsize
+    grad = grad_dtype(pack.dtype, plan.config).itemsize
+    wire, stored = wire_dtype(pack.dtype, plan.config).itemsize, pack.dtype.itemsize
     state = state_of(optimizer, group)
     for span in pack.spans:
         rank, count = ranks[span.owner], elements[span.owner]

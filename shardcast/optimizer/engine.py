@@ -56,9 +56,7 @@ class Engine:
         # Stages wait for one another in their backwards, of which a step has many.
         at_step = len(self.stages) > 1 or grid.axes.in_pipeline
         self.reduce: Reducer | AveragedReducer = (
-            AveragedReducer(plan.precision)
-            if plan.averaged
-            else Reducer(grid, plan.precision, plan.config, at_step)
+            AveragedReducer(plan.config) if plan.averaged else Reducer(grid, plan.config, at_step)
         )
         self.combine = Combine(self.reduce.grads, grid, plan.config, self.device, originals)
         self.sync = Sync()

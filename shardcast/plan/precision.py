@@ -62,9 +62,6 @@ class Precision:
 
     Args:
         model: the root module; read only.
-        config: ``param_dtype``, ``keep_fp32``, ``fp32_outputs``, ``grad_dtype``,
-            ``reduce_dtype``, ``cast_forward_inputs`` and ``cast_buffers`` are used.
-
     Attributes:
         unmatched: patterns of ``keep_fp32`` and ``fp32_outputs`` that match nothing, as messages.
     """
@@ -93,14 +90,6 @@ class Precision:
         """The dtype of a buffer that ``module`` owns."""
         cast = self._config.cast_buffers and is_packable(buffer) and module not in self._kept
         return self._config.param_dtype if cast else buffer.dtype
-
-    def grad_dtype(self, storage: torch.dtype) -> torch.dtype:
-        """:func:`grad_dtype` under this configuration."""
-        return grad_dtype(storage, self._config)
-
-    def wire_dtype(self, storage: torch.dtype) -> torch.dtype:
-        """:func:`wire_dtype` under this configuration."""
-        return wire_dtype(storage, self._config)
 
     def install_casts(self, model: nn.Module) -> list[Any]:
         """Register the forward hooks that cast activations; returns their handles.

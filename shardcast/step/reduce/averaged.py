@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from shardcast.config import ShardcastConfig
 from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.gradients import GradPack, set_grad_dtype
 from shardcast.memory.pack import Pack
-from shardcast.plan.precision import Precision
+from shardcast.plan.precision import grad_dtype
 from shardcast.step.reduce.mean import Divisor
 from shardcast.step.reduce.user_edits import Edits
 
@@ -27,8 +28,8 @@ class AveragedReducer:
     averaged = True
     touched = False  # a backward after a clip shows as an edit
 
-    def __init__(self, precision: Precision) -> None:
-        self._precision = precision
+    def __init__(self, config: ShardcastConfig) -> None:
+        self._config = config
         self.divisor = Divisor(1)  # DDP's own; nothing is divided here
         self._syncs = True
         self.grads: list[FullGradients] = []
@@ -40,7 +41,7 @@ class AveragedReducer:
 
     def add(self, pack: Pack) -> GradPack:
         """Take the gradients of ``pack`` from now on."""
-        grads = FullGradients(pack, self._precision.grad_dtype(pack.layout.dtype))
+        grads = FullGradients(pack, grad_dtype(pack.layout.dtype, self._config))
         set_grad_dtype(pack, grads.dtype)
         self.grads.append(grads)
         return grads

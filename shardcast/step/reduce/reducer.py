@@ -21,7 +21,7 @@ from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.gradients import GradPack, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
-from shardcast.plan.precision import Precision
+from shardcast.plan.precision import grad_dtype, wire_dtype
 from shardcast.step.reduce.averaged import INSIDE_NO_SYNC, show_others
 from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.mean import Divisor, choose_mean
@@ -44,10 +44,8 @@ class Reducer:
 
     averaged = False
 
-    def __init__(
-        self, grid: Grid, precision: Precision, config: ShardcastConfig, at_step: bool
-    ) -> None:
-        self._grid, self._precision, self._config = grid, precision, config
+    def __init__(self, grid: Grid, config: ShardcastConfig, at_step: bool) -> None:
+        self._grid, self._config = grid, config
         self.at_step = at_step
         self.divisor = Divisor(grid.dp.size)
         self.grads: list[GradPack] = []
@@ -84,8 +82,8 @@ class Reducer:
         Gradients that its parameters have already are reduced with this step's.
         """
         kind = ShardedGradients if self._sharded else FullGradients
-        grads: GradPack = kind(pack, self._precision.grad_dtype(pack.layout.dtype))
-        wire = self._precision.wire_dtype(pack.layout.dtype)
+        grads: GradPack = kind(pack, grad_dtype(pack.layout.dtype, self._config))
+        wire = wire_dtype(pack.layout.dtype, self._config)
         set_grad_dtype(pack, grads.dtype)
         axes, sharing = self._grid.axes, pack.layout.sharing
         mean = choose_mean(self._config, pack.comm.size, pack.data.device)
