@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, Grid, same_everywhere
+from shardcast.comm import Grid, same_everywhere
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
@@ -178,7 +178,15 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
     else:
         same_everywhere(grid.everyone, plan.options, device)
         # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
-        for comm, facts in ((grid.dp, plan.facts()), *_copied(plan, grid)):
+        alike = [(grid.dp, plan.facts())]
+        for dim in grid.axes.copying:  # what is held as copies
+            packs = [pack for pack in plan.new if dim in pack.sharing.copies]
+            held = [(slot, pack.dtype) for pack in packs for slot in pack.slots]
+            facts = [
+                f"    {s.name} {s.shape} {dtype}, held as copies over {dim}" for s, dtype in held
+            ]
+            alike.append((grid.group(dim), facts))
+        for comm, facts in alike:
             grid.everyone.together(partial(same_everywhere, comm, facts, device), device)
     if grid.axes.in_pipeline:
         everywhere = grid.group(grid.axes.pipeline).exchange(plan.unmatched, device)
@@ -187,20 +195,6 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
     layout = routed(plan.layout, plan.config, grid.cut.fabric(device), experts)
     new = layout.packs[len(layout.packs) - len(plan.new) :]
     return dataclasses.replace(plan, layout=layout, new=new)
-
-
-def _copied(plan: Plan, grid: Grid) -> Iterator[tuple[Comm, list[str]]]:
-    """Each dimension that may have copies, and what all its ranks must hold alike."""
-    for dim in grid.axes.copying:
-        packs = [pack for pack in plan.new if dim in pack.sharing.copies]
-        yield (
-            grid.group(dim),
-            [
-                f"    {slot.name} {slot.shape} {pack.dtype}, held as copies over {dim}"
-                for pack in packs
-                for slot in pack.slots
-            ],
-        )
 
 
 def allocate(plan: Plan, grid: Grid) -> list[Shard]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardcast.memory.pack import Pack
 from shardcast.step.reduce.averaged import AveragedReducer
-from shardcast.step.reduce.reducer import Reducer
 
 if TYPE_CHECKING:
     from shardcast.optimizer.engine import Engine
@@ -31,31 +29,27 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
 
 
 def _graft(target: nn.Module, source: nn.Module, prefix: str) -> None:
+    params = dict(target.named_parameters(recurse=False))
+    buffers = dict(target.named_buffers(recurse=False))
+    children = dict(target.named_children())
     for name, param in source.named_parameters(recurse=False):
-        _check_free(
-            dict(target.named_parameters(recurse=False)).get(name, param), param, prefix, name
-        )
+        if params.get(name, param) is not param:
+            raise ValueError(
+                f"model: two pipeline stages of this rank have a tensor named {prefix + name!r}; "
+                "keep the names of the whole model, as when layers of a copy of it are deleted"
+            )
         target.register_parameter(name, param)
     for name, buffer in source.named_buffers(recurse=False):  # such as tables that all stages have
-        if name not in dict(target.named_buffers(recurse=False)):
+        if name not in buffers:
             target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
     for name, child in source.named_children():
-        there = dict(target.named_children()).get(name, child)
-        if there is child:
-            target.add_module(name, child)
-        else:
+        there = children.get(name, child)
+        if there is not child:
             both = nn.Module()  # neither stage's own is touched
             _graft(both, there, f"{prefix}{name}.")
             _graft(both, child, f"{prefix}{name}.")
-            target.add_module(name, both)
-
-
-def _check_free(there: Tensor, mine: Tensor, prefix: str, name: str) -> None:
-    if there is not mine:
-        raise ValueError(
-            f"model: two pipeline stages of this rank have a tensor named {prefix + name!r}; keep "
-            "the names of the whole model, as when layers of a copy of it are deleted"
-        )
+            child = both
+        target.add_module(name, child)
 
 
 def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
@@ -76,12 +70,4 @@ def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
     for stage in stages:
         params = set(stage.submod.parameters())
         packs = [s.pack for s in engine.shards if params.intersection(s.pack.in_model)]
-        stage.perform_reduce_grad = stage.scale_grads = _reduces(engine.reduce, packs)
-
-
-def _reduces(reducer: Reducer, packs: Sequence[Pack]) -> Callable[[int], None]:
-    @torch.no_grad()
-    def reduce(grad_scale_factor: int) -> None:
-        reducer.finish_early(packs, grad_scale_factor)
-
-    return reduce
+        stage.perform_reduce_grad = stage.scale_grads = partial(engine.reduce.finish_early, packs)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardcast import _compat
@@ -153,6 +154,7 @@ class Reducer:
         for grads in self.grads:
             grads.adopt()  # one replaced by hand after the reduction is final, as with DDP
 
+    @torch.no_grad()
     def finish_early(self, packs: Collection[Pack], micro_batches: int) -> None:
         """Send packs whose gradients of this step are all here; :meth:`finish` has the rest.
 
