@@ -31,7 +31,7 @@ class GradPack(ABC):
         self.pack, self.dtype = pack, dtype
         _, start, stop = pack.own
         self.owned = tuple(
-            max(offset, start) < min(offset + numel, stop)
+            numel > 0 and offset < stop and start < offset + numel
             for _, _, offset, numel in pack.layout.slots
         )
         self._device = pack.params[0].device

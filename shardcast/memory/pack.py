@@ -89,8 +89,8 @@ class Pack:
         """Each slot's elements of ``flat``, which is laid out like the pack, in their shape."""
         begin = flat.storage_offset()  # one call for each slot, in place of a slice and its view
         return [
-            flat.as_strided(slot.shape, _strides(slot.shape), begin + slot.offset)
-            for slot in self.layout.slots
+            flat.as_strided(shape, _strides(shape), begin + offset)
+            for _, shape, offset, _ in self.layout.slots
         ]
 
     def span(self, span: Span) -> Tensor:

@@ -151,9 +151,8 @@ class PackLayout:
         found = []
         for slot in self.slots:
             _, _, offset, numel = slot
-            start, stop = max(offset, begin), min(offset + numel, end)
-            if start < stop:
-                found.append(Fragment(slot, start, stop))
+            if numel and offset < end and begin < offset + numel:
+                found.append(Fragment(slot, max(offset, begin), min(offset + numel, end)))
         return tuple(found)
 
 

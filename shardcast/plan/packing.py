@@ -111,10 +111,8 @@ def plan_packs(
     least = min(max(PACK, PIECE * axes.world_size), MOST)
     for param in params[alone:]:
         numel, itemsize = param.numel, param.dtype.itemsize
-        kind = (
-            param.device, param.dtype, param.requires_grad, param.group, param.key, param.sharing
-        )  # fmt: skip
-        filled = kinds.setdefault(kind, [])
+        # All but name, shape and cost.
+        filled = kinds.setdefault((*param[2:7], param.sharing), [])
         full = not filled or len(filled[-1].params) == pack_params
         if not full and pack_mb is None:
             full = filled[-1].numel * itemsize >= least

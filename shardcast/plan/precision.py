@@ -92,7 +92,7 @@ class Precision:
         return self._config.param_dtype if cast else buffer.dtype
 
     def install_casts(self, model: nn.Module) -> list[Any]:
-        """Register the forward hooks that cast activations; returns their handles.
+        """Register the forward hooks that cast activations of a model in its storage dtypes.
 
         Every module computes in fp32 or in ``param_dtype``. Where it is called from one that does
         not compute in the same, its floating-point inputs are cast on entry and its outputs on
@@ -124,7 +124,7 @@ class Precision:
 
         def look(module: nn.Module) -> set[torch.dtype]:
             if module not in stored:
-                stored[module] = {self.storage_dtype(p) for p in own_params(module)}
+                stored[module] = {param.dtype for param in own_params(module)}
                 for child in module.children():
                     stored[module] |= look(child)
             return stored[module]

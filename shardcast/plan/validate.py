@@ -14,7 +14,7 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import is_elementwise
-from shardcast.plan.precision import MASTER_DTYPE, is_packable
+from shardcast.plan.precision import MASTER_DTYPE, PACKABLE
 
 _NOT_PLAIN = object()
 OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
@@ -23,7 +23,7 @@ OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes
 def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
     """Raise TypeError for a parameter that is not fp32, bf16 or fp16."""
     for name, param in named.items():
-        if not is_packable(param):
+        if param.dtype not in PACKABLE:
             kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
             raise TypeError(
                 f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
@@ -40,9 +40,8 @@ def check_memory(named: Mapping[str, nn.Parameter]) -> None:
                 f"model: parameter {name!r} is on the meta device and was never materialised; "
                 "call model.to_empty(device=...) and initialise it first, or pass materialize="
             )
-        local = _compat.local_tensor(param)
-        pointer = local.data_ptr()
-        if pointer and local.numel():  # empty ones have no memory
+        pointer = _compat.local_tensor(param).data_ptr()
+        if pointer:  # empty ones have no memory
             other = owners.setdefault((param.device, pointer), name)
             if other != name:  # packs would give each its own
                 raise ValueError(
