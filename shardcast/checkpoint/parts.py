@@ -70,6 +70,5 @@ def state_path(name: str, state: str) -> tuple[str, ...]:
 
 def is_elementwise(value: Tensor, shape: tuple[int, ...], fragment: int) -> bool:
     """Whether a fragment's state tensor has one value per element of the fragment."""
-    if value.dim() == 0 or value.numel() != fragment:
-        return False
-    return tuple(value.shape) in ((fragment,), shape)
+    one_each = value.dim() > 0 and value.numel() == fragment
+    return one_each and tuple(value.shape) in ((fragment,), shape)

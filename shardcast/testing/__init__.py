@@ -10,17 +10,6 @@ world                what it is                      what it is for
 `spawn`              processes, gloo                 the real thing
 ===================  ==============================  ==========================================
 
-A test in a few lines::
-
-    def mean_of_ranks(group):
-        x = torch.full((4,), float(group.rank()))
-        dist.all_reduce(x, op=dist.ReduceOp.AVG, group=group)
-        return x
-
-    def test_mean():
-        for x in threaded_world(2, mean_of_ranks):
-            assert torch.equal(x, torch.full((4,), 0.5))
-
 With the sizes of a mesh, ``threaded_world({"dp": 2, "tp": 2}, fn)`` and ``fake_world({"dp": 512,
 "tp": 8})``, they give a ``DeviceMesh`` instead, on which DTensors work.
 
