@@ -68,7 +68,6 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
     storage.check_writable(target, "out")
-    target.parent.mkdir(parents=True, exist_ok=True)
     writing = target.with_name(f".exporting-{target.name}-{uuid.uuid4().hex[:8]}")
     storage.SYSTEM.make_directory(writing)
     try:
@@ -87,27 +86,19 @@ def export(
 
 
 def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    state, places = plain_state(reader), head.get("places", [0])  # as before there were several
-    if max(places) == 0:
-        return {OPTIMIZER: state}
-    states = split_state(state, places)
-    return {f"optimizer-{place}.pt": state for place, state in enumerate(states)}
-
-
-def plain_state(reader: Reader) -> dict[str, Any]:
-    """The state dict of the plain optimizer, parameters numbered group by group."""
-    groups = reader.object(("optimizer", "param_groups"))
-    objects = reader.object(("shardcast",))["objects"]
-    names = [name for group in groups for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    state: dict[int, dict[str, Any]] = {}
+    """By name of file, plain optimizers' state dicts: parameters are numbered group by group."""
+    state: dict[str, dict[str, Any]] = {}
     for path in reader.paths:
         if path[:2] == ("optimizer", "state"):
-            state.setdefault(numbers[path[2]], {})[path[3]] = reader.tensor(path)
-    for name, values in objects.items():
-        state.setdefault(numbers[name], {}).update(values)
-    plain = [{**g, "params": [numbers[name] for name in g["params"]]} for g in groups]
-    return {"state": dict(sorted(state.items())), "param_groups": plain}
+            state.setdefault(path[2], {})[path[3]] = reader.tensor(path)
+    for name, values in head["objects"].items():
+        state.setdefault(name, {}).update(values)
+    groups = reader.object(("optimizer", "param_groups"))
+    places = head.get("places", [0] * len(groups))  # as before there were several
+    numbered = split_state({"state": state, "param_groups": groups}, places)
+    if len(numbered) == 1:
+        return {OPTIMIZER: numbered[0]}
+    return {f"optimizer-{place}.pt": one for place, one in enumerate(numbered)}
 
 
 def _check_dtypes(reader: Reader) -> None:
