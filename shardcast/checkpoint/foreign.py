@@ -110,15 +110,11 @@ def _inert(path: Path) -> list[Any]:
     return [(_Inert, name) for name in names if name.startswith("deepspeed.")]
 
 
-def _zero_file(path: Path) -> Any:
-    return torch_file(path, _inert)
-
-
 def _from_deepspeed(folder: Path) -> Source:
     where = f"checkpoint {str(folder)!r}"
     if (folder / "latest").is_file():
         folder = folder / (folder / "latest").read_text().strip()
-    model = _zero_file(folder / "mp_rank_00_model_states.pt")
+    model = torch_file(folder / "mp_rank_00_model_states.pt", _inert)
     matches = (ZERO_FILE.fullmatch(path.name) for path in folder.iterdir())
     ranks = {int(match[1]): match for match in matches if match}
     expected = int(model["dp_world_size"])
@@ -128,7 +124,8 @@ def _from_deepspeed(folder: Path) -> Source:
         raise RuntimeError(
             f"{where}: expected optimizer states of {expected} ranks, found {sorted(ranks)}"
         )
-    shards = [_zero_file(folder / ranks[r][0])["optimizer_state_dict"] for r in range(expected)]
+    files = [torch_file(folder / ranks[rank][0], _inert) for rank in range(expected)]
+    shards = [file["optimizer_state_dict"] for file in files]
     if any("single_partition_of_fp32_groups" not in shard for shard in shards):
         raise ValueError(
             f"{where}: expected ZeRO stage 1 or 2; convert stage 3 with DeepSpeed's zero_to_fp32 "
