@@ -94,12 +94,9 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
     """The sound checkpoint to load; each rank verifies a share of the files."""
 
     def check(folder: Path) -> DamagedCheckpointError | None:
-        def attempt() -> str | None:
-            error = folders.damage(folder, snapshot.rank, snapshot.size)
-            return None if error is None else str(error)
-
-        errors = [error for error in snapshot.collect(attempt, "load") if error is not None]
-        return DamagedCheckpointError(errors[0]) if errors else None
+        share = snapshot.rank, snapshot.size
+        errors = snapshot.collect(lambda: folders.damage(folder, *share), "load")
+        return next((error for error in errors if error is not None), None)
 
     def look() -> str:
         seen = folders.is_checkpoint(path), list(map(str, folders.steps(path).values()))

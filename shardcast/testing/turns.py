@@ -17,6 +17,10 @@ from collections.abc import Callable
 import torch
 
 
+def _always() -> bool:
+    return True
+
+
 class Turns:
     """Whose turn it is, in rank order, among the ranks that are ready to go on."""
 
@@ -40,10 +44,10 @@ class Turns:
         self.ended = False
         """Whether :meth:`end` was called."""
 
-    def take(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
+    def take(self, rank: int, ready: Callable[[], bool] = _always) -> None:
         """Wait until ``ready()`` and it is ``rank``'s turn, or until :meth:`end`."""
         with self.changed:
-            self._waiting[rank] = ready or _always
+            self._waiting[rank] = ready
             self.pass_on()
             self._mine[rank].wait_for(lambda: self.ended or self._next() == rank)
             del self._waiting[rank]
@@ -74,7 +78,7 @@ class Turns:
             self.give(rank)
             self.changed.notify_all()
 
-    def wait(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
+    def wait(self, rank: int, ready: Callable[[], bool] = _always) -> None:
         """Pass the turn on and stand in line again.
 
         In one, since the order must not depend on who is quicker, this rank or the next one.
@@ -121,7 +125,3 @@ class Turns:
             if rank in self._waiting and self._waiting[rank]():
                 return rank
         return None
-
-
-def _always() -> bool:
-    return True
