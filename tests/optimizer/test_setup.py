@@ -348,3 +348,16 @@ def test_what_one_rank_alone_cannot_shard_is_refused_on_all(fault: str):
     assert all(unchanged for _, unchanged in found)
     wanted = "that is not one of the model's" if fault == "refused by one rank" else "table (5,)"
     assert all(wanted in text for text, _ in found), found
+
+
+def test_a_further_group_of_several_stages_keeps_them_in_packs_apart():
+    """Each stage can then be reduced as soon as its own backwards are done."""
+    stages = [nn.Module(), nn.Module()]
+    for number, stage in enumerate(stages):
+        stage.add_module(f"layer{number}", nn.Linear(3, 3))
+    weights, biases = ([getattr(stage[0], name) for stage in ([*s.children()] for s in stages)]
+                       for name in ("weight", "bias"))  # fmt: skip
+    optimizer = shardcast.shard(stages, torch.optim.SGD(weights, lr=0.1), param_dtype="fp32")
+    optimizer.add_param_group({"params": biases})
+    names = [[slot.name for slot in pack.slots] for pack in optimizer.layout.packs]
+    assert names == [["layer0.weight"], ["layer1.weight"], ["layer0.bias"], ["layer1.bias"]]
