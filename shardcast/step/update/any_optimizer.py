@@ -87,7 +87,7 @@ class AnyOptimizerUpdate:
 
     @torch.no_grad()
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
-        """Update and publish the own spans; see ``FusedUpdate.__call__``.
+        """See :class:`.several.Updates`.
 
         The class decides on the host whether to step, so on an accelerator this waits for the
         decision once.
@@ -181,11 +181,7 @@ class AnyOptimizerUpdate:
         shard.publish()
 
     def switch(self, mode: str) -> bool:
-        """Call ``train`` or ``eval`` of optimizers that have it (schedule-free ones).
-
-        Returns:
-            Whether the masters may have changed and were published; a sync must follow.
-        """
+        """Of schedule-free optimizers; whether masters may have changed and were published."""
         method = getattr(self._inner, mode, None)
         if not callable(method):
             return False
@@ -197,7 +193,7 @@ class AnyOptimizerUpdate:
         return True
 
     def nbytes(self) -> int:
-        """Bytes of the inner optimizer's tensors, 0-dim ones aside."""
+        """See :class:`.several.Updates`."""
         return sum(
             value.nbytes
             for state in self._inner.state.values()

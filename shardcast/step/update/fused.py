@@ -156,11 +156,7 @@ class FusedUpdate:
 
     @torch.no_grad()
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
-        """Update, cast and publish the own spans.
-
-        Args:
-            present: per shard and fragment, whether some rank has a gradient.
-        """
+        """See :class:`.several.Updates`."""
         if not self._states or (self._kernel.on_host and bool(decision.skip)):
             return
         everything = all(all(present[shard]) for shard in self._states)
@@ -270,7 +266,7 @@ class FusedUpdate:
         return False
 
     def nbytes(self) -> int:
-        """Bytes of the flat state; the 0-dim steps aside."""
+        """See :class:`.several.Updates`."""
         return sum(s.nbytes for state in self._states.values() for s in state.stores.values())
 
     def fragment_state(self, shard: Shard, number: int) -> dict[str, Tensor]:
@@ -288,7 +284,7 @@ class FusedUpdate:
         return {"step": step, **views}
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
-        """Overwrite the state of one fragment by 1-d tensors of its length."""
+        """See :class:`.several.Updates`."""
         mine = self._states.get(shard)
         if mine is None:  # frozen: it has none
             return

@@ -90,7 +90,7 @@ class Windows:
                 out.square_().square_()
             out.view(-1, row).mul_(scales[:, None])
             return out
-        return raw[0]
+        return raw[0]  # exact: the memory itself
 
     def _to_bytes(self, form: Bytes, raw: Raw, row: int, values: Tensor) -> None:
         codes, scales = raw

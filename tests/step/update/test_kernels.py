@@ -57,14 +57,14 @@ def state_of(plain: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("case", ["gpt", "scalars"])
-def test_fifty_fp32_steps_of_one_rank_equal_torch_bit_for_bit(case: str, combination: str):
+def test_twenty_fp32_steps_of_one_rank_equal_torch_bit_for_bit(case: str, combination: str):
     kind, options = COMBINATIONS[combination]
     model = CASES[case].build()
     twin = copy.deepcopy(model)
     optimizer = sharded(model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, **options))
     plain = kind(twin.parameters(), lr=1e-2, foreach=False, **options)
-    for step in range(50):
-        if step == 20:
+    for step in range(20):
+        if step == 8:
             for group in [*optimizer.param_groups, *plain.param_groups]:
                 group["lr"] = 3e-3
         install(model, step)
@@ -145,15 +145,15 @@ def test_masters_keep_what_bf16_loses():
     make = lambda m: SGD(m.parameters(), lr=1.0)  # noqa: E731
     optimizer, direct = sharded(model, optimizer=make, param_dtype=torch.bfloat16), make(plain)
     step = torch.full((1, 4), 1e-3, dtype=torch.bfloat16)
-    for _ in range(1000):
+    for _ in range(200):
         model.weight.grad, plain.weight.grad = step.clone(), step.clone()
         optimizer.step()
         direct.step()
-    total = 1000 * step[0, 0].item()
+    total = 200 * step[0, 0].item()
     assert torch.equal(plain.weight, torch.ones_like(plain.weight)), "the control: all lost"
-    # 1,000 subtractions near 1, each rounded to fp32: at most 1,000 half ulps of 2^-24.
+    # 200 subtractions near 1, each rounded to fp32: at most 200 half ulps of 2^-24.
     masters = whole([parts(optimizer)])["weight/master"]
-    torch.testing.assert_close(masters, torch.full((4,), 1 - total), rtol=0, atol=1000 * 2**-25)
+    torch.testing.assert_close(masters, torch.full((4,), 1 - total), rtol=0, atol=200 * 2**-25)
     assert torch.equal(model.weight.flatten(), masters.bfloat16())
 
 

@@ -135,4 +135,4 @@ def test_a_slip_in_the_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, br
     else:
         matrices = muon._matrices
         monkeypatch.setattr(muon, "_matrices", lambda p, update, _: matrices(p, update, None))
-    assert max(map(difference, range(20))) > 1e-3
+    assert any(difference(seed) > 1e-3 for seed in range(20))

@@ -40,8 +40,13 @@ def builder(name: str, **options: Any) -> Any:
     return build
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("name", sorted(kind.__name__ for kind in ELEMENTWISE))
+@pytest.mark.parametrize(  # whole masters are to any class what torch's own parameters are
+    ("name", "partition"),
+    [
+        *((kind, "even") for kind in sorted(kind.__name__ for kind in ELEMENTWISE)),
+        *((kind, "whole") for kind in ("AdamW", "RMSprop", "Rprop")),
+    ],
+)
 def test_every_elementwise_class_of_torch_equals_plain_torch_bit_for_bit(name: str, partition: str):
     check(builder(name), steps(5), partition=partition)
 
