@@ -18,6 +18,7 @@ from shardcast.plan.precision import MASTER_DTYPE, PACKABLE
 
 _NOT_PLAIN = object()
 OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of Muon's rates
 
 
 def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
@@ -88,6 +89,12 @@ def check_matrices(
         raise ValueError(
             f"optimizer: parameter {name!r} of shape {tuple(shape)} is no matrix, which Muon "
             "needs; give it to another optimizer, such as AdamW"
+        )
+    adjust = group.get("adjust_lr_fn")
+    if adjust not in ADJUSTMENTS:  # a later torch may know more
+        raise ValueError(
+            f"adjust_lr_fn: expected one of {ADJUSTMENTS}, got {adjust!r}; scale the lr of the "
+            "group instead"
         )
     splits, rows = group.get("row_splits"), shape[-2]
     if splits and (sum(splits) != rows or min(splits) < 1):

@@ -5,6 +5,7 @@ Private interfaces of ``torch.distributed``; ``tests/test_compat.py`` exercises 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 import threading
@@ -36,6 +37,13 @@ class _OwnWorld:
         # Names that no other world has had: what finds a group by its name, such as a DTensor,
         # never finds that of another rank.
         self.group_count = self.number * NAMES
+
+    def __getattr__(self, name: str) -> Any:
+        """What this torch records besides, such as hooks of groups: its own are none yet."""
+        c10d: Any = dist.distributed_c10d
+        value = type(getattr(c10d._world.shared, name))()
+        setattr(self, name, value)
+        return value
 
 
 class _Worlds:
@@ -120,6 +128,12 @@ def _mock_group(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     world: Any = dist.distributed_c10d._world
     ranks = options.global_ranks_in_group or range(options.group_size)
     name = options.group_id  # a number, or a hash of the ranks: use_local_synchronization=True
-    key = str(int(name) - world.number * NAMES) if name.isdigit() else name
+    members = "_".join(map(str, ranks))
+    if name.isdigit():
+        key = str(int(name) - world.number * NAMES)
+    elif name == hashlib.sha1(f"{members}_{world.group_count - 1}".encode()).hexdigest():
+        key = f"{members}_{world.group_count - world.number * NAMES}"  # torch >= 2.15
+    else:
+        key = name
     made: dist.ProcessGroup = world.make(key, tuple(ranks))
     return made

@@ -79,6 +79,8 @@ def rate_factor(adjust: str | None, rows: int, columns: int) -> float:
     """By what the learning rate of a matrix is multiplied, as ``torch.optim.Muon`` does."""
     if adjust is None or adjust == "original":
         return math.sqrt(max(1, rows / columns))
+    if adjust == "spectral_unclamped":  # torch >= 2.15
+        return math.sqrt(rows / columns)
     return 0.2 * math.sqrt(max(rows, columns))  # match_rms_adamw
 
 

@@ -120,11 +120,24 @@ def difference(seed: int, steps: int = 3) -> float:
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    monkeypatch.setattr(torch, "bfloat16", torch.double)
 
 
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_random_matrices_are_updated_as_each_by_itself(start: int):
     assert max(map(difference, range(start, start + 20))) <= 1e-6
+
+
+def test_a_rate_is_adjusted_by_the_shape_as_newer_torch_does():
+    assert muon.rate_factor("spectral_unclamped", 2, 8) == 0.5
+
+
+def test_an_adjustment_that_is_not_known_is_refused():
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.Muon(model.parameters())
+    optimizer.param_groups[0]["adjust_lr_fn"] = "by_the_moon"
+    with pytest.raises(ValueError, match="adjust_lr_fn: expected one of"):
+        shardcast.shard(model, optimizer)
 
 
 @pytest.mark.parametrize("broken", ["rate", "splits"])
