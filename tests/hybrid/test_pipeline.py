@@ -103,9 +103,9 @@ def pipelined(
     norms, sent = [], []
     for step in range(STEPS):
         x = inputs(step, dp_rank)
-        before = len(mesh.get_group("dp").rank_log)
+        before = len(mesh.get_group("dp").log)
         pipeline.step(*[x] * parts[0].is_first, target=x if parts[-1].is_last else None)
-        sent.append(len(mesh.get_group("dp").rank_log) - before)
+        sent.append(len(mesh.get_group("dp").log) - before)
         optimizer.step()
         optimizer.zero_grad()
         norms.append(optimizer.grad_norm)
