@@ -216,15 +216,15 @@ def _ties(
                 f"tied: expected {tie.first!r} and {tie.other!r} of one shape, got "
                 f"{' and '.join(map(str, sorted(found_shapes)))}"
             )
+        if len(pair) == 2 < line.size:
+            # Each rank makes one group for each tie, those between the holders an idle one: torch
+            # names a group by how many the rank has, and ranks that differ in it would hang.
+            ranks = dist.get_process_group_ranks(line.group)
+            side = line.rank in holders
+            members = [rank for n, rank in enumerate(ranks) if (n in holders) == side]
+            comm = Comm(dist.new_group(members, use_local_synchronization=True))
+        elif line.rank in holders:
+            comm = Comm(pair[2]) if len(pair) == 3 else line
         if line.rank in holders:
-            if len(pair) == 3:
-                comm = Comm(pair[2])
-            elif line.size == 2:
-                comm = line
-            else:
-                ranks = dist.get_process_group_ranks(line.group)
-                members = [ranks[holder] for holder in holders]
-                # These alone make it.
-                comm = Comm(dist.new_group(members, use_local_synchronization=True))
             found[tie] = comm
     return found

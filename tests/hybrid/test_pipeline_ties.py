@@ -224,3 +224,22 @@ def test_sharded_gradients_are_refused_in_a_pipeline() -> None:
 
     with pytest.raises(ValueError, match="grads: expected 'full' in a pipeline"):
         threaded_world(GRID, run)
+
+
+def test_a_stage_has_ties_with_several_others():
+    """Its groups differ in number from theirs, by which torch would name them differently."""
+    names = [("a", "b"), ("c",), ("d",), ("e",)]
+    ties = [("a.weight", "e.weight"), ("b.weight", "d.weight")]
+
+    def train(mesh: DeviceMesh) -> list[float]:
+        stage = nn.ModuleDict({n: nn.Linear(2, 2) for n in names[mesh.get_local_rank("pp")]})
+        for param in stage.parameters():
+            nn.init.ones_(param)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=1.0)
+        optimizer = shardcast.shard([stage], optimizer, mesh=mesh, tied=ties, param_dtype="fp32")
+        for param in stage.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return [layer.weight[0, 0].item() for layer in stage.values()]
+
+    assert threaded_world({"dp": 1, "pp": 4}, train) == [[-1.0, -1.0], [0.0], [-1.0], [-1.0]]
