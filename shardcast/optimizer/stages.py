@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,4 +70,10 @@ def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
     for stage in stages:
         params = set(stage.submod.parameters())
         packs = [s.pack for s in engine.shards if params.intersection(s.pack.in_model)]
-        stage.perform_reduce_grad = stage.scale_grads = partial(engine.reduce.finish_early, packs)
+        finish = partial(_finish, stage, partial(engine.reduce.finish_early, packs))
+        stage.perform_reduce_grad = stage.scale_grads = finish
+
+
+def _finish(stage: Any, finish_early: Callable[[int], None], micro_batches: int) -> None:
+    if stage.has_backward:  # torch calls it in ``schedule.eval()`` too
+        finish_early(micro_batches)

@@ -66,7 +66,8 @@ class StrictGroup(RecordedGroup):
         """A rendezvous of two, where the one that sends does not wait."""
         line = (source, dest, tag)
         sends, meeting = source == self.rank(), self._here().between(*line)
-        number, shape, group = self._messages[line], tuple(tensor.shape), self._name()
+        shape = tuple(tensor.shape) or (1,)  # torch 2.11's pipelines send [] where they expect [1]
+        number, group = self._messages[line], self._name()
         record = Collective(number, MESSAGE, shape, tensor.dtype, source, dest, group=group)
         self._messages[line] += 1
         inputs, outputs = ([tensor.detach().clone()], []) if sends else ([], [tensor.data])
@@ -76,7 +77,7 @@ class StrictGroup(RecordedGroup):
             return MockWork()
 
         def write() -> None:
-            outputs[0].copy_(slot.calls[0].inputs[0])
+            outputs[0].copy_(slot.calls[0].inputs[0].view_as(outputs[0]))
 
         return self._work((line, number), call, slot, write)
 
