@@ -20,6 +20,19 @@ MOCK = "mock"  # the backend under which torch knows the groups of own_process_g
 NAMES = 10**6  # names of groups are numbers; each world has so many of its own
 
 
+def keep_device_guard() -> None:
+    """Call it on a thread that outlives those that trace with fake tensors, as DTensors do.
+
+    Where a build for CUDA sees no GPU, torch 2.11 puts an object of the first such thread in the
+    place of the device guard, and the next one crashes once it is gone (PyTorch PR 178950).
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            pass
+
+
 class _OwnWorld:
     """torch's record of its process groups, for one thread (``distributed_c10d._World``)."""
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._compat import separate_process_groups
+from ._compat import keep_device_guard, separate_process_groups
 from .errors import CollectiveMismatchError, RankLeftError, add_note
 from .faults import Fault
 from .mesh import Shape, rank_of_mesh, ranks_of
@@ -123,6 +123,7 @@ class ThreadedWorld:
         run = Run(self.world_size, self.timeout, faults)
         results: dict[int, T] = {}
         random_state = torch.get_rng_state()
+        keep_device_guard()
         try:
             with nullcontext() if self.mesh is None else separate_process_groups():
                 self._run_threads(run, fn, args, results)
