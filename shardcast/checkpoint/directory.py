@@ -69,7 +69,8 @@ def steps(directory: Path) -> dict[int, Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` is one checkpoint, not a directory of them."""
-    return NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+    files = (MANIFEST, MARKER, METADATA)
+    return NAME.fullmatch(path.name) is not None or any((path / name).exists() for name in files)
 
 
 def new_name(prefix: str, target: Path) -> str:
@@ -105,7 +106,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     """
     for name in (MARKER, MANIFEST):
         if not (folder / name).is_file():
-            raise _damaged(folder, name, "is missing")
+            ours = NAME.fullmatch(folder.name)
+            hint = "" if ours else "; if shardcast did not write this, see import_dcp()"
+            raise _damaged(folder, name, "is missing" + hint)
     if storage.digest_of(folder / MANIFEST) != (folder / MARKER).read_text("utf-8", "replace"):
         raise _damaged(folder, MANIFEST, f"does not have the checksum in {MARKER!r}")
     try:
@@ -200,8 +203,13 @@ def choose(
 
     Raises:
         DamagedCheckpointError: the named one is damaged, or each one of the directory.
+        FileNotFoundError, NotADirectoryError: the named one is not there; the path is of a file.
     """
     named, reasons = is_checkpoint(path), list[str]()
+    if path.is_file():
+        raise NotADirectoryError(f"directory: {str(path)!r} is a file; give its checkpoint")
+    if named and not path.exists():
+        raise FileNotFoundError(f"directory: there is no {str(path)!r}; check the path")
     for folder in [path] if named else steps(path).values():
         error = check(folder)
         if error is None:

@@ -45,7 +45,7 @@ def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -
         directory: of a run, or one checkpoint in it.
 
     Raises:
-        FileNotFoundError: there is no checkpoint; see :func:`resume`.
+        FileNotFoundError: there is no checkpoint, or not the named one; see :func:`resume`.
         DamagedCheckpointError: the named one, or every one, is damaged; names file and parameters.
         ValueError: it is one of another model or optimizer; nothing was changed.
     """
@@ -59,7 +59,7 @@ def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -
 
 
 def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed | None:
-    """As :func:`load`, but ``None`` where the directory has no checkpoint yet. Collective."""
+    """As :func:`load`, but ``None`` where a directory has no checkpoint yet. Collective."""
     snapshot = Snapshot(model, optimizer)
     snapshot.meet("load")
     folder = _choose(snapshot, Path(os.path.abspath(directory)))
@@ -99,7 +99,8 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
         return next((error for error in errors if error is not None), None)
 
     def look() -> str:
-        seen = folders.is_checkpoint(path), list(map(str, folders.steps(path).values()))
+        there = path.exists(), path.is_file(), folders.is_checkpoint(path)
+        seen = *there, list(map(str, folders.steps(path).values()))
         return hashlib.sha256(repr(seen).encode()).hexdigest()  # small, however many there are
 
     if len(set(snapshot.collect(look, "load"))) > 1:

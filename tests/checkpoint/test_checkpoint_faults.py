@@ -265,6 +265,26 @@ def test_swapped_files_and_renamed_directories_are_noticed(made: Path, tmp_path:
         checkpoint.inspect(tmp_path / "step-000000008")
 
 
+def test_a_path_that_is_no_checkpoint_is_not_taken_for_a_new_run(made: Path, tmp_path: Path):
+    kept = shutil.copytree(made / "step-000000001", tmp_path / "best")
+    (kept / "shardcast.json").unlink()
+    misspelt = made / "step-000000009"
+
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group, case="mlp")
+        for act in (checkpoint.resume, checkpoint.load):
+            with pytest.raises(FileNotFoundError, match=r"no '.*step-000000009'; check the path"):
+                act(misspelt, model, optimizer)
+            with pytest.raises(NotADirectoryError, match="is a file; give its checkpoint"):
+                act(kept / "COMMITTED", model, optimizer)
+            with pytest.raises(checkpoint.DamagedCheckpointError, match=r"shardcast\.json'"):
+                act(kept, model, optimizer)
+
+    run_world(2, attempt)
+    with pytest.raises(FileNotFoundError, match="check the path"):
+        checkpoint.latest(misspelt)
+
+
 class Wider(nn.Module):
     def __init__(self, extra: bool = False, width: int = 13) -> None:
         super().__init__()
