@@ -20,6 +20,7 @@ from shardcast.accelerate import mesh
 T = TypeVar("T")
 SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
 FOLDER = re.compile(r"state-(\d+)")
+AUTOMATIC = re.compile(r"checkpoint_(\d+)")  # as Accelerate names them
 
 
 def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
@@ -29,7 +30,8 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
     commit makes the whole folder count. Older folders are removed only then. With automatic
     checkpoint naming the folder is the fresh ``checkpoint_N`` itself. Collective.
     """
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    project = accelerator.project_configuration
+    automatic, limit = project.automatic_checkpoint_naming, project.total_limit
     if not automatic:
         if output_dir is None:
             raise ValueError(
@@ -40,16 +42,20 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
         newest = _agreed(accelerator, lambda: max(_folders(root), default=-1), "save_state")
         output_dir = root / f"state-{newest + 1}"
     step = accelerator.save_iteration
-    with accelerator.seen_by_stock():  # saved on rank 0 alone; ours by all
-        folder = Path(stock(os.fspath(output_dir or "")))
+    project.total_limit = None  # Accelerate would delete old ones before there is a new one
+    try:
+        with accelerator.seen_by_stock():  # saved on rank 0 alone; ours by all
+            folder = Path(stock(os.fspath(output_dir or "")))
+    finally:
+        project.total_limit = limit
     accelerator.wait_for_everyone()
     model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
     checkpoint.save(folder / SHARDS, model, sharded, step=step)
     accelerator.wait_for_everyone()
-    if not automatic and accelerator.is_main_process:
-        for other in _folders(root).values():
-            if other != folder:
-                shutil.rmtree(other)
+    keep, names = (limit, AUTOMATIC) if automatic else (1, FOLDER)
+    if keep and accelerator.is_main_process:
+        for other in [*_folders(folder.parent, names).values()][keep:]:
+            shutil.rmtree(other)
     return folder
 
 
@@ -102,11 +108,11 @@ def _agreed(accelerator: Any, find: Callable[[], T], call: str) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def _folders(root: Path) -> dict[int, Path]:
-    """The ``state-N`` folders of ``root``, newest first."""
+def _folders(root: Path, names: re.Pattern[str] = FOLDER) -> dict[int, Path]:
+    """The numbered folders of ``root``, newest first."""
     found = {}
     for path in root.iterdir() if root.is_dir() else ():
-        match = FOLDER.fullmatch(path.name)
+        match = names.fullmatch(path.name)
         if match:
             found[int(match[1])] = path
     return dict(sorted(found.items(), reverse=True))
@@ -124,9 +130,7 @@ def _committed(accelerator: Any, input_dir: Any) -> str | None:
         named, folders = root, [root, *_folders(root).values()]
     else:
         root = Path(accelerator.project_dir or "", "checkpoints")
-        numbered = [(re.search(r"\d+$", p.name), p) for p in root.glob("checkpoint_*")]
-        found = [(int(match[0]), path) for match, path in numbered if match]
-        folders = [path for _, path in sorted(found, reverse=True)]
+        folders = [*_folders(root, AUTOMATIC).values()]
     reasons: list[str] = []
     damaged = checkpoint.DamagedCheckpointError
     for folder in folders:

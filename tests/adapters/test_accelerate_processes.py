@@ -308,13 +308,19 @@ class CrashError(Exception):
     """Stands for the end of the process."""
 
 
-def interrupted(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str]]:
+def interrupted(group: Any, directory: str, automatic: bool) -> tuple[Tensors, Tensors, list[str]]:
     """Saves twice into one folder; the second one ends before it is committed."""
+    from accelerate.utils import ProjectConfiguration
+
     import shardcast.checkpoint
 
-    training = Training(accelerator_of("shardcast", mixed_precision="bf16"))
-    accelerator = training.accelerator
-    accelerator.save_state(directory)
+    project = ProjectConfiguration(
+        project_dir=directory, automatic_checkpoint_naming=automatic, total_limit=1
+    )
+    accelerator = accelerator_of("shardcast", mixed_precision="bf16", project_config=project)
+    training = Training(accelerator)
+    folder = None if automatic else directory
+    accelerator.save_state(folder)
     before = training.weights()
     training.epoch(0)
     complete = shardcast.checkpoint.save
@@ -325,21 +331,25 @@ def interrupted(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str]
     shardcast.checkpoint.save = crash
     try:
         with pytest.raises(CrashError):
-            accelerator.save_state(directory)
+            accelerator.save_state(folder)
     finally:
         shardcast.checkpoint.save = complete
-    accelerator.load_state(directory)
+    accelerator.load_state(folder)
     after = training.weights()
-    accelerator.save_state(directory)
+    saves = Path(accelerator.save_state(folder)).parent
     accelerator.wait_for_everyone()
-    return before, after, sorted(path.name for path in Path(directory).iterdir())
+    return before, after, sorted(path.name for path in saves.iterdir())
 
 
-def test_an_interrupted_save_leaves_the_one_before(gloo: SpawnedWorld, tmp_path: Path) -> None:
+@pytest.mark.parametrize("automatic", [False, True])
+def test_an_interrupted_save_leaves_the_one_before(
+    gloo: SpawnedWorld, tmp_path: Path, automatic: bool
+) -> None:
     (tmp_path / "of_the_user.txt").write_text("stays")
-    for before, after, names in gloo.run(interrupted, str(tmp_path)):
+    expected = ["checkpoint_2"] if automatic else ["of_the_user.txt", "state-2"]
+    for before, after, names in gloo.run(interrupted, str(tmp_path), automatic):
         assert_same_bits(before, after)
-        assert names == ["of_the_user.txt", "state-2"], "older ones go after the commit"
+        assert names == expected, "older ones go after the commit"
 
 
 def automatic(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str], str]:
