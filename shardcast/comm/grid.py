@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.comm.agreement import by_rank
 from shardcast.comm.group import Comm
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.sharing import PLAIN, Axes, Sharing, Tie
@@ -67,15 +69,17 @@ class Grid:
         """
         outer, inner = _data_parallel(mesh, dp)
         dims = mesh.mesh_dim_names or ()
-        data = _covered(mesh, outer, inner)
+        data = _covered(mesh, outer, inner, experts or {})
         model = tuple(dim for dim in dims if dim not in data)
         _check_dims("grad_sum_over", sum_over or {}, model)
         _check_dims("experts", experts or {}, data)
-        groups = {dim: _comm(mesh, [dim]) for dim in dims}
+        groups, everyone = {dim: _comm(mesh, [dim]) for dim in dims}, _comm(mesh, dims)
         cut, replicas = Comm(inner.get_group()), outer if outer and groups[outer].size > 1 else ""
         ties: dict[Tie, Comm] = {}
         if pipeline in model:
-            ties = _ties(groups, pipeline, tied, shapes or {}, torch.device(mesh.device_type))
+            device = torch.device(mesh.device_type)
+            search = partial(_ties, groups[pipeline], tied, shapes or {}, device)
+            ties = everyone.together(search, device, "shard")  # pipelines may differ in it
         groups.update({tie.group: comm for tie, comm in ties.items()})
         axes = Axes(
             cut.size,
@@ -91,7 +95,7 @@ class Grid:
             tuple(ties),
         )
         return cls(
-            _comm(mesh, dims),
+            everyone,
             _comm(mesh, data) if outer else cut,
             cut,
             _comm(mesh, model) if model else Comm(None),
@@ -143,15 +147,18 @@ def _data_parallel(mesh: Any, dp: Any) -> tuple[str, DeviceMesh]:
     return (given[0] if len(given) == 2 else ""), mesh if mesh.ndim == 1 else mesh[given[-1]]
 
 
-def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh) -> tuple[str, ...]:
-    """The mesh's own dimensions that are data-parallel, also inside a flattened one."""
+def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh, experts: Patterns) -> tuple[str, ...]:
+    """The mesh's own dimensions that are data-parallel, also inside a flattened one.
+
+    Of one rank they are in any: those of ``experts`` are data-parallel.
+    """
     inside = set(inner.mesh.flatten().tolist())
     given = (outer, *(inner.mesh_dim_names or ()))
     lines = {name: _compat.mesh_line(mesh, name) for name in mesh.mesh_dim_names or ()}
     return tuple(
         name
         for name, line in lines.items()
-        if name in given or (len(line) > 1 and inside.issuperset(line))
+        if name in given or (inside.issuperset(line) and (len(line) > 1 or name in experts))
     )
 
 
@@ -181,8 +188,7 @@ def _check_dims(option: str, given: Patterns, allowed: Sequence[str]) -> None:
 
 
 def _ties(
-    groups: Mapping[str, Comm],
-    pipeline: str,
+    line: Comm,
     tied: Sequence[Sequence[Any]],
     shapes: Mapping[str, Sequence[int]],
     device: torch.device,
@@ -190,21 +196,19 @@ def _ties(
     """The ties that this rank's stage takes part in, with the ranks that hold the weight.
 
     Args:
-        device: where the stages tell each other what they hold.
+        line: the pipeline's ranks, on which all stages tell each other what they hold.
     """
-    line, found = groups[pipeline], {}
     if line.size == 1:
         return {}
-    for pair in tied:
-        if len(pair) not in (2, 3):
-            raise ValueError(
-                "tied: expected (name on its first holder, name on the other[, process group]), "
-                f"got {pair!r}"
-            )
-        tie = Tie(str(pair[0]), str(pair[1]))
-        mine = {n: tuple(shapes[name]) for n, name in enumerate(pair[:2]) if name in shapes}
-        held = line.exchange(mine, device)
-        holders = [rank for rank, some in enumerate(held) if some]
+    mine = [(_names(pair), _ranks(pair), _held(pair, shapes)) for pair in tied]
+    everyone = line.exchange(mine, device)  # nothing raises before it, or the others would wait
+    stages = dist.get_process_group_ranks(line.group)
+    found: dict[Tie, Comm] = {}
+    _check_pairs([[names for names, _, _ in theirs] for theirs in everyone])
+    for pair, *told in zip(tied, *everyone, strict=True):
+        tie, held = Tie(*_names(pair)[:2]), [there for _, _, there in told]
+        holders = [stage for stage, some in enumerate(held) if some]
+        members = sorted(stages[stage] for stage in holders)
         if {number for some in held for number in some} != {0, 1} or len(holders) != 2:
             raise ValueError(
                 f"tied: expected {tie.first!r} on one pipeline stage and {tie.other!r} on another, "
@@ -216,15 +220,59 @@ def _ties(
                 f"tied: expected {tie.first!r} and {tie.other!r} of one shape, got "
                 f"{' and '.join(map(str, sorted(found_shapes)))}"
             )
-        if len(pair) == 2 < line.size:
+        given = [told[stage][1] for stage in holders]  # what the other stages say does not count
+        if any(given) and given != [members, members]:
+            raise ValueError(
+                f"tied: expected for {tie.first!r} and {tie.other!r} a process group of the ranks "
+                f"{members} on both stages, got {' and '.join(map(str, given))} (None: without "
+                "one); give the group of the two holders to both, or leave it out"
+            )
+        comm = line
+        if not any(given) and line.size > 2:
             # Each rank makes one group for each tie, those between the holders an idle one: torch
             # names a group by how many the rank has, and ranks that differ in it would hang.
-            ranks = dist.get_process_group_ranks(line.group)
             side = line.rank in holders
-            members = [rank for n, rank in enumerate(ranks) if (n in holders) == side]
-            comm = Comm(dist.new_group(members, use_local_synchronization=True))
-        elif line.rank in holders:
-            comm = Comm(pair[2]) if len(pair) == 3 else line
+            ranks = [rank for stage, rank in enumerate(stages) if (stage in holders) == side]
+            comm = Comm(dist.new_group(ranks, use_local_synchronization=True))
         if line.rank in holders:
-            found[tie] = comm
+            found[tie] = Comm(pair[2]) if any(given) else comm
     return found
+
+
+def _names(pair: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(map(str, pair[:2] if len(pair) == 3 else pair))
+
+
+def _ranks(pair: Sequence[Any]) -> list[int] | None:
+    """Those of the group of a tie, ``None`` where it has none that this rank is in."""
+    member = len(pair) == 3 and isinstance(pair[2], dist.ProcessGroup)
+    return sorted(dist.get_process_group_ranks(pair[2])) if member else None
+
+
+def _held(pair: Sequence[Any], shapes: Mapping[str, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Which of the two weights are here, and their shapes."""
+    names = enumerate(_names(pair)[:2])
+    return {n: tuple(shapes[name]) for n, name in names if name in shapes}
+
+
+def _check_pairs(by_stage: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Raise ValueError, on all stages alike, unless these are the same pairs of other names."""
+    pairs = by_stage[0]
+    if any(theirs != pairs for theirs in by_stage):
+        raise ValueError(
+            f"tied: expected the same names on all pipeline stages, got "
+            f"{by_rank(enumerate(map(str, by_stage)))}; pass all ties to every rank"
+        )
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ValueError(
+                "tied: expected (name on its first holder, name on the other[, process group]), "
+                f"got {pair!r}"
+            )
+    names = [name for pair in pairs for name in pair]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"tied: expected each weight in one pair, got {twice!r} in two; a weight can be held "
+            "by two pipeline stages, not by three"
+        )

@@ -22,10 +22,13 @@ class GradPack(ABC):
     Attributes:
         owned: per slot, whether part of it lies in the own span.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
+        joint: of copies whose gradients are added up, on how many ranks of one data-parallel
+            coordinate each slot had one in the last round, fp32; ``None`` after they were cleared.
         data: 1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm.
     """
 
     culprits: Collection[int] = ()
+    joint: Tensor | None = None
 
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
         self.pack, self.dtype = pack, dtype

@@ -44,7 +44,7 @@ class LocalParam:
         if grad is None or not _compat.is_dtensor(grad):
             return grad  # type: ignore[no-any-return]
         wanted = tuple(
-            here if there.is_replicate() and here.is_partial() else there
+            here if there.is_replicate() and here.is_partial("sum") else there
             for here, there in zip(grad.placements, self.param.placements, strict=True)
         )
         if wanted != tuple(grad.placements):

@@ -113,6 +113,10 @@ class Engine:
         if frozen:
             here = [any(p.grad is not None for p in shard.pack.params) for shard in frozen]
             flags = torch.tensor(here, dtype=torch.float32).to(self.device)
+            for number, shard in enumerate(frozen):
+                if shard.pack.layout.sharing.adds:  # copies must be active on all ranks alike
+                    for comm in self.grid.groups(shard.pack.layout.sharing.sums):
+                        comm.all_reduce(flags[number])
             self.comm.all_reduce(flags)
             for shard, count in zip(frozen, flags.tolist(), strict=True):
                 if count:

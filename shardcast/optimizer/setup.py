@@ -31,7 +31,7 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, routed
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
-from shardcast.plan.sharing import Axes
+from shardcast.plan.sharing import Axes, Tie
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,16 @@ class Plan:
             # Rank 0's are broadcast, so they must fit everywhere.
             *(f"    {n} {tuple(t.shape)} {t.dtype}, not trained by the optimizer" for n, t in rest),
         ]
+
+    def tied(self, axes: Axes) -> dict[Tie, str]:
+        """What both stages must have alike of a weight that they share."""
+        known = {name: f"{param.dtype}, in no group" for name, param in self.rest.items()}
+        for pack in self.new:
+            trained = "trained" if pack.requires_grad else "frozen"
+            fact = f"{pack.dtype}, {trained}, in group {pack.group}"
+            known |= {slot.name: fact for slot in pack.slots if pack.sharing.copies}
+        here = {tie: known.get(tie.first, known.get(tie.other)) for tie in axes.ties}
+        return {tie: fact or "not among the new parameters" for tie, fact in here.items()}
 
 
 def plan_for(
@@ -122,7 +132,7 @@ def plan_for(
     if there:
         layout = dataclasses.replace(layout, packs=there + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
-    options += validate.describe_groups(originals, first)
+    options += axes.options() + validate.describe_groups(originals, first)
     return Plan(
         inner, averaged, config, precision, layout, new, params, rest, costs, tuple(options),
         unmatched,
@@ -181,16 +191,21 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
         alike = [(grid.dp, plan.facts())]
         for dim in grid.axes.copying:  # what is held as copies
             packs = [pack for pack in plan.new if dim in pack.sharing.copies]
-            held = [(slot, pack.dtype) for pack in packs for slot in pack.slots]
             facts = [
-                f"    {s.name} {s.shape} {dtype}, held as copies over {dim}" for s, dtype in held
+                f"    {slot.name} {slot.shape} {pack.dtype}, group {pack.group}, trained: "
+                f"{pack.requires_grad}, held as copies over {dim}"
+                for pack in packs
+                for slot in pack.slots
             ]
             alike.append((grid.group(dim), facts))
         for comm, facts in alike:
             grid.everyone.together(partial(same_everywhere, comm, facts, device), device)
     if grid.axes.in_pipeline:
-        everywhere = grid.group(grid.axes.pipeline).exchange(plan.unmatched, device)
-        validate.check_matched(sorted(set(plan.unmatched).intersection(*everywhere)))
+        line = grid.group(grid.axes.pipeline)
+        everywhere = line.exchange((plan.unmatched, plan.tied(grid.axes)), device)
+        unmatched, stages = zip(*everywhere, strict=True)
+        validate.check_matched(sorted(set(plan.unmatched).intersection(*unmatched)))
+        grid.everyone.together(partial(validate.check_tied, stages), device)
     experts = {dim: grid.group(dim).fabric(device) for dim in grid.axes.experts}
     layout = routed(plan.layout, plan.config, grid.cut.fabric(device), experts)
     new = layout.packs[len(layout.packs) - len(plan.new) :]
@@ -221,8 +236,10 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
                 f"model: {name!r} is on the meta device and was never materialised; let "
                 "materialize= give every parameter and buffer its storage, frozen ones too"
             )
-    for name, param in rest.items():
-        local, sharing = as_packed(param), grid.axes.sharing(name, param)
+    sharings = {name: grid.axes.sharing(name, param) for name, param in rest.items()}
+    for name, sharing in sorted(sharings.items(), key=lambda pair: grid.axes.turn(pair[1])):
+        param = rest[name]
+        local = as_packed(param)
         local.data = local.data.contiguous()
         for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
             comm.broadcast(local.data, 0)

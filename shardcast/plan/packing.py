@@ -125,6 +125,7 @@ def plan_packs(
         filled[-1].numel += round_up(numel, max(1, config.alignment // itemsize))
     if pack_mb is None and pack_params is None:
         bins = _without_short_ends(bins, kinds.values(), least)
+    bins.sort(key=lambda members: axes.turn(members[0].sharing))
     by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
     owners: dict[str, int] = {}
     whole = [param for param in params if by_group[param.group] == "whole"]

@@ -112,15 +112,24 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
     """The rank that updates each of ``params``, by name: the costliest first, to the least loaded.
 
     Longest processing time first (Graham, 1969): at most 4/3 of the best balance. Ranks of equal
-    cost are told apart by the elements that they hold, so that memory is balanced too.
+    cost are told apart by the elements that they hold, so that memory is balanced too. Of what
+    other model-parallel ranks hold as well the owners are found from that alone, since these
+    ranks must find the same and have other parameters beside it; the rest evens the loads out.
     """
-    load = [(0.0, 0, rank) for rank in range(world_size)]  # cost, elements: a heap
-    owners = {}
     costs = {p.name: ELEMENT * p.numel if p.cost is None else p.cost for p in params}
-    for param in sorted(params, key=lambda p: (-costs[p.name], -p.numel)):
-        cost, elements, rank = heapq.heappop(load)
-        owners[param.name] = rank
-        heapq.heappush(load, (cost + costs[param.name], elements + param.numel, rank))
+    classes: dict[tuple[str, ...], list[ParamInfo]] = {}
+    for param in params:
+        classes.setdefault(param.sharing.copies, []).append(param)
+    loads = [(0.0, 0)] * world_size  # cost, elements
+    owners = {}
+    for copies, some in sorted(classes.items(), reverse=True):  # what has no copies last
+        heap = [(*((0.0, 0) if copies else loads[rank]), rank) for rank in range(world_size)]
+        heapq.heapify(heap)
+        for param in sorted(some, key=lambda p: (-costs[p.name], -p.numel)):
+            cost, elements, rank = heapq.heappop(heap)
+            heapq.heappush(heap, (cost + costs[param.name], elements + param.numel, rank))
+            loads[rank] = loads[rank][0] + costs[param.name], loads[rank][1] + param.numel
+            owners[param.name] = rank
     return owners
 
 

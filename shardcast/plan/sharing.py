@@ -37,6 +37,11 @@ class Sharing(NamedTuple):
     sums: tuple[str, ...] = ()
     counts: bool = True
 
+    @property
+    def adds(self) -> bool:
+        """Whether gradients of copies are added up."""
+        return not set(self.copies).isdisjoint(self.sums)
+
     def __str__(self) -> str:
         found = [] if self.cut == PLAIN else [f"cut over {self.cut}"]
         found += [f"copies over {' and '.join(self.copies)}"] if self.copies else []
@@ -95,6 +100,14 @@ class Axes:
         """The dimensions along which ranks may hold copies."""
         return tuple(d for d in self.model if d != self.pipeline and self.sizes[d] > 1)
 
+    def turn(self, sharing: Sharing) -> int:
+        """When a parameter has its collectives at set-up, and its pack in every step.
+
+        Tied ones come first, in the order of ``tied=``: two stages may hold them in two orders.
+        """
+        ties = [tie.group for tie in self.ties]
+        return next((ties.index(name) for name in sharing.copies if name in ties), len(ties))
+
     def ranks(self, sharing: Sharing) -> int:
         """How many ranks cut a pack."""
         return self.world_size if sharing.cut == PLAIN else self.sizes[sharing.cut]
@@ -113,6 +126,15 @@ class Axes:
         if self == Axes(self.world_size) and not any(map(_compat.is_dtensor, named.values())):
             return dict.fromkeys(named, Sharing())
         return {name: self.sharing(name, param) for name, param in named.items()}
+
+    def options(self) -> list[str]:
+        """Those of ``shard`` that all ranks must have alike, a line each."""
+        given = {"grad_sum_over": self.sum_over, "experts": self.experts}
+        return [
+            f"{option} = { {dim: [*some] for dim, some in patterns.items()} }"
+            for option, patterns in given.items()
+            if patterns
+        ]
 
     def unmatched(self, names: Collection[str]) -> list[str]:
         """Patterns that match none of these parameters, as messages."""

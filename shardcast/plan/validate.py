@@ -15,6 +15,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import is_elementwise
 from shardcast.plan.precision import MASTER_DTYPE, PACKABLE
+from shardcast.plan.sharing import Tie
 
 _NOT_PLAIN = object()
 OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
@@ -259,6 +260,22 @@ def check_matched(unmatched: Sequence[str]) -> None:
     """Raise ValueError with the first of these messages, if there is one."""
     if unmatched:
         raise ValueError(unmatched[0])
+
+
+def check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
+    """Raise ValueError for a weight that its two stages would not treat alike.
+
+    Args:
+        stages: of each stage its ties, and what is planned for the weight there.
+    """
+    for tie, fact in ((tie, fact) for facts in stages for tie, fact in facts.items()):
+        other = next((facts[tie] for facts in stages if facts.get(tie, fact) != fact), None)
+        if other is not None:
+            raise ValueError(
+                f"tied: expected {tie.first!r} and {tie.other!r} to be alike on their two stages, "
+                f"got {fact} and {other}; put both into the same group of the optimizer or leave "
+                "both out, freeze neither or both, and name both or none in keep_fp32"
+            )
 
 
 def check_staged(config: ShardcastConfig) -> None:

@@ -69,7 +69,8 @@ def test_each_pack_of_a_class_that_is_summed_costs_one_more():
     expected = {**DATA_PARALLEL, ("tp", "all_gather_single"): 1, ("tp", "all_reduce"): 2}
     assert counted(summed) == expected
     spans = [call for call in summed if (call.group, call.op) == ("tp", "all_reduce")]
-    assert [(call.nbytes, call.dtype) for call in spans] == [(4 * 4, torch.float32)] * 2
+    # Elements of the own span, and whether there is a gradient.
+    assert [(call.nbytes, call.dtype) for call in spans] == [(4 * (4 + 1), torch.float32)] * 2
 
 
 def test_replicas_cost_one_sum_of_the_own_span_for_each_pack():

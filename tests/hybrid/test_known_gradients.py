@@ -117,6 +117,37 @@ def tensor_parallel_without(mesh: DeviceMesh) -> tuple[Sums, float]:
     return tensor_parallel(mesh, "dp", grad_sum_over=None)
 
 
+def means(mesh: DeviceMesh) -> list[float]:
+    model = Bag(copy=(4,), cut=(4,))
+    model.place(mesh["tp"], copy=Replicate(), cut=Shard(0))
+    optimizer = sgd(model, mesh=mesh)
+    part = torch.full((4,), 2.0 + mesh.get_local_rank("tp") * 4)
+    for param in model.parameters():
+        param.grad = DTensor.from_local(part, mesh["tp"], [Partial("avg")], run_check=False)
+    optimizer.step()
+    return [float(total[0]) for total in negated(model).values()]
+
+
+def test_gradients_that_are_parts_of_a_mean_are_not_added_up():
+    assert threaded_world({"dp": 2, "tp": 2}, means) == [[8.0, 8.0]] * 4
+
+
+def uneven(mesh: DeviceMesh) -> Sums:
+    """Tensor-parallel ranks with unequal parts, beside which copies have the same owners."""
+    model = Bag(rows=(3, 8), more=(5, 3), first=(4,), second=(3,))
+    model.place(mesh["tp"], rows=Shard(0), more=Shard(0), first=Replicate(), second=Replicate())
+    grads = {name: torch.ones(param.to_local().shape) for name, param in model.named_parameters()}
+    stepped(model, lambda: model(grads, ["first"]), mesh=mesh, partition="whole")
+    return negated(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_owners_of_whole_copies_do_not_depend_on_what_is_cut_beside_them(ranks: int):
+    for found in threaded_world({"dp": ranks, "tp": 2}, uneven):
+        for name, total in found.items():
+            assert (total == ranks * (2 if name == "first" else 1)).all(), name
+
+
 def assigned(mesh: DeviceMesh) -> tuple[Sums, float]:
     """Gradients that lie in another way than their parameters, as some operators give them."""
     tp, place = mesh["tp"], mesh.get_local_rank("tp")
@@ -232,6 +263,12 @@ def test_experts_are_summed_over_the_ranks_that_share_them_alone():
             assert torch.equal(found[name], numbered(*found[name].shape) * totals[rank]), name
         parts = [numbered(3) * 15, numbered(10) * 3, numbered(10) * 12]
         assert norm == pytest.approx(norm_of(parts), rel=1e-7)
+
+
+def test_experts_may_have_no_copies():
+    results = threaded_world({"ep": 2, "edp": 1}, experts, {"experts": {"edp": ["expert"]}})
+    assert [int(found["expert"][0, 0]) for found, _ in results] == [1, 2]
+    assert [int(found["router"][0]) for found, _ in results] == [3, 3]
 
 
 def test_without_the_option_experts_are_taken_for_one():

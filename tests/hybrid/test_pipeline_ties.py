@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bag import Bag
 from models import assert_same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -243,3 +244,103 @@ def test_a_stage_has_ties_with_several_others():
         return [layer.weight[0, 0].item() for layer in stage.values()]
 
     assert threaded_world({"dp": 1, "pp": 4}, train) == [[-1.0, -1.0], [0.0], [-1.0], [-1.0]]
+
+
+PAIRS = [("a", "y"), ("b", "x")]
+STAGES = [("a", "b"), ("z",), ("x", "y")]  # the last one holds its ties in another order
+GRADIENTS = {"a": 1.0, "b": 10.0, "x": 100.0, "y": 1000.0, "z": 1.0}
+
+
+def in_other_order(mesh: DeviceMesh, frozen: bool) -> dict[str, float]:
+    """What each parameter is after a step from a value of its own, or where it is left out."""
+    names = STAGES[:: 2 // (mesh["pp"].size() - 1)][mesh.get_local_rank("pp")]
+    model = Bag(**dict.fromkeys(names, (4, 3)))
+    for name, param in model.named_parameters():
+        nn.init.constant_(param, 2.0 + ord(name))
+    params = [nn.Parameter(torch.zeros(1))] if frozen else list(model.parameters())
+    if frozen:
+        model.register_parameter(f"own{names[0]}", params[0])
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    optimizer = shardcast.shard([model], optimizer, mesh=mesh, tied=PAIRS, param_dtype="fp32")
+    for name in () if frozen else names:
+        param = model.get_parameter(name)
+        param.grad = torch.full_like(param, GRADIENTS[name])
+    optimizer.step()
+    return {name: model.get_parameter(name)[0, 0].item() for name in names}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "left out"])
+def test_two_stages_may_hold_their_ties_in_two_orders(stages: int, frozen: bool):
+    first, *_, last = threaded_world({"dp": 1, "pp": stages}, in_other_order, frozen)
+    a, b = (2.0 + ord("a"), 2.0 + ord("b")) if frozen else (99.0 - 1001.0, 100.0 - 110.0)
+    assert (first, last) == ({"a": a, "b": b}, {"x": b, "y": a})
+
+
+def test_a_tied_weight_has_one_owner_on_both_stages_where_owners_have_whole_parameters():
+    """Each stage has other parameters beside it, by which the ranks' loads are evened out."""
+
+    def train(mesh: DeviceMesh) -> Tensor:
+        last = mesh.get_local_rank("pp")
+        model = Bag(c=(16, 4), d=(9, 9), head=(6, 4)) if last else Bag(embed=(6, 4), a=(3, 3))
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        optimizer = shardcast.shard([model], optimizer, mesh=mesh, tied=[("embed", "head")])
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        return (model.head if last else model.embed).detach()
+
+    first, *rest = threaded_world({"pp": 2, "dp": 3}, train)
+    assert first.any() and all(torch.equal(first, other) for other in rest)
+
+
+def trained_in_one_place(mesh: DeviceMesh, clears: bool) -> list[float]:
+    """Three steps of two parameters; in the first one one rank alone has a gradient of a copy."""
+    stage, part = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
+    model = Bag(**{("embed", "head")[stage]: (6, 4), "parts": (5,)})
+    copy, parts = model.parameters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
+    optimizer = shardcast.shard(
+        [model], optimizer, mesh=mesh, tied=[("embed", "head")], divisor=1, param_dtype="fp32",
+        grad_sum_over={"tp": ["parts"]},
+    )  # fmt: skip
+    found = []
+    for step in range(3):
+        if step == 0 and mesh.get_local_rank("dp") == 0:
+            if stage == 0:
+                copy.grad = torch.ones_like(copy)
+            if part == 0:
+                parts.grad = torch.ones_like(parts)
+        if clears and step == 1:
+            optimizer.clip_grad_norm_(1.0)  # reduces
+        if clears:
+            copy.grad = parts.grad = None
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [copy[0, 0].item(), parts[0].item()]
+    return found
+
+
+def test_a_gradient_of_one_copy_trains_all_copies_and_none_leaves_them_alone():
+    grid = {"pp": 2, "dp": 2, "tp": 2}
+    assert threaded_world(grid, trained_in_one_place, False) == [[-1.0, -1.0] * 3] * 8
+    assert threaded_world(grid, trained_in_one_place, True) == [[0.0, 0.0] * 3] * 8
+
+
+def test_copies_that_were_frozen_train_from_the_first_gradient_of_one_of_them_on():
+    def train(mesh: DeviceMesh) -> list[float]:
+        last = mesh.get_local_rank("pp")
+        model = Bag(**{"head" if last else "embed": (6, 4)}, own=(2,))
+        copy, own = model.parameters()
+        copy.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = shardcast.shard(
+            [model], optimizer, mesh=mesh, tied=[("embed", "head")], param_dtype="fp32"
+        )
+        copy.requires_grad_(True)
+        (copy if last else own).grad = torch.ones_like(copy if last else own)
+        optimizer.step()
+        return [copy[0, 0].item(), own[0].item()]
+
+    assert threaded_world({"pp": 2, "dp": 1}, train) == [[-1.0, -1.0], [-1.0, 0.0]]

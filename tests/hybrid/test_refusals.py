@@ -149,6 +149,67 @@ def tie_of_other_shapes(mesh: DeviceMesh) -> None:
     shardcast.shard([model], adamw(model), mesh=mesh, tied=[("one", "two")])
 
 
+def tie_of_three(mesh: DeviceMesh) -> None:
+    model = Bag(one=(4,)) if mesh.get_local_rank("pp") == 0 else Bag(two=(4,), three=(4,))
+    shardcast.shard([model], adamw(model), mesh=mesh, tied=[("one", "two"), ("one", "three")])
+
+
+def ties_of_one_stage_alone(mesh: DeviceMesh) -> None:
+    first = mesh.get_local_rank("pp") == 0
+    model = Bag(one=(4,)) if first else Bag(two=(4,))
+    shardcast.shard([model], adamw(model), mesh=mesh, tied=[("one", "two")] if first else [])
+
+
+def tie_with_the_group_of_others(mesh: DeviceMesh) -> None:
+    first = mesh.get_local_rank("pp") == 0
+    model = Bag(one=(4,)) if first else Bag(two=(4,))
+    group = mesh.get_group("pp" if first else "tp")
+    shardcast.shard([model], adamw(model), mesh=mesh, tied=[("one", "two", group)])
+
+
+def unlike_ties(mesh: DeviceMesh, **fields: Any) -> None:
+    first = mesh.get_local_rank("pp") == 0
+    model = Bag(one=(4,), two=(2,)) if first else Bag(two=(2,), three=(4,))
+    params = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}]
+    if fields.pop("frozen", False):
+        groups = [{"params": params}]
+        params[-1].requires_grad_(first)
+    if fields.pop("left_out", False):
+        groups = [{"params": params[:1]}]
+    optimizer = torch.optim.AdamW(groups)
+    shardcast.shard([model], optimizer, mesh=mesh, tied=[("one", "three")], **fields)
+
+
+def tie_in_other_groups(mesh: DeviceMesh) -> None:
+    unlike_ties(mesh)
+
+
+def tie_frozen_on_a_stage(mesh: DeviceMesh) -> None:
+    unlike_ties(mesh, frozen=True)
+
+
+def tie_left_out_on_a_stage(mesh: DeviceMesh) -> None:
+    unlike_ties(mesh, left_out=True)
+
+
+def tie_kept_in_fp32_on_a_stage(mesh: DeviceMesh) -> None:
+    unlike_ties(mesh, keep_fp32=["three"])
+
+
+def copies_in_other_groups(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    params = list(model.parameters())[:: 1 if mesh.get_local_rank("tp") else -1]
+    optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
+    shardcast.shard(model, optimizer, mesh=mesh)
+
+
+def sums_of_some_ranks(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    sums = {"tp": ["one"]} if mesh.get_local_rank("tp") else None
+    shardcast.shard(model, adamw(model), mesh=mesh, grad_sum_over=sums)
+
+
 def options_without_a_mesh(mesh: DeviceMesh) -> None:
     model = bag(mesh)
     shardcast.shard(model, adamw(model), tied=[("one", "two")])
@@ -222,6 +283,15 @@ REFUSED: list[tuple[Callable[[DeviceMesh], None], str, str]] = [
     (experts_of_nothing, "ValueError", "experts: expected a mesh dimension among dp"),
     (tie_within_a_stage, "ValueError", r"tied: .* found them on stages \[0\]"),
     (tie_of_other_shapes, "ValueError", "tied: expected 'one' and 'two' of one shape"),
+    (tie_of_three, "ValueError", "tied: expected each weight in one pair, got 'one' in two"),
+    (ties_of_one_stage_alone, "ValueError", "tied: expected the same names on all .* stages"),
+    (tie_with_the_group_of_others, "ValueError", r"tied: .* process group of the ranks .* got"),
+    (tie_in_other_groups, "ValueError", "tied: .* 'one' and 'three' .* group 0 and .* group 1"),
+    (tie_frozen_on_a_stage, "ValueError", "tied: .* trained, .* frozen, "),
+    (tie_left_out_on_a_stage, "ValueError", "tied: .* in group 0 and .*in no group"),
+    (tie_kept_in_fp32_on_a_stage, "ValueError", "tied: .*bfloat16.* and torch.float32"),
+    (copies_in_other_groups, "RuntimeError", "group 0.*held as copies over tp"),
+    (sums_of_some_ranks, "RuntimeError", "grad_sum_over"),
     (options_without_a_mesh, "ValueError", "tied: expected a mesh beside it"),
     (matrix_optimizer, "TypeError", "'one' is cut over .* 'tp', and Muon needs whole"),
     (bad_divisor, "ValueError", "divisor: expected a number above 0"),

@@ -105,7 +105,7 @@ class Combine:
             norm=self._norm.root(powers, scale),
             skip=skip,
             factors=tuple(_product(old, new) for old, new in zip(factors, clips, strict=True)),
-            present=self._control.present(pattern, sums.counts),
+            present=self._control.present(pattern, sums),
             bad=sums.bad,
             differing=sums.differing,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,12 +51,14 @@ class Sums:
         powers: per group, over all ranks; see :class:`PNorm`.
         bad: per rank, see :class:`Decision`.
         counts: how many ranks have a gradient for each slot, several to a double.
+        joint: the same of slots whose copies' gradients are added up, over all copies.
         differing: in which options of groups ranks differ.
     """
 
     powers: Tensor
     bad: Tensor
     counts: Tensor
+    joint: Tensor
     differing: Tensor
 
 
@@ -67,6 +70,7 @@ class Control:
         powers    one per group (and rank, with norm_type inf: no sum gives a maximum)
         bad       one per rank, which writes its own
         counts    of the ranks with a gradient, per slot; as many to a double as it holds exactly
+        joint     per slot whose copies' gradients are added up, the same over all copies
         options   two per option and group: do all ranks have the same learning rate, ...?
 
     Beside model parallelism one small all-gather over its ranks follows, of what the data-parallel
@@ -105,18 +109,19 @@ class Control:
         """
         size, rank, groups = self._comm.size, self._comm.rank, len(powers)
         rows = size if self._norm.is_maximum else 1
-        counts = self._on_device(self._in_lanes(pattern))
-        sizes = [rows * groups, size, counts.numel(), digests.numel()]
+        counts, joint = self._on_device(self._in_lanes(pattern)), self._joint()
+        sizes = [rows * groups, size, counts.numel(), joint.numel(), digests.numel()]
         control = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        all_powers, all_bad, all_counts, all_digests = control.split(sizes)
+        all_powers, all_bad, all_counts, all_joint, all_digests = control.split(sizes)
         by_row = all_powers.view(rows, groups)
         by_row[rank % rows] = torch.stack(list(powers))
         all_bad[rank] = bad
         all_counts.copy_(counts)
+        all_joint.copy_(joint)
         all_digests.copy_(digests)
         self._comm.all_reduce(control)
         differing = options.differing(all_digests)
-        sums = Sums(self._norm.merge(by_row), all_bad, all_counts, differing)
+        sums = Sums(self._norm.merge(by_row), all_bad, all_counts, all_joint, differing)
         return sums if self._grid.model.size == 1 else self._gather(sums, all_digests, options)
 
     def _gather(self, sums: Sums, digests: Tensor, options: Options) -> Sums:
@@ -135,27 +140,45 @@ class Control:
         forgot = places.flatten(1, -2).any(1).all(0)
         kept = torch.where(sums.bad == UNSCALED, 0.0, sums.bad).masked_fill(forgot, UNSCALED)
         differing = theirs.any(0) | options.across(pairs)
-        return Sums(self._norm.merge(powers), kept, sums.counts, differing)
+        return replace(sums, powers=self._norm.merge(powers), bad=kept, differing=differing)
 
-    def present(self, pattern: tuple[bool, ...], counts: Tensor) -> dict[Pack, tuple[bool, ...]]:
+    def present(self, pattern: tuple[bool, ...], sums: Sums) -> dict[Pack, tuple[bool, ...]]:
         """Slots with a gradient on some rank.
 
         A gradient that is here is present. Only for a slot of our own span without one do we
         have to look at what the others said, which on an accelerator waits for the all-reduce.
         """
         owned = (mine for grads in self._grads for mine in grads.owned)
-        needed = self._comm.size > 1 and any(
+        alone = self._comm.size == 1 and not sums.joint.numel()
+        needed = not alone and any(
             mine and not here for mine, here in zip(owned, pattern, strict=True)
         )
         wide = self._in_lanes(pattern)
-        everywhere = self._unpacked(counts, len(wide)) if needed else wide
+        everywhere = self._unpacked(sums.counts, len(wide)) if needed else wide
+        copies = [count > 0 for count in sums.joint.tolist()] if needed else []
         found, start = {}, 0
         for grads in self._grads:
             lanes, here = self._lanes(grads)
             slots = len(grads.owned)
-            found[grads.pack] = everywhere[start + here * slots :][:slots]
+            there = everywhere[start + here * slots :][:slots]
+            if needed and grads.pack.layout.sharing.adds:
+                among, copies = copies[here * slots :][:slots], copies[lanes * slots :]
+                there = tuple(map(operator.or_, there, among))
+            found[grads.pack] = there
             start += lanes * slots
         return found
+
+    def _joint(self) -> Tensor:
+        """What copies of one data-parallel coordinate told each other, in lanes, 1-d."""
+        rows = [torch.empty(0, dtype=torch.float64, device=self._device)]
+        for grads in self._grads:
+            if grads.pack.layout.sharing.adds:
+                lanes, here = self._lanes(grads)
+                row = rows[0].new_zeros(lanes, len(grads.owned))
+                if grads.joint is not None:
+                    row[here] = grads.joint
+                rows.append(row.view(-1))
+        return torch.cat(rows)
 
     def _lanes(self, grads: GradPack) -> tuple[int, int]:
         return self._grid.axes.lanes(grads.pack.layout.sharing)

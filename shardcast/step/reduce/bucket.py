@@ -51,7 +51,7 @@ class Bucket:
         """Whether it is sent at the end only, as its further sums are with ranks whose backward
         waits for others than ours.
         """
-        return bool(self.grads.pack.layout.sharing.copies) and bool(self.sums)
+        return self.grads.pack.layout.sharing.adds
 
     def collect(self) -> bool:
         """Take in all gradients that are there; whether one had a graph of its own."""
@@ -62,6 +62,11 @@ class Bucket:
                 if isinstance(param, LocalParam) and param.repeats(self.repeated):
                     self.grads.data[slot.offset : slot.end].zero_()
         return has_graph
+
+    def clear(self) -> None:
+        """All gradients were cleared."""
+        self.settle()
+        self.carry = self.grads.joint = None
 
     def settle(self) -> None:
         """The round of the step is here, for which it was sent early, or it is not to be."""
@@ -78,6 +83,8 @@ class Bucket:
         gone = {n for n, p in enumerate(self.grads.pack.params) if p.grad is None}
         for position in gone if others_too else gone - self.absent:
             self.grads.own[own_part(self.grads.pack, position)].zero_()
+            if self.late and self.grads.joint is not None:
+                self.grads.joint[position] = 0.0
 
     def send(self, spare: list[Tensor]) -> None:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
@@ -115,10 +122,14 @@ class Bucket:
         assert flight is not None
         pieces, divisor = flight.wait(), self.divisor.value * self.micro_batches
         if self.sums:
-            total = added(pieces)
+            own, slots = grads.own.numel(), grads.pack.layout.slots if self.late else ()
+            total = added(pieces, len(slots))
+            total[own:] = 1.0
+            for position in self.absent if self.late else ():
+                total[own + position] = 0.0
             for comm in self.sums:
                 comm.all_reduce(total, grads.pack.layout)
-            pieces = [total]
+            pieces, grads.joint = [total[:own]], total[own:].clone()
         usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         mean(pieces, divisor, self.carry, grads.own)

@@ -70,11 +70,13 @@ def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor
     out.copy_(total if carry is None else total + carry)
 
 
-def added(pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of ``pieces`` in fp32, added up as a mean is; a new tensor."""
-    total = pieces[0].to(sum_dtype(pieces[0].dtype), copy=True)
+def added(pieces: Sequence[Tensor], room: int) -> Tensor:
+    """The sum of ``pieces`` in fp32, added up as a mean is, with ``room`` for more behind it."""
+    numel, dtype = pieces[0].numel(), sum_dtype(pieces[0].dtype)
+    total = pieces[0].new_empty(numel + room, dtype=dtype)
+    total[:numel].copy_(pieces[0])
     for piece in pieces[1:]:
-        total += piece
+        total[:numel] += piece
     return total.to(MASTER_DTYPE)
 
 

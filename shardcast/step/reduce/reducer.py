@@ -184,8 +184,7 @@ class Reducer:
         land_all(self._buckets.values())  # of a failed backward, before it is zeroed
         self._states.cleared()
         for bucket in self._buckets.values():
-            bucket.settle()
-            bucket.carry = None
+            bucket.clear()
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Make the mean visible as ``.grad`` where only other ranks had a gradient.
