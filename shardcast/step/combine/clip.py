@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,5 +49,7 @@ def clamp_(own: Tensor, limit: float, factor: Tensor | None) -> None:
     """
     bound = torch.tensor(limit, dtype=torch.float32, device=own.device)
     if factor is not None:
-        bound = bound / factor
+        # Without a finite norm there is no factor either: the step is skipped, but padding that is
+        # clamped to NaN would stay so, and spoil all later norms.
+        bound = (bound / factor).nan_to_num(math.inf, math.inf)
     own.copy_(torch.where(own.isfinite(), own.clamp(-bound, bound), own))

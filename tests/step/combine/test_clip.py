@@ -79,3 +79,21 @@ def test_a_clip_whose_gradients_were_dropped_is_forgotten():
         CASES["mlp"].loss(m, CASES["mlp"].batch(0)).backward()
         opt.step()
     assert_same_bits(values(model), values(other))
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+def test_values_clipped_by_a_norm_that_is_not_finite_do_not_spoil_later_steps():
+    """The factor is NaN then, and a clamp to NaN would reach the padding, which nobody clears."""
+    model, other = CASES["mlp"].build(), CASES["mlp"].build()
+    optimizer, expected = sharded(model), sharded(other)
+    assert optimizer.layout.padding > 0
+    for step, m, opt in ((0, model, optimizer), (1, model, optimizer), (1, other, expected)):
+        install(m, step)
+        if step == 0:
+            m.a.weight.grad[1, 2] = math.nan
+        opt.clip_grad_norm_(0.05)
+        opt.clip_grad_value_(0.01)
+        opt.step()
+        opt.zero_grad()
+    assert optimizer.skipped_steps == 1
+    assert_same_bits(values(model), values(other))
