@@ -88,6 +88,8 @@ class Precision:
 
     def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
         """The dtype of a buffer that ``module`` owns."""
+        if is_packable(buffer) and module in self._kept and isinstance(module, NORMS):
+            return MASTER_DTYPE  # as its parameters, also in a model that came in low precision
         cast = self._config.cast_buffers and is_packable(buffer) and module not in self._kept
         return self._config.param_dtype if cast else buffer.dtype
 

@@ -254,6 +254,18 @@ def test_batch_norm_is_kept_in_fp32_and_channels_last_weights_keep_their_values(
     optimizer.step()
 
 
+@pytest.mark.parametrize("param_dtype", ["bf16", "fp32"])
+def test_batch_norm_of_a_model_that_comes_in_bf16_is_kept_in_fp32_whole(param_dtype: str):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
+    model[1].running_mean.fill_(0.5)
+    optimizer = shardcast.shard(model, adamw(model), param_dtype=param_dtype)
+    mean = model[1].running_mean
+    assert model[1].weight.dtype == mean.dtype == torch.float32
+    assert torch.equal(mean, torch.full((4,), 0.5))
+    model(torch.randn(5, 3)).float().sum().backward()
+    optimizer.step()
+
+
 def test_buffers_are_cast_by_policy_and_made_equal_in_every_step_on_request():
     def run(group: Any) -> Tensor:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
