@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from shardcast.checkpoint.inventory import Copy, Held, Inventory, merge
 from shardcast.checkpoint.parts import Part, Stored, is_elementwise, model_path, state_path, whole
 from shardcast.checkpoint.region import Region
 from shardcast.checkpoint.source import Source
+from shardcast.comm import Comm
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
@@ -32,6 +33,26 @@ Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
 RECOMPUTED = "_checkpoint_wrapped_module."
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those of a save or load, and where they meet; it keeps no model and no optimizer."""
+
+    comm: Comm
+    device: torch.device
+
+    def together(self, act: Callable[[], T], call: str) -> T:
+        """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
+
+        Args:
+            call: what the caller is in; ranks that meet here in different calls all raise.
+        """
+        return self.comm.together(_acknowledging(act, call), self.device, call)
+
+    def collect(self, act: Callable[[], T], call: str) -> list[T]:
+        """:meth:`together`; what it returned on all ranks, which should be small."""
+        return self.comm.collect(_acknowledging(act, call), self.device, call)
 
 
 class Snapshot:
@@ -57,6 +78,8 @@ class Snapshot:
         self._optimizer = optimizer
         self._engine = engine = optimizer.engine
         self._grid, self._comm = engine.grid, engine.grid.everyone
+        self.ranks = Ranks(self._comm, engine.device)
+        self.together, self.collect = self.ranks.together, self.ranks.collect
         self.rank, self.size = self._comm.rank, self._comm.size
         self.partition = optimizer.layout.partition
         self._trained = {
@@ -123,18 +146,6 @@ class Snapshot:
         place = axes.here.get(axes.pipeline, 0), axes.lanes(sharing)[1]
         cut = pack is not None and (pack.partition == "even" or not region.is_whole)
         return Copy(region, sharing.counts, pack is not None, cut, place)
-
-    def together(self, act: Callable[[], T], call: str) -> T:
-        """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
-
-        Args:
-            call: what the caller is in; ranks that meet here in different calls all raise.
-        """
-        return self._comm.together(_acknowledging(act, call), self._engine.device, call)
-
-    def collect(self, act: Callable[[], T], call: str) -> list[T]:
-        """:meth:`together`; what it returned on all ranks, which should be small."""
-        return self._comm.collect(_acknowledging(act, call), self._engine.device, call)
 
     # -- out --------------------------------------------------------------------------------
 

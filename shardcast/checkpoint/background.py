@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardcast.checkpoint import saving
-from shardcast.checkpoint.access import Model, Snapshot
+from shardcast.checkpoint.access import Model, Ranks, Snapshot
 from shardcast.checkpoint.parts import Part
 
 LOG = logging.getLogger("shardcast.checkpoint")
@@ -65,7 +65,7 @@ def save_async(
         return kept, list(map(_copied, snapshot.parts()))
 
     try:
-        running = Saving(snapshot, *snapshot.together(copied, "save_async"))
+        running = Saving(snapshot.ranks, *snapshot.together(copied, "save_async"))
     except Exception:
         job.abandon()
         raise
@@ -84,9 +84,9 @@ class Saving:
         path: the checkpoint's directory, once it is committed.
     """
 
-    def __init__(self, snapshot: Snapshot, job: saving.Job, parts: list[Part]) -> None:
+    def __init__(self, ranks: Ranks, job: saving.Job, parts: list[Part]) -> None:
         self.path = job.target
-        self._snapshot = snapshot
+        self._ranks = ranks  # no more of the snapshot: it would keep its key in _running alive
         self._error: Exception | None = None
         self._awaited = False
         # Not a daemon: the interpreter waits for it before it ends.
@@ -106,8 +106,8 @@ class Saving:
             self._thread.join()
             return None if self._error is None else str(self._error)
 
-        self._snapshot.together(lambda: None, call)  # all ranks have begun theirs
-        return self._snapshot.collect(outcome, call)
+        self._ranks.together(lambda: None, call)  # all ranks have begun theirs
+        return self._ranks.collect(outcome, call)
 
     def wait(self) -> Path:
         """Wait for the commit. Every rank must call it.

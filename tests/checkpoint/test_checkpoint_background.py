@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,16 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     second.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000002"]
     timer.join()
+
+
+def test_a_save_that_is_over_keeps_neither_model_nor_optimizer_in_memory(tmp_path: Path):
+    model, optimizer = job()
+    save = save_async(tmp_path, model, optimizer, step=1)
+    save.wait()
+    left = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [it() for it in left] == [None, None]
 
 
 def test_a_save_in_between_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
