@@ -350,9 +350,9 @@ class Comm:
 
     def fabric(self, device: torch.device) -> Fabric:
         """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
-        backend = self.backend(device)
+        backend, on_host = self.backend(device), device.type == "cpu"
         if self.size == 1:
-            return Fabric(backend)
+            return Fabric(backend, on_host=on_host)
         digest = hashlib.sha256(machine().encode()).digest()[:7]
         mine = torch.tensor([int.from_bytes(digest, "little")], device=device)
         gathered = mine.repeat(self.size)
@@ -362,7 +362,7 @@ class Comm:
         firsts = machines[::node]
         apart = len(set(firsts)) == len(firsts)
         apart &= machines == [first for first in firsts for _ in range(node)]
-        return Fabric(backend, node if apart else 1)
+        return Fabric(backend, node if apart else 1, on_host)
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""

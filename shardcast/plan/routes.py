@@ -16,7 +16,7 @@ Ways to sync it:
 
 * ``all_gather``: one call, in place; needs spans of equal length.
 * ``broadcast``: from each owner, all of them in one group of calls where the backend has groups.
-* ``messages``: from rank to rank, on gloo, which copies what it gathers.
+* ``messages``: from rank to rank, on gloo, which copies what it gathers; of host memory only.
 """
 
 from __future__ import annotations
@@ -40,10 +40,17 @@ class Fabric(NamedTuple):
     Attributes:
         backend: of the process group, by name.
         node: ranks of each node, numbered one after another; 1 where that is not so, or not known.
+        on_host: whether packs are in host memory.
     """
 
     backend: str = "none"
     node: int = 1
+    on_host: bool = True
+
+    @property
+    def sends_messages(self) -> bool:
+        """Gloo copies a card's memory for its collectives; messages it would read as the host's."""
+        return self.backend == "gloo" and self.on_host
 
 
 class Route(NamedTuple):
@@ -94,12 +101,12 @@ def choose(
     itemsize = storage.itemsize
     costs = sync_costs(numel * itemsize, sum(owned) * itemsize, len(owned), size, equal, fabric)
     if config.sync == "auto":
-        gloo = fabric.backend == "gloo"
-        alone = "gloo copies what it gathers" if gloo else "spans are not equal"
+        sends = fabric.sends_messages
+        alone = "gloo copies what it gathers" if sends else "spans are not equal"
         sync, because = _cheapest(costs, alone)
     else:
-        gloo = config.sync == "broadcast" and fabric.backend == "gloo"
-        sync, because = "messages" if gloo else config.sync, "as asked"
+        messages = config.sync == "broadcast" and fabric.sends_messages
+        sync, because = "messages" if messages else config.sync, "as asked"
     return Route(reduce, sync, why, because, fabric.node)
 
 
@@ -137,7 +144,7 @@ def sync_costs(
     link = INSIDE
     if fabric.node < world_size:  # rings between nodes use the network cards of all their ranks
         link = BETWEEN._replace(byte=max(INSIDE.byte, BETWEEN.byte / fabric.node))
-    if fabric.backend == "gloo":
+    if fabric.sends_messages:
         return {"messages": link.begin + (world_size - 1) * link.hop + owned * link.byte}
     hops = link.begin + (world_size - 1) * link.hop
     calls = owners * (link.call if fabric.backend in GROUPED else link.begin)

@@ -148,6 +148,15 @@ def test_routes_are_shown_but_are_no_part_of_the_digest():
     assert "sync broadcast (as asked)" in layout_of(8, sync="broadcast").lines()[1]
 
 
+@pytest.mark.parametrize("sync", ["auto", "broadcast"])
+def test_gloo_sends_no_messages_from_the_memory_of_a_card(sync: str):
+    """It would read the card's addresses as the host's, and lose the connection."""
+    here = layout_of(8, fabric=Fabric("gloo"), sync=sync)
+    card = layout_of(8, fabric=Fabric("gloo", on_host=False), sync=sync)
+    assert "sync messages" in here.lines()[1]
+    assert "sync messages" not in card.lines()[1]
+
+
 class Counting(Comm):
     """Counts round trips, and the bytes that this rank gets."""
 
