@@ -47,7 +47,7 @@ def clamp_(own: Tensor, limit: float, factor: Tensor | None) -> None:
 
     Infinities stay, so that the step is skipped for them.
     """
-    bound = torch.tensor(limit, dtype=torch.float32, device=own.device)
+    bound = torch.full((), limit, dtype=torch.float32, device=own.device)  # waits for nothing
     if factor is not None:
         # Without a finite norm there is no factor either: the step is skipped, but padding that is
         # clamped to NaN would stay so, and spoil all later norms.

@@ -115,7 +115,7 @@ class Control:
         all_powers, all_bad, all_counts, all_joint, all_digests = control.split(sizes)
         by_row = all_powers.view(rows, groups)
         by_row[rank % rows] = torch.stack(list(powers))
-        all_bad[rank] = bad
+        all_bad[rank].fill_(bad)  # to assign a number would wait for a GPU (torch < 2.13)
         all_counts.copy_(counts)
         all_joint.copy_(joint)
         all_digests.copy_(digests)
