@@ -1,45 +1,47 @@
 """Run the parts one after the other, each in a process and with a time limit of its own.
 
 A part that fails, hangs or kills its process is reported, with what it had found until then; the
-next one runs all the same.
+next one runs all the same. The report is written while parts run, so one who stops this program,
+or whose machine does, has what was found by then.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 # Imported here, so that the parts, which are forked, need not do it again. Nothing in this process
 # may ask for a device: a forked process cannot use CUDA once its parent has.
 import torch
 
 import shardcast  # noqa: F401
-from gpu.bench import Bench
-from gpu.report import Result, write
+from gpu.bench import Bench, read
+from gpu.report import Result, draw, write
 
-PARTS = {  # module: seconds that it may take; nine minutes together
+PARTS = {  # module: its seconds, nine minutes together; a part may also take what others left
     "environment": 25,
+    "peers": 60,  # nearly none of them on one card
     "cuda_tests": 120,
     "step_profile": 60,
     "bandwidth": 80,
     "end_to_end": 100,
     "memory": 45,
     "forms": 50,
-    "peers": 60,
 }
+LOOK = 2.0  # seconds after which a running part's figures are looked at again
 
 
-def work(name: str, dry: bool, path: Path) -> None:
+def work(name: str, dry: bool, path: Path, until: float) -> None:
     """The body of a part's process."""
     os.setsid()  # what it starts ends with it
     try:
@@ -47,21 +49,34 @@ def work(name: str, dry: bool, path: Path) -> None:
             raise RuntimeError("no CUDA device; without one only --dry-run works")
         if dry:
             torch.set_num_threads(1)
-        importlib.import_module(f"gpu.{name}").run(Bench(dry, path))
+        importlib.import_module(f"gpu.{name}").run(Bench(dry, path, until=until))
     except BaseException:
         path.with_suffix(".error").write_text(traceback.format_exc())
         sys.exit(1)
 
 
-def run(name: str, dry: bool, folder: Path, limit: float) -> Result:
-    """One part; never raises for what happens in it."""
+def run(
+    name: str, dry: bool, folder: Path, limit: float,
+    seen: Callable[[Result], object] = lambda _result: None,
+) -> Result:  # fmt: skip
+    """One part; never raises for what happens in it.
+
+    Args:
+        folder: for files of the part's own.
+        seen: is told again and again how far it has come.
+    """
     path = folder / f"{name}.json"
     for old in (path, path.with_suffix(".error")):
         old.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=work, args=(name, dry, path))
     start = time.monotonic()
+    until = start + limit
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=work, args=(name, dry, path, until))
     process.start()
-    process.join(limit)
+    while process.is_alive() and time.monotonic() < until:
+        process.join(min(LOOK, max(0.0, until - time.monotonic())))
+        so_far = f"is under way, with {max(0.0, until - time.monotonic()):.0f} seconds left"
+        seen(Result(name, time.monotonic() - start, read(path), so_far))
     error = None
     if process.is_alive():
         error = f"was stopped after {limit:.0f} seconds"
@@ -69,8 +84,7 @@ def run(name: str, dry: bool, folder: Path, limit: float) -> Result:
     told = path.with_suffix(".error")
     if error is None and process.exitcode:
         error = told.read_text() if told.exists() else f"its process ended with {process.exitcode}"
-    figures: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return Result(name, time.monotonic() - start, figures, error)
+    return Result(name, time.monotonic() - start, read(path), error)
 
 
 def end(process: BaseProcess) -> None:
@@ -95,14 +109,24 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; expected some of {list(PARTS)}")
     args.output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for name, limit in PARTS.items():
-        if not args.parts or name in args.parts:
-            # A dry run is no measurement, and may share its cores with others.
-            result = run(name, args.dry_run, args.output, 3 * limit if args.dry_run else limit)
+    # A dry run is no measurement, and may share its cores with others.
+    seconds = {name: (3 if args.dry_run else 1) * PARTS[name] for name in PARTS}
+    coming = [name for name in PARTS if not args.parts or name in args.parts]
+    until = time.monotonic() + sum(seconds[name] for name in coming)
+    results: list[Result] = []
+
+    def seen(result: Result) -> None:
+        write(args.output, [*results, result], args.dry_run)
+
+    with tempfile.TemporaryDirectory() as folder:
+        while coming:
+            name = coming.pop(0)
+            limit = until - time.monotonic() - sum(seconds[later] for later in coming)
+            result = run(name, args.dry_run, Path(folder), limit, seen)
             results.append(result)
             print(f"{name}: {result.verdict}, {result.seconds:.1f} s", flush=True)
             write(args.output, results, args.dry_run)
+            draw(args.output, results)
     print(f"written: {args.output / 'report.md'}")
     sys.exit(any(result.error for result in results))
 

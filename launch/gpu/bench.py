@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import os
 import statistics
 import time
 import traceback
@@ -25,17 +27,19 @@ class Bench:
 
     Attributes:
         dry: run on the CPU with tiny sizes.
-        path: the JSON file of the part.
+        path: the JSON file of the part; what is in it already stays.
         card: number of the device.
+        until: when the part is stopped, in ``time.monotonic()``, which all processes share.
         figures: rows, each a flat dictionary that JSON knows.
     """
 
     dry: bool
     path: Path
     card: int = 0
+    until: float = math.inf
 
     def __post_init__(self) -> None:
-        self.figures: list[dict[str, Any]] = []
+        self.figures: list[dict[str, Any]] = read(self.path)
 
     @property
     def device(self) -> torch.device:
@@ -47,12 +51,23 @@ class Bench:
             return self
         card = rank % torch.cuda.device_count()
         torch.cuda.set_device(card)
-        return Bench(self.dry, self.path, card)
+        return Bench(self.dry, self.path, card, self.until)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the part is stopped."""
+        return max(1.0, min(self.until - time.monotonic(), 1e6))
 
     def note(self, **figure: Any) -> None:
         """Add a row."""
         self.figures.append(figure)
-        self.path.write_text(json.dumps(self.figures, indent=1, default=str))
+        self.write()
+
+    def write(self) -> None:
+        """In one go: the part may be stopped, and its file read, at any moment."""
+        whole = self.path.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps(self.figures, indent=1, default=str))
+        whole.replace(self.path)
 
     @contextmanager
     def row(self, **known: Any) -> Iterator[dict[str, Any]]:
@@ -107,6 +122,12 @@ class Bench:
         yield
         torch.cuda.synchronize()
         found[key] = torch.cuda.max_memory_allocated() - before
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a part so far."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return rows
 
 
 def _host_time(run: Callable[[], object]) -> float:

@@ -23,15 +23,16 @@ def backend_for(bench: Bench) -> str:
 
 
 def on_ranks(
-    bench: Bench, work: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 50.0
+    bench: Bench, work: Callable[..., Any], *args: Any, ranks: int = 2, share: float = 0.6
 ) -> list[Any]:
-    """``work(group, *args)`` on so many ranks.
+    """``work(group, *args)`` on so many ranks, in no more than a ``share`` of the time left.
 
     The dry run forks, which saves importing torch again; it must come before the first backward.
     """
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     method = "fork" if bench.dry else "spawn"
-    limit = 3 * timeout if bench.dry else timeout
     backend = backend_for(bench)
-    with spawn_world(ranks, timeout=limit, backend=backend, start_method=method) as world:
+    with spawn_world(
+        ranks, timeout=share * bench.left, backend=backend, start_method=method
+    ) as world:
         return world.run(work, *args)

@@ -44,7 +44,6 @@ def write(folder: Path, results: list[Result], dry: bool) -> None:
         if result.error:
             lines += ["```text", result.error.strip(), "```", ""]
     (folder / "report.md").write_text("\n".join(lines))
-    draw(folder, results)
 
 
 def tables(figures: list[dict[str, Any]]) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from gpu import __main__ as kit
+from gpu import cuda_tests
 from gpu.bench import Bench
-from gpu.report import write
+from gpu.report import Result, write
 from gpu.step_profile import STEP, summary
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,7 @@ def test_the_dry_run_gives_figures_of_every_part_without_an_error(tmp_path: Path
         assert figure["held / estimate"] == pytest.approx(1.0, abs=0.01)
     assert "figures mean nothing" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report.png").stat().st_size > 1000
+    assert len(list(tmp_path.iterdir())) == 3  # a machine that is lent may give back a few files
 
 
 def part(monkeypatch: pytest.MonkeyPatch, body: Callable[[Bench], object]) -> None:
@@ -77,14 +79,38 @@ def test_a_broken_part_is_reported_with_what_it_had_found(
 ) -> None:
     part(monkeypatch, body)
     limit = 2.0 if body is hang else 60.0
-    result = kit.run("broken", True, tmp_path, limit)
+    seen: list[Result] = []
+    monkeypatch.setattr(kit, "LOOK", 0.2)
+    result = kit.run("broken", True, tmp_path, limit, seen.append)
     assert result.figures == [{"before": 1}]
+    assert body is not hang or seen[-1].figures == result.figures  # there before the part ended
     assert result.error is not None and why in result.error
     good = kit.run("environment", True, tmp_path, 60.0)  # the next one is none the worse
     assert good.error is None and good.figures
     write(tmp_path, [result, good], dry=True)
     text = (tmp_path / "report.md").read_text()
     assert why in text and "| torch |" in text
+
+
+def test_a_test_that_ends_its_process_is_told_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a segmentation fault does, or an error of CUDA, after which no other test can run."""
+    (tmp_path / "test_three.py").write_text(
+        "import os\n"
+        "def test_one(): pass\n"
+        "def test_two(): os._exit(7)\n"
+        "def test_three(): assert False, 'no such luck'\n"
+    )
+    monkeypatch.setattr(cuda_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(cuda_tests, "TESTS", "test_three.py")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'launch'}")
+    bench = Bench(True, tmp_path / "rows.json")
+    with pytest.raises(RuntimeError, match=r"::test_two, .*::test_three$"):
+        cuda_tests.run(bench)
+    rows = json.loads(bench.path.read_text())
+    assert [row["result"] for row in rows] == ["passed", "crashed", "failed"]
+    assert "ended its process with 7" in rows[1]["why"] and "no such luck" in rows[2]["why"]
 
 
 def test_a_row_that_fails_becomes_part_of_the_report_and_the_next_one_runs(tmp_path: Path) -> None:
