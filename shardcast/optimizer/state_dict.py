@@ -6,6 +6,7 @@ Three forms: this rank's own (:meth:`StateDict.dump`, local and without collecti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -338,7 +339,8 @@ def check_groups(groups: Groups, loaded: Groups) -> None:
 def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
     """Overwrite the options, not the parameters, of ``groups``; check them first."""
     for group, other in zip(groups, loaded, strict=False):
-        group.update((key, value) for key, value in other.items() if key != "params")
+        options = {key: value for key, value in other.items() if key != "params"}
+        group.update(copy.deepcopy(options))  # a scheduler writes into a tensor ``lr``
 
 
 def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:

@@ -97,6 +97,21 @@ def test_the_local_state_round_trips_bit_for_bit_and_loads_with_weights_only(tmp
     ThreadedWorld(2).run(run)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_state_that_was_loaded_is_the_callers_still(plain: bool):
+    """A scheduler multiplies a tensor learning rate in place."""
+    model = mlp()
+    inner = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    optimizer = shardcast.shard(model, inner, param_dtype="fp32")
+    state = copy.deepcopy(optimizer.full_state_dict() if plain else optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    steps(1)(model, optimizer, BATCH, True)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert state["param_groups"][0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adafactor])
 @pytest.mark.parametrize("size", [1, 3])
 def test_plain_states_go_in_and_out_with_an_identical_next_step(kind: Any, size: int):
