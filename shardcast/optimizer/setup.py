@@ -46,6 +46,7 @@ class Plan:
         params: the parameters of the new packs by name.
         rest: those that the optimizer does not hold.
         costs: of updates, where they are not as ``ELEMENT`` says.
+        begun: parameters of which the optimizer has a state already.
         options: what all ranks must have alike, whatever stage they hold, a line each.
         unmatched: patterns that match nothing in this stage of a pipeline, as messages.
     """
@@ -59,6 +60,7 @@ class Plan:
     params: Mapping[str, nn.Parameter]
     rest: Mapping[str, nn.Parameter]
     costs: Mapping[str, float]
+    begun: tuple[str, ...]
     options: tuple[str, ...]
     unmatched: tuple[str, ...]
 
@@ -70,6 +72,8 @@ class Plan:
             *self.options,
             # Rank 0's are broadcast, so they must fit everywhere.
             *(f"    {n} {tuple(t.shape)} {t.dtype}, not trained by the optimizer" for n, t in rest),
+            # Each rank's own is cut: loaded on rank 0 alone it would be that of its spans alone.
+            *(f"    {name}, of which the optimizer has a state" for name in self.begun),
         ]
 
     def tied(self, axes: Axes) -> dict[Tie, str]:
@@ -126,6 +130,7 @@ def plan_for(
     if len(stages) > 1:  # each can be reduced as soon as its own backwards are done
         numbers = {param: n for n, stage in enumerate(stages) for param in stage.parameters()}
         infos = [i._replace(key=f"{i.key}stage {numbers[params[i.name]]}") for i in infos]
+    begun = (n for n, param in params.items() if originals.owner(groups[n]).state.get(param))
     there = before.packs if before else ()
     layout = plan_packs(infos, axes, partitions, config, len(there))
     new = layout.packs
@@ -134,8 +139,8 @@ def plan_for(
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += axes.options() + validate.describe_groups(originals, first)
     return Plan(
-        inner, averaged, config, precision, layout, new, params, rest, costs, tuple(options),
-        unmatched,
+        inner, averaged, config, precision, layout, new, params, rest, costs, tuple(begun),
+        tuple(options), unmatched,
     )  # fmt: skip
 
 

@@ -437,6 +437,9 @@ def different(group: Any, what: str) -> str:
     if odd and what in ("lr", "weight_decay", "betas"):
         value = {"lr": torch.tensor(0.25), "weight_decay": 0.5, "betas": (0.5, 0.9)}[what]
         optimizer.param_groups[-1][what] = value
+    if odd and what == "state":  # as where rank 0 alone loads one
+        model.b.bias.grad = torch.ones_like(model.b.bias)
+        optimizer.step()
     for members in optimizer.param_groups:  # no plain value, so not compared
         members["mine"] = object()
     try:
@@ -456,6 +459,7 @@ DIFFERENCES = {
     "class": "ranks 0, 2: optimizer = AdamW; rank 1: optimizer = SGD",
     "lr": "ranks 0, 2: group 0: lr = 0.5; rank 1: group 0: lr = 0.25",
     "weight_decay": "ranks 0, 2: group 0: weight_decay = 0.01; rank 1: group 0: weight_decay = 0.5",
+    "state": "; rank 1: b.bias, of which the optimizer has a state",
     "betas": "ranks 0, 2: group 0: betas = (0.9, 0.999); rank 1: group 0: betas = (0.5, 0.9)",
 }
 
