@@ -19,13 +19,17 @@ def table(info: checkpoint.Info) -> list[str]:
     """Lines for people; the optimizer's state of a parameter stands beside the parameter."""
     prefix, state = "model.", "optimizer.state."
     rows = [("tensor", "shape", "dtype", "state of the optimizer")]
+    kept: dict[str, list[str]] = {}
+    for key in info.tensors:
+        if key.startswith(state):
+            name, _, its = key.removeprefix(state).rpartition(".")
+            kept.setdefault(name, []).append(its)
     for key, stored in info.tensors.items():
         if key.startswith(prefix):
             name = key.removeprefix(prefix)
-            mine = f"{state}{name}."
-            kept = [other.removeprefix(mine) for other in info.tensors if other.startswith(mine)]
             dtype = str(stored.dtype).removeprefix("torch.")
-            rows.append((name, "x".join(map(str, stored.shape)) or "-", dtype, ", ".join(kept)))
+            shape = "x".join(map(str, stored.shape)) or "-"
+            rows.append((name, shape, dtype, ", ".join(kept.get(name, ()))))
     widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
     lines = [
         f"checkpoint  {info.path}",

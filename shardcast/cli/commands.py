@@ -6,6 +6,7 @@ docstring is its help.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -44,7 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{_usage()}\n\nerror: unknown command {name!r}", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[name](arguments[1:])
+        status = COMMANDS[name](arguments[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough; the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"shardcast {name}: error: {error}", file=sys.stderr)
         return 2

@@ -385,6 +385,17 @@ def test_inspect_shows_a_checkpoint_as_a_table(
     assert "no committed checkpoint" in capsys.readouterr().err
 
 
+def test_a_pipe_that_is_closed_early_is_no_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `shardcast config | head` does
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["config"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_export_writes_plain_files_and_says_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
