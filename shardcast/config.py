@@ -306,6 +306,9 @@ def _nearest(key: str, names: list[str]) -> str:
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        source = f"given in code or by {CONFIG_VARIABLE}"
+        raise FileNotFoundError(f"config: no file {str(path)!r} ({source}) in {os.getcwd()!r}")
     content = _parse(path.read_text(), str(path)) or {}
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")

@@ -167,7 +167,7 @@ def test_yaml_that_is_not_a_mapping_and_files_that_are_not_there(tmp_path: Path)
     file.write_text("- 1\n")
     with pytest.raises(ValueError, match=r"list\.yaml: expected a mapping of options, got list"):
         ShardcastConfig.load(file)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="given in code or by SHARDCAST_CONFIG"):
         ShardcastConfig.load(tmp_path / "missing.yaml")
     file.write_text("")
     assert ShardcastConfig.load(file) == ShardcastConfig()

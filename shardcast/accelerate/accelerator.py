@@ -55,7 +55,7 @@ class ShardcastAccelerator(Accelerator):
     """
 
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
-        guards.refuse_requested_plugins(kwargs)
+        guards.refuse_requested(kwargs)
         super().__init__(*args, **kwargs)
         self._take_over(shardcast_config, {})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -46,8 +47,19 @@ def with_fp32_head(config: ShardcastConfig, model: nn.Module) -> ShardcastConfig
     return config.replace(fp32_outputs=heads)
 
 
-def refuse_requested_plugins(keywords: Mapping[str, Any]) -> None:
-    """Before Accelerate starts them, so that the message is ours and nothing is half set up."""
+def refuse_requested(keywords: Mapping[str, Any]) -> None:
+    """Before Accelerate starts plug-ins, so that the message is ours and nothing is half set up.
+
+    Raises:
+        TypeError: options of shardcast among the keywords.
+        RuntimeError: a plug-in that shards or casts by itself.
+    """
+    ours = [field.name for field in fields(ShardcastConfig) if field.name in keywords]
+    if ours:
+        raise TypeError(
+            f"{ours[0]}: it is an option of shardcast, not a keyword of Accelerate's Accelerator; "
+            f"write ShardcastAccelerator(shardcast_config={{{ours[0]!r}: ...}})"
+        )
     for keyword, (variable, name) in PLUGINS.items():
         by_launcher = os.environ.get(variable, "").lower() == "true"
         if keywords.get(keyword) is not None or by_launcher:

@@ -294,6 +294,11 @@ def test_plugins_given_in_code_are_refused(keyword: str) -> None:
         ShardcastAccelerator(cpu=True, **{keyword: object()})
 
 
+def test_an_option_of_shardcast_among_the_keywords_says_where_it_goes() -> None:
+    with pytest.raises(TypeError, match=r"shardcast_config={'max_grad_norm': \.\.\.}"):
+        ShardcastAccelerator(cpu=True, max_grad_norm=1.0)
+
+
 def test_fp8_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"cannot be combined with fp8 \(mixed_precision='fp8'"):
         ShardcastAccelerator(cpu=True, mixed_precision="fp8")

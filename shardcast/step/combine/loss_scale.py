@@ -76,5 +76,6 @@ def unscaled_error(ranks: Sequence[int]) -> RuntimeError:
     return RuntimeError(
         "step(): a loss scale is in use but the loss was not scaled on rank"
         f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; call "
-        "optimizer.scale_loss(loss).backward() wherever a backward runs"
+        "optimizer.scale_loss(loss).backward() wherever a backward runs, with Accelerate "
+        "accelerator.backward(loss)"
     )
