@@ -73,11 +73,11 @@ class Exchanged(Flight):
         self.by_rank = comm.size < MANY
         count = self._own.numel
         self.received = buffer(count * comm.size)
-        if all(span.numel == count for span in pack.spans):
+        if len(pack.lengths) == 1:
             self._work = comm.all_to_all(self.received, sent, about=pack)
         else:
-            sizes = [span.numel for span in pack.spans]
-            self._work = comm.all_to_all(self.received, sent, [count] * comm.size, sizes, pack)
+            splits = [count] * comm.size, pack.lengths
+            self._work = comm.all_to_all(self.received, sent, *splits, pack)
 
     def wait(self) -> list[Tensor]:
         self._work.wait()

@@ -21,6 +21,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,12 @@ class PackLayout:
     @property
     def padding(self) -> int:
         return self.numel - sum(slot.numel for slot in self.slots)
+
+    @cached_property  # a step asks for it
+    def lengths(self) -> tuple[int, ...]:
+        """Of the spans; one for all where they are equal."""
+        found = tuple(span.numel for span in self.spans)
+        return found[:1] if len(set(found)) == 1 else found
 
     def owned_spans(self) -> list[Span]:
         """The spans that hold a part of a parameter, not padding alone."""

@@ -6,6 +6,8 @@ On ``fake_world``; of a 7 B model only the layout is made, for its packs have no
 from __future__ import annotations
 
 import re
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -69,6 +71,30 @@ def test_a_step_makes_as_many_launches_in_every_world(world_size: int, fields: d
     assert ops[:9] == ["all_to_all_single"] * 9, "reduce: one for each pack"
     assert ops[9] == "all_reduce", "combine"
     assert len(ops) == 19 and len(layout.packs) == 9, "sync: one for each pack"
+
+
+def calls_of_a_step(world_size: int) -> int:
+    """How many Python calls of this package a step makes, generators' turns included."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, _arg: Any) -> None:
+        nonlocal calls
+        path = frame.f_code.co_filename
+        calls += event == "call" and "shardcast/" in path and "/testing/" not in path
+
+    with fake_world(world_size, rank=3) as group:
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = sharded(model, group, param_dtype=BF16, fuse="eager")
+        for step in range(3):
+            model.weight.grad = torch.ones_like(model.weight)
+            sys.setprofile(count if step == 2 else None)
+            optimizer.step()
+            sys.setprofile(None)
+    return calls
+
+
+def test_a_step_takes_the_host_no_more_calls_in_a_larger_world():
+    assert calls_of_a_step(1024) < 1.1 * calls_of_a_step(8)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
