@@ -63,7 +63,7 @@ def estimate(arguments: list[str]) -> int:
     parsed = _parse(arguments)
     if parsed.plot is not None:
         _figure()  # told before the work is done
-    machine = estimates.Machine.load(parsed.machine)
+    machine = estimates.Machine.load(parsed.machine).beside(parsed.tp)
     model, originals = _build(parsed.model, parsed.optimizer)
     config = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())

@@ -107,6 +107,10 @@ class Machine:
         """For which :func:`~shardcast.estimate.estimate` chooses routes."""
         return Fabric(self.backend, self.ranks_per_node)
 
+    def beside(self, tp: int) -> Machine:
+        """As data-parallel ranks see it, of which each has ``tp`` neighbours' accelerators too."""
+        return dataclasses.replace(self, ranks_per_node=max(1, self.ranks_per_node // tp))
+
     def group(self, size: int) -> Group:
         """``size`` ranks that fill one node after another."""
         return Group(self, size, min(size, self.ranks_per_node))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardcast.estimate.network import Group
-from shardcast.estimate.time import StepTime, arrivals, compute_times, exposed
+from shardcast.estimate.time import StepTime, arrivals, compute_times, hidden
 
 DDP_BUCKET = 25 * 2**20  # bytes; torch's default bucket_cap_mb
 FP32, LOW = 4, 2  # bytes
@@ -90,7 +90,7 @@ def _ddp(numel: int, moments: float, group: Group, tokens: int) -> StepTime:
     forward, backward = compute_times(numel, tokens, machine)
     sizes = _buckets(numel * FP32, DDP_BUCKET)
     works = [group.all_reduce(size) for size in sizes]
-    waited = exposed(works, arrivals(sizes, backward), backward)
+    beside = hidden(works, arrivals(sizes, backward), backward)
     copies = 2 * 2 * FP32 * numel * (group.size > 1)  # into buckets and back
     return StepTime(
         compute=forward + backward,
@@ -99,7 +99,7 @@ def _ddp(numel: int, moments: float, group: Group, tokens: int) -> StepTime:
         # And autocast's casts of weights: each read in fp32 and written in low precision.
         update=(_update(moments) + FP32 + LOW) * numel / machine.memory,
         sync=0.0,
-        in_backward=sum(works) - waited,
+        in_backward=beside,
         in_forward=0.0,
     )
 
@@ -112,8 +112,8 @@ def _fsdp2(units: Sequence[int], moments: float, group: Group, tokens: int) -> S
     # In the order of the backward: while a layer computes, the one before it is gathered and the
     # gradients of the one after it are scattered, through the same links.
     both = [2 * seconds for seconds in reversed(gathers)]
-    late = exposed(gathers[::-1], arrivals(units[::-1], forward), forward)
-    waited = exposed(both, arrivals(units[::-1], backward), backward)
+    under = hidden(gathers[::-1], arrivals(units[::-1], forward), forward)
+    beside = hidden(both, arrivals(units[::-1], backward), backward)
     # Each gather casts its shard first, and both copy between layers and flat buffers.
     copies = 2 * numel * (FP32 + LOW) / group.size + 3 * 2 * LOW * numel * (group.size > 1)
     owned = numel / group.size
@@ -123,8 +123,8 @@ def _fsdp2(units: Sequence[int], moments: float, group: Group, tokens: int) -> S
         combine=FP32 * owned / machine.memory + group.all_reduce(8),
         update=_update(moments) * owned / machine.memory,
         sync=2 * sum(gathers),
-        in_backward=sum(both) - waited,
-        in_forward=sum(gathers) - late,
+        in_backward=beside,
+        in_forward=under,
     )
 
 
@@ -139,7 +139,7 @@ def _megatron(numel: int, moments: float, group: Group, tokens: int) -> StepTime
     forward, backward = compute_times(numel, tokens, machine)
     sizes = _buckets(numel, max(40_000_000, 1_000_000 * group.size))
     works = [group.gather(FP32 * size) for size in sizes]
-    waited = exposed(works, arrivals(sizes, backward), backward)
+    beside = hidden(works, arrivals(sizes, backward), backward)
     owned = numel / group.size
     return StepTime(
         compute=forward + backward,
@@ -147,7 +147,7 @@ def _megatron(numel: int, moments: float, group: Group, tokens: int) -> StepTime
         combine=FP32 * owned / machine.memory + group.all_reduce(8),
         update=(_update(moments) + LOW) * owned / machine.memory,
         sync=sum(group.gather(LOW * size) for size in sizes),
-        in_backward=sum(works) - waited,
+        in_backward=beside,
         in_forward=0.0,
     )
 

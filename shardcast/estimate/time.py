@@ -71,23 +71,22 @@ def step_time(
     forward, backward = compute_times(numel, tokens, machine)
     sent = [reduce_time(pack, group) for pack in reversed(found.traffic)]
     sizes = [pack.wire for pack in reversed(found.traffic)]
-    waited = exposed(sent, arrivals(sizes, backward), backward)
+    beside = hidden(sent, arrivals(sizes, backward), backward)
     # On the device that computes, so beside nothing: gradients copied into their packs, and what
     # arrived read and summed.
     moved = sum(2 * pack.wire + _summed(pack, group.size) for pack in found.traffic)
     local = moved / machine.memory
     synced = sync_times(found.traffic, group)
-    sync = sum(synced)
-    late = exposed(synced[::-1], arrivals(sizes, forward), forward) if config.overlap_sync else sync
+    under = hidden(synced[::-1], arrivals(sizes, forward), forward) if config.overlap_sync else 0.0
     bandwidth = machine.host if config.offload else machine.memory
     return StepTime(
         compute=forward + backward,
         reduce=sum(sent) + local,
         combine=found.normed / machine.memory + group.all_reduce(8),
         update=found.updated / bandwidth + max(found.products) / machine.flops,
-        sync=sync,
-        in_backward=sum(sent) - waited,
-        in_forward=sync - late,
+        sync=sum(synced),
+        in_backward=beside,
+        in_forward=under,
     )
 
 
@@ -132,6 +131,11 @@ def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:
         so_far += size
         found.append(seconds * so_far / total)
     return found
+
+
+def hidden(works: Sequence[float], ready: Sequence[float], end: float) -> float:
+    """What of ``works`` is done before ``end``; see :func:`exposed`."""
+    return max(0.0, sum(works) - exposed(works, ready, end))  # above 0 but for rounding
 
 
 def exposed(works: Iterable[float], ready: Iterable[float], end: float) -> float:

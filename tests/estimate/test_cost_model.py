@@ -26,7 +26,7 @@ from shardcast.estimate import (
     step_time,
     units_of,
 )
-from shardcast.estimate.time import arrivals, exposed
+from shardcast.estimate.time import arrivals, exposed, hidden
 from shardcast.optimizer.setup import plan_for
 from shardcast.plan.packing import routed
 from shardcast.plan.routes import Fabric
@@ -204,6 +204,12 @@ def test_options_change_the_stages_that_they_are_about():
     assert stages(2, moments="bf16")[0].updated == 1000 * (2 + 8 + 8 + 2)
     # Parameter and remainder read and written, and a byte of ties for each row of four.
     assert stages(2, master="split16")[0].updated == 1000 * (2 + 2 * (2 + 2 + 1 / 4) + 16)
+
+
+def test_what_is_hidden_is_never_less_than_nothing():
+    works, ready = [0.2, 0.5, 0.9, 0.3], [4.0] * 4
+    assert sum(works) - exposed(works, ready, 4.0) < 0, "as doubles are rounded"
+    assert hidden(works, ready, 4.0) == 0.0
 
 
 def test_with_no_time_to_hide_in_everything_is_exposed():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardcast
-from shardcast.estimate import estimate
+from shardcast.cli import main
+from shardcast.estimate import PRESETS, estimate
 from shardcast.estimate.parallel import stages_of
 from shardcast.plan.originals import Originals
 from shardcast.testing import fake_world
@@ -70,6 +73,23 @@ def test_stages_share_the_model_and_each_holds_what_it_computes():
     for model, originals in parts:
         held = sum(p.numel() for group in originals.groups for p in group["params"])
         assert held == sum(param.numel() for param in model.parameters())
+
+
+def test_tensor_parallel_neighbours_leave_fewer_data_parallel_ranks_to_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "wide.py").write_text(
+        "import torch\ndef build(): return torch.nn.Linear(4096, 4096, bias=False)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = ["estimate", "wide:build", "--world_size", "8", "--json"]
+    reduced = []
+    for options in ([], ["--tp", "4", "--tp_plan", "weight=0"]):
+        assert main([*command, *options]) == 0
+        reduced.append(json.loads(capsys.readouterr().out)[0]["time"]["reduce"])
+    assert reduced[1] > reduced[0], "a quarter of the bytes, but between nodes"
+    nodes = [PRESETS["h100"].beside(tp).group(8).nodes for tp in (1, 2, 8, 16)]
+    assert nodes == [1, 2, 8, 8]
 
 
 @pytest.mark.parametrize(
