@@ -60,6 +60,7 @@ def save_async(
     )
 
     def copied() -> tuple[saving.Job, list[Part]]:
+        job.look()  # else rank 0 would wait for the others in vain
         own, once = copy.deepcopy((job.own, job.once))
         kept = dataclasses.replace(job, own=own, once=once, timeout=timeout)
         return kept, list(map(_copied, snapshot.parts()))

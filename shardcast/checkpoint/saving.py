@@ -122,8 +122,17 @@ class Job:
     keep: int | None
     timeout: float = LAG
 
+    def look(self) -> None:
+        """Raise a RuntimeError if this rank does not see the directory that rank 0 made."""
+        if not self.writing.is_dir():
+            raise RuntimeError(
+                f"directory: rank 0 made {str(self.writing)!r}, but rank {self.rank} does not see "
+                "it; the directory must be on a file system that all ranks share"
+            )
+
     def write(self, parts: Iterable[Part]) -> None:
         """Write this rank's file, then tell rank 0 what is in it."""
+        self.look()
         name, records, own = data_file(self.rank), list[Record](), io.BytesIO()
         with storage.SYSTEM.create(self.writing / name) as file:
             for part in parts:

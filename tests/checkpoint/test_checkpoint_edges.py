@@ -19,6 +19,7 @@ from models import assert_same_bits, install, parts, run_world, sharded
 from torch import nn
 
 from shardcast import checkpoint
+from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import Snapshot
 from shardcast.checkpoint.directory import MANIFEST, MARKER
 from shardcast.checkpoint.storage import digest_of
@@ -158,6 +159,28 @@ def test_a_read_only_mount_is_not_said_to_have_the_wrong_mode(
     with pytest.raises(OSError, match="directory: the file system is mounted read-only") as caught:
         checkpoint.save(tmp_path / "run", model, optimizer, step=1)
     assert caught.value.errno == errno.EROFS and "mode" not in str(caught.value)
+
+
+class Elsewhere(storage.Files):
+    """New directories are made where nobody else sees them."""
+
+    def make_directory(self, path: Path) -> None:
+        super().make_directory(path.parent / "unseen" / path.name)
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
+def test_a_directory_that_ranks_do_not_share_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
+):
+    monkeypatch.setattr(storage, "SYSTEM", Elsewhere())
+
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group)
+        with pytest.raises(RuntimeError, match="on a file system that all ranks share"):
+            save(tmp_path, model, optimizer, step=1)
+
+    run_world(2, attempt)
+    assert [path.name for path in tmp_path.iterdir()] == ["unseen"]
 
 
 def test_a_link_to_nowhere_is_named_as_one(tmp_path: Path):
