@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
     @property
     def adds(self) -> bool:
         """Whether gradients of copies are added up."""
-        return not set(self.copies).isdisjoint(self.sums)
+        return bool(self.sums) and not set(self.copies).isdisjoint(self.sums)
 
     def __str__(self) -> str:
         found = [] if self.cut == PLAIN else [f"cut over {self.cut}"]

@@ -90,6 +90,7 @@ class Control:
         self._comm = grid.dp
         self._bits = grid.dp.size.bit_length()  # of a count
         self._known: dict[tuple[bool, ...], Tensor] = {}
+        self._nothing = torch.empty(0, dtype=torch.float64, device=device)
 
     def all_reduce(
         self,
@@ -117,7 +118,8 @@ class Control:
         by_row[rank % rows] = torch.stack(list(powers))
         all_bad[rank].fill_(bad)  # to assign a number would wait for a GPU (torch < 2.13)
         all_counts.copy_(counts)
-        all_joint.copy_(joint)
+        if joint.numel():
+            all_joint.copy_(joint)
         all_digests.copy_(digests)
         self._comm.all_reduce(control)
         differing = options.differing(all_digests)
@@ -170,15 +172,16 @@ class Control:
 
     def _joint(self) -> Tensor:
         """What copies of one data-parallel coordinate told each other, in lanes, 1-d."""
-        rows = [torch.empty(0, dtype=torch.float64, device=self._device)]
+        rows = []
         for grads in self._grads:
             if grads.pack.layout.sharing.adds:
                 lanes, here = self._lanes(grads)
-                row = rows[0].new_zeros(lanes, len(grads.owned))
+                shape = lanes, len(grads.owned)
+                row = torch.zeros(shape, dtype=torch.float64, device=self._device)
                 if grads.joint is not None:
                     row[here] = grads.joint
                 rows.append(row.view(-1))
-        return torch.cat(rows)
+        return torch.cat(rows) if rows else self._nothing
 
     def _lanes(self, grads: GradPack) -> tuple[int, int]:
         return self._grid.axes.lanes(grads.pack.layout.sharing)
