@@ -48,8 +48,8 @@ class ParamInfo(NamedTuple):
     requires_grad: bool = True
     group: int = 0
     key: str = ""
-    cost: float | None = None
     sharing: Sharing = Sharing()
+    cost: float | None = None
 
     @property
     def numel(self) -> int:

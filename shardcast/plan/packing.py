@@ -42,7 +42,7 @@ def describe(
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
-    infos = []
+    infos, plain = [], Sharing()
     for name, param in named.items():
         device = devices.get(param.device)
         if device is None:
@@ -58,8 +58,8 @@ def describe(
                 param.requires_grad,
                 0 if groups is None else groups[name],
                 "" if config.group_fn is None else repr(config.group_fn(name, param)),
+                plain if sharings is None else sharings[name],
                 costs.get(name),
-                Sharing() if sharings is None else sharings[name],
             )
         )
     return infos
@@ -111,8 +111,7 @@ def plan_packs(
     least = min(max(PACK, PIECE * axes.world_size), MOST)
     for param in params[alone:]:
         numel, itemsize = param.numel, param.dtype.itemsize
-        # All but name, shape and cost.
-        filled = kinds.setdefault((*param[2:7], param.sharing), [])
+        filled = kinds.setdefault(param[2:8], [])  # all but name, shape and cost
         full = not filled or len(filled[-1].params) == pack_params
         if not full and pack_mb is None:
             full = filled[-1].numel * itemsize >= least

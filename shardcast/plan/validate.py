@@ -35,17 +35,18 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
 
 def check_memory(named: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError for a parameter without memory, or with that of another one."""
-    owners: dict[tuple[torch.device, int], str] = {}
+    owners: dict[int, str] = {}
     for name, param in named.items():
-        if param.is_meta:
+        pointer = _compat.local_tensor(param).data_ptr()
+        if not pointer and param.is_meta:  # empty ones have no memory either
             raise ValueError(
                 f"model: parameter {name!r} is on the meta device and was never materialised; "
                 "call model.to_empty(device=...) and initialise it first, or pass materialize="
             )
-        pointer = _compat.local_tensor(param).data_ptr()
-        if pointer:  # empty ones have no memory
-            other = owners.setdefault((param.device, pointer), name)
-            if other != name:  # packs would give each its own
+        if pointer:
+            other = owners.setdefault(pointer, name)
+            # Packs would give each its own. Devices do not share addresses, but for odd ones.
+            if other != name and named[other].device == param.device:
                 raise ValueError(
                     f"model: parameters {other!r} and {name!r} are two objects on the same memory, "
                     "which packing would untie; tie the Parameter itself, as in "

@@ -1,9 +1,9 @@
 """The eager update on CPU: windows that stay in the cache, in place, a pass per operation.
 
 The functions of :mod:`shardcast.memory.forms` with the same bits, in as few operations as there
-are names for. What is rare (a tie of a split master, a weight that was set to zero by hand) costs
-a look, and more only where it is found. Constants of the rounding are 0-dim tensors: with a number
-of Python each operation takes a microsecond more.
+are names for. What is rare (a tie of a split master, a weight that was set to zero by hand, a byte
+that is zero) costs a look, and more only where it is found. Constants are 0-dim tensors: with a
+number of Python each operation takes two microseconds more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ MIX = [
     [torch.tensor(n, dtype=INTEGER, device="cpu") for n in (shift, (1 << 32 - shift) - 1, factor)]
     for shift, factor in MIXING
 ]
-WHOLE = 1.5 * 2.0**23  # its sum with a small number has that, rounded, in the lowest bits
+STEPS = {n: torch.tensor(float(n), dtype=MASTER_DTYPE, device="cpu") for n in (127, 255)}
+# Its sum with a small number has that, rounded, in the lowest bits.
+WHOLE = torch.tensor(1.5 * 2.0**23, dtype=MASTER_DTYPE, device="cpu")
 
 
 class Windows:
@@ -83,7 +85,7 @@ class Windows:
             return out.copy_(raw[0])
         if isinstance(form, Bytes):
             codes, scales = raw
-            out.copy_(codes).div_(form.steps)
+            out.copy_(codes).div_(STEPS[form.steps])
             if form.signed:
                 out.mul_(torch.abs(out, out=self._spare))
             else:
@@ -94,17 +96,18 @@ class Windows:
 
     def _to_bytes(self, form: Bytes, raw: Raw, row: int, values: Tensor) -> None:
         codes, scales = raw
-        root, sign = self._grad, self._spare
+        root, spare = self._grad, self._spare
         size = torch.abs(values, out=root) if form.signed else values
         torch.amax(size.view(-1, row), 1, out=scales)
         divisors = scales.clamp_min(torch.finfo(MASTER_DTYPE).tiny)[:, None]
         torch.div(size.view(-1, row), divisors, out=root.view(-1, row))
+        steps = root.sqrt_() if form.signed else root.sqrt_().sqrt_()
+        steps.mul_(STEPS[form.steps])
         if form.signed:
-            root.sqrt_().mul_(form.steps).mul_(torch.sign(values, out=sign))
-        else:
-            torch.sign(root.sqrt_().sqrt_(), out=sign)
-            torch.maximum(root.mul_(form.steps), sign, out=root)  # 1 for all but zeros
-        codes.copy_(root.add_(WHOLE).view(INTEGER))
+            steps.mul_(torch.sign(values, out=spare))
+        codes.copy_(torch.add(steps, WHOLE, out=spare).view(INTEGER))
+        if not form.signed and not codes.all():
+            codes.copy_(torch.maximum(codes, steps > 0))  # 1 for all but zeros
 
     def _draw(self, places: Tensor, seed: Tensor) -> None:
         """The bits of :func:`.forms.chances`, both numbers in one, of multiplied places."""
