@@ -84,7 +84,7 @@ class Bucket:
         for position in gone if others_too else gone - self.absent:
             self.grads.own[own_part(self.grads.pack, position)].zero_()
             if self.late and self.grads.joint is not None:
-                self.grads.joint[position] = 0.0
+                self.grads.joint[position].fill_(0.0)
 
     def send(self, spare: list[Tensor]) -> None:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
@@ -124,9 +124,9 @@ class Bucket:
         if self.sums:
             own, slots = grads.own.numel(), grads.pack.layout.slots if self.late else ()
             total = added(pieces, len(slots))
-            total[own:] = 1.0
+            total[own:].fill_(1.0)  # to assign a number may wait for a GPU, see Control.sum
             for position in self.absent if self.late else ():
-                total[own + position] = 0.0
+                total[own + position].fill_(0.0)
             for comm in self.sums:
                 comm.all_reduce(total, grads.pack.layout)
             pieces, grads.joint = [total[:own]], total[own:].clone()
