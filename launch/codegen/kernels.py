@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 SIZES = {"i1": 1, "u1": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(((?:[^()]|\([^()]*\))*)\)")
-GLOBAL = re.compile(r"(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)")
+GLOBAL = re.compile(r"(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)[^;\[]*\[([^\]]+)\]")
 REDUCED = re.compile(r"r0_numel = (\d+)")
 
 
@@ -127,8 +127,13 @@ def accesses(source: str, signature: dict[str, str]) -> list[Access]:
 
 
 def widths(ptx: str) -> list[int]:
-    """Bytes of every access of a thread to global memory."""
-    return [int(vector or 1) * int(bits) // 8 for _, vector, bits in GLOBAL.findall(ptx)]
+    """Bytes of every access of a thread to global memory.
+
+    What it reads again at one address comes from a cache: Triton 3.6 (torch 2.11) loads the number
+    of a row once for each element of a thread.
+    """
+    found = dict.fromkeys(GLOBAL.findall(ptx))
+    return [int(vector or 1) * int(bits) // 8 for _, vector, bits, _address in found]
 
 
 def _resources(ptx: str, folder: Path) -> tuple[int, int]:

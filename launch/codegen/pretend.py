@@ -1,7 +1,8 @@
 """A GPU that is not there: as much of one as Inductor and Triton ask for to generate code.
 
-Tried with torch 2.15 and Triton 3.9; these are internals, and they move. Nothing is run: device
-properties are those of an H100, Triton compiles for sm_90, and tensors on "cuda" are fake ones.
+Tried with torch 2.11 and 2.15, with Triton 3.6 and 3.9; these are internals, and they move. Nothing
+is run: device properties are those of an H100, Triton compiles for sm_90, and tensors on "cuda" are
+fake ones.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def gpu() -> Iterator[None]:
         "torch.cuda._maybe_exchange_device": _zero,
         "torch.cuda.get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "torch.cuda.set_rng_state": _nothing,
+        "torch._inductor.scheduler.has_triton": lambda: True,  # torch 2.11 keeps an earlier answer
         # They look for patterns of attention, by tracing some on the device.
         "torch._inductor.fx_passes.joint_graph.lazy_init": _nothing,
         "torch._inductor.fx_passes.post_grad.lazy_init": _nothing,
