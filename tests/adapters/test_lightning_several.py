@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from models import exact_muon
 from test_lightning import Net, loader, trainer_of
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
@@ -63,7 +64,7 @@ def fit(folder: str, devices: int, resume: str | None = None, **options: Any) ->
 
 
 def test_training_is_that_of_two_plain_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # see test_muon
+    exact_muon(monkeypatch)
     plain = fit(str(tmp_path / "plain"), 1, strategy="ddp")
     ours = fit(str(tmp_path / "ours"), 1)
     assert len(ours[0]) == 24

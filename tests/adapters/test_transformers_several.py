@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models import exact_muon
 from test_accelerate_processes import fresh
 from test_transformers import STEPS, Text, equal, logged, model_of, weights
 from torch.optim.lr_scheduler import LambdaLR
@@ -58,8 +59,7 @@ def trainer_of(folder: str, cls: Any, optimizers: Any = None, **options: Any) ->
 def test_training_is_that_of_two_plain_optimizers_whose_groups_one_schedule_drives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # Muon in float64: in bf16 the last bit of a clip grows to 1e-2 of an update.
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    exact_muon(monkeypatch)
     plain = trainer_of(str(tmp_path / "a"), transformers.Trainer, lambda m: (Both(pair(m)), None))
     plain.train()
     ours = trainer_of(str(tmp_path / "b"), ShardcastTrainer, lambda m: (pair(m), None))

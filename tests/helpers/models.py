@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -261,3 +263,10 @@ def run_world(
     results = world.run(fn, *args)
     assert_same_sequence(world.logs)
     return results, world
+
+
+def exact_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Muon orthogonalise in float64: in bf16 one last bit grows to 1e-2 of an update."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    there = {**vars(torch), "bfloat16": torch.double}  # torch >= 2.15 casts with ``to``
+    monkeypatch.setattr("torch.optim._muon.torch", SimpleNamespace(**there))

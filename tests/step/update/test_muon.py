@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import exact_muon
 from torch import Tensor, nn
 
 import shardcast
@@ -119,8 +120,7 @@ def difference(seed: int, steps: int = 3) -> float:
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
-    monkeypatch.setattr(torch, "bfloat16", torch.double)
+    exact_muon(monkeypatch)
 
 
 @pytest.mark.parametrize("start", range(0, 60, 20))
