@@ -18,7 +18,7 @@ from shardcast.step.update.windows import Windows
 pytestmark = pytest.mark.timeout(240)
 
 STEPS, CONTEXT, BATCH = 150, 64, 8
-SEEDS = (0, 1)  # of one draw the loss is 3 % off, this way or that
+SEEDS = (0, 1, 2)  # of one draw the loss is 3 % off, and every Python has another text
 
 
 @functools.cache
