@@ -58,7 +58,9 @@ class Engine:
         self.reduce: Reducer | AveragedReducer = (
             AveragedReducer(plan.config) if plan.averaged else Reducer(grid, plan.config, at_step)
         )
-        self.combine = Combine(self.reduce.grads, grid, plan.config, self.device, originals)
+        self.combine = Combine(
+            self.reduce.grads, grid, plan.config, self.device, originals, self.reduce.divisor
+        )
         self.sync = Sync()
         self.update = Updates(originals, plan.config, grid.dp, self.sync.begin)
         self._add(shards)

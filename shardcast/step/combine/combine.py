@@ -22,6 +22,7 @@ from shardcast.step.combine.loss_scale import LossScale, unscaled_error
 from shardcast.step.combine.norm import PNorm
 from shardcast.step.combine.options import Options
 from shardcast.step.combine.skip_report import SkipReport
+from shardcast.step.reduce.mean import Divisor
 
 
 class Combine:
@@ -31,6 +32,7 @@ class Combine:
         grads: the gradient packs that are reduced; the list may grow.
         device: where the scalars live.
         originals: the optimizers, whose groups it reads.
+        divisor: of the mean, which all ranks must have alike.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Combine:
         config: ShardcastConfig,
         device: torch.device,
         originals: Originals,
+        divisor: Divisor,
     ) -> None:
         self._grads, self._grid, self._device, self._originals = grads, grid, device, originals
+        self._divisor = divisor
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
         self._control = Control(grads, grid, self._norm, device)
@@ -90,7 +94,7 @@ class Combine:
         by_pack = [self._power(grads) for grads in self._grads]
         by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
         bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
-        digests = self._options.pairs(self._originals.groups, max_norm)
+        digests = self._options.pairs(self._originals.groups, max_norm, self._divisor.given)
         sums = self._control.all_reduce(by_group, bad, pattern, digests, self._options)
         self._refuse(sums.bad, sums.differing)
         powers = sums.powers

@@ -27,7 +27,8 @@ BITS = 16  # ranks * sum(d * d) < ranks**2 * 2**32 is an exact int64 for up to 2
 MASK = (1 << BITS) - 1
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
 TRAINED = "requires_grad"
-BOUND = "max_norm"  # given to a clip; of no group
+BOUND, DIVISOR = "max_norm", "divisor"  # given to a clip, and to the mean
+LOOSE = (BOUND, DIVISOR)  # of no group
 PLAIN = frozenset({float, int, bool, str, type(None)})
 SHOWN = 8  # ranks that are listed of those with one value
 REMEDY = (
@@ -68,7 +69,7 @@ class _Group:
 
 
 class Options:
-    """Options of the parameter groups of one optimizer, and of its clip.
+    """Options of the parameter groups of one optimizer, of its clip, and of the mean.
 
     Args:
         defaults: names of the options of the optimizer's class; others are a script's own notes.
@@ -85,16 +86,18 @@ class Options:
     ) -> None:
         self._comm, self._device, self._everyone = comm, device, everyone or comm
         self._own = tuple(dict.fromkeys((*defaults, "max_grad_norm")))
-        self._names = (TRAINED, *self._own, BOUND)
+        self._names = (TRAINED, *self._own, *LOOSE)
         self._known: list[_Group] = []
         self._digests: list[int] = []  # per name, then per group
-        self._bound: float | None = None
+        self._loose: list[Any] = [None] * len(LOOSE)
         self._warned = False
         # On the device: the digests that were sent last, and where those of tensors are added.
         self._sent: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
         self._places: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
 
-    def pairs(self, groups: Groups, max_norm: float | None) -> Tensor:
+    def pairs(
+        self, groups: Groups, max_norm: float | None, divisor: float | Tensor | None = None
+    ) -> Tensor:
         """This rank's digests and their squares, 1-d fp64; empty where there is one rank.
 
         Costs a microsecond per group, and 0.1 per parameter, as long as nothing changes.
@@ -104,15 +107,15 @@ class Options:
         if len(self._known) != len(groups):
             self._known = [_Group(len(self._own) + 1) for _ in groups]
             self._digests = [0] * (len(self._names) + len(groups))
-            self._bound = None
+            self._loose = [None] * len(LOOSE)
         for number, (known, group) in enumerate(zip(self._known, groups, strict=True)):
             objects, flags = list(map(group.get, self._own)), _trained(group)
             if not known.unchanged(objects, flags):
                 known.objects = objects
                 known.changing = not all(map(_is_constant, objects))
                 self._update(known, number, [flags, *map(_plain, objects)])
-        self._update_bound(max_norm)
-        return self._on_device()
+        self._update_loose((max_norm, _plain(divisor)))
+        return self._on_device(divisor)
 
     def differing(self, sums: Tensor) -> Tensor:
         """Per option, then per group, whether ranks differ in it; 1-d bool.
@@ -145,27 +148,31 @@ class Options:
                 self._digests[at] = (self._digests[at] + new - old) & MASK
         known.values = values
 
-    def _update_bound(self, max_norm: float | None) -> None:
-        if self._bound != max_norm:
-            place = len(self._names) - 1
-            self._bound = max_norm
-            self._digests[place] = _hash(0, place, max_norm) & MASK
+    def _update_loose(self, values: Sequence[Any]) -> None:
+        first = len(self._names) - len(LOOSE)
+        for place, (before, now) in enumerate(zip(self._loose, values, strict=True), first):
+            if before != now:
+                self._loose[place - first] = now
+                self._digests[place] = _hash(0, place, now) & MASK
 
-    def _on_device(self) -> Tensor:
-        tensors = [
+    def _on_device(self, divisor: Any) -> Tensor:
+        last = len(self._names) - 1
+        tensors: list[tuple[int, int | None, Any]] = [
             (place, number, known.objects[place - 1])  # TRAINED is no object
             for number, known in enumerate(self._known)
             if known.changing
             for place, value in enumerate(known.values)
             if value is ON_DEVICE
         ]
+        if self._loose[-1] is ON_DEVICE:
+            tensors.append((last, None, divisor))
         numbers = tuple(self._digests)
         if self._sent[0] != numbers:
             self._sent = (numbers, to_device(numbers, torch.int64, self._device))
         digests = self._sent[1]
         if tensors:
             places = (*(place for place, _, _ in tensors),
-                      *(len(self._names) + number for _, number, _ in tensors))  # fmt: skip
+                      *(last if n is None else last + 1 + n for _, n, _ in tensors))  # fmt: skip
             if self._places[0] != places:
                 self._places = (places, to_device(places, torch.int64, self._device))
             values = torch.stack([tensor.detach().double().reshape(()) for *_, tensor in tensors])
@@ -246,16 +253,16 @@ class Options:
         )
 
     def _found(self, differing: Sequence[bool], groups: int) -> list[Place]:
-        """Names and group numbers of what differs; a bound has no group."""
+        """Names and group numbers of what differs; what is loose has no group."""
         names = [name for name, wrong in zip(self._names, differing, strict=False) if wrong]
         numbers = [n for n in range(groups) if differing[len(self._names) + n]]
         return [
-            (name, number) for name in names for number in ([None] if name == BOUND else numbers)
+            (name, number) for name in names for number in ([None] if name in LOOSE else numbers)
         ]
 
     def _value(self, name: str, number: int | None, groups: Groups) -> Any:
         if number is None:
-            return self._bound
+            return self._loose[LOOSE.index(name)]
         if name == TRAINED:
             return _trained(groups[number])
         return _plain(groups[number].get(name))
@@ -299,7 +306,9 @@ def _hash(number: int, place: int, value: Any) -> int:
 
 
 def _what(name: str, number: int | None) -> str:
-    return f"the bound of the clip ({name})" if number is None else f"{name} of group {number}"
+    if number is None:
+        return f"the bound of the clip ({name})" if name == BOUND else name
+    return f"{name} of group {number}"
 
 
 def _first_param(

@@ -83,6 +83,10 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
     "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1 is 0.01", "0.5 on rank 1"]),
     "a clip": (lambda o, _m, rank: setattr(o, "step", functools.partial(clipped_step, o, rank)),
                ["the bound of the clip (max_norm) is 1.0 on ranks 0, 2; 2.0 on rank 1"]),
+    "a divisor": (lambda o, _m, rank: setattr(o, "divisor", 96.0 if rank == 1 else None),
+                  ["step: divisor is None on ranks 0, 2; 96.0 on rank 1."]),
+    "its tensor": (lambda o, _m, rank: setattr(o, "divisor", torch.tensor(96.0 + rank // 2)),
+                   ["step: divisor is 96.0 on ranks 0, 1; 97.0 on rank 2."]),
 }  # fmt: skip
 
 
@@ -168,7 +172,7 @@ def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce():
     doubles = [call for call in world.logs[0] if call.dtype == torch.float64]
     assert [call.op for call in doubles] == ["all_reduce"] * 2
     # 2 norms, 2 ranks, 6 slots in one double, and pairs for 2 groups and the options.
-    names = len({*torch.optim.AdamW([torch.zeros(1)]).defaults, "max_grad_norm"}) + 2
+    names = len({*torch.optim.AdamW([torch.zeros(1)]).defaults, "max_grad_norm"}) + 3
     assert doubles[0].nbytes == 8 * (2 + 2 + 1 + 2 * (2 + names))
 
 
@@ -187,15 +191,19 @@ def test_the_control_all_reduce_grows_by_a_double_per_rank(size: int):
 # -- the digests ----------------------------------------------------------------------------------
 
 
-def differing(groups_of_ranks: list[list[dict[str, Any]]]) -> list[tuple[str, int | None]]:
+def differing(
+    groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None
+) -> list[tuple[str, int | None]]:
     """What the ranks would find, from the sum of their digests."""
     size = len(groups_of_ranks)
     defaults = [name for name in groups_of_ranks[0][0] if name != "params"]
     with fake_world(size) as group:
         ranks = [Options(defaults, Comm(group), torch.device("cpu")) for _ in range(size)]
         sums = sum(
-            options.pairs(groups, None)
-            for options, groups in zip(ranks, groups_of_ranks, strict=True)
+            options.pairs(groups, None, divisor)
+            for options, groups, divisor in zip(
+                ranks, groups_of_ranks, divisors or [None] * size, strict=True
+            )
         )
         return ranks[0]._found(ranks[0].differing(sums).tolist(), len(groups_of_ranks[0]))
 
@@ -236,6 +244,9 @@ def test_values_on_an_accelerator_are_compared_there(
     other = groups_with(0, torch.tensor([1e-3 * factor]))
     assert differing([*same[:3], other]) == [("lr", 0)]
     assert differing([*same[:3], groups_with(0, 1e-3)]) == [("lr", 0)]
+    divisors = [torch.tensor(7.0) for _ in range(4)]
+    assert differing(same, divisors) == []
+    assert differing(same, [*divisors[:3], 7.0 * torch.tensor(factor)]) == [("divisor", None)]
 
 
 def test_without_squares_a_difference_would_be_missed(monkeypatch: pytest.MonkeyPatch):
