@@ -31,7 +31,7 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, routed
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
-from shardcast.plan.sharing import Axes, Tie
+from shardcast.plan.sharing import Axes, Sharing, Tie
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Plan:
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
         rest: those that the optimizer does not hold.
+        sharings: of both.
         costs: of updates, where they are not as ``ELEMENT`` says.
         begun: parameters of which the optimizer has a state already.
         options: what all ranks must have alike, whatever stage they hold, a line each.
@@ -59,6 +60,7 @@ class Plan:
     new: tuple[PackLayout, ...]
     params: Mapping[str, nn.Parameter]
     rest: Mapping[str, nn.Parameter]
+    sharings: Mapping[str, Sharing]
     costs: Mapping[str, float]
     begun: tuple[str, ...]
     options: tuple[str, ...]
@@ -124,7 +126,7 @@ def plan_for(
         validate.check_staged(config)
     else:
         validate.check_matched(unmatched)
-    sharings = axes.sharings(params)
+    sharings = axes.sharings({**params, **rest})
     costs = _costs(params, groups, originals, config)
     infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
     if len(stages) > 1:  # each can be reduced as soon as its own backwards are done
@@ -139,8 +141,8 @@ def plan_for(
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += axes.options() + validate.describe_groups(originals, first)
     return Plan(
-        inner, averaged, config, precision, layout, new, params, rest, costs, tuple(begun),
-        tuple(options), unmatched,
+        inner, averaged, config, precision, layout, new, params, rest, sharings, costs,
+        tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
 
 
@@ -184,6 +186,7 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
     def ready() -> Plan:
         plan = planned()
         validate.check_memory(plan.params)
+        validate.check_materialised((*plan.rest.items(), *plan.model.named_buffers()))
         return plan
 
     plan = grid.everyone.together(ready, device, call)
@@ -235,16 +238,10 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
         stages: the model, or the stages of it that this rank has.
     """
     precision, rest = plan.precision, plan.rest
-    for name, tensor in (*rest.items(), *plan.model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"model: {name!r} is on the meta device and was never materialised; let "
-                "materialize= give every parameter and buffer its storage, frozen ones too"
-            )
-    sharings = {name: grid.axes.sharing(name, param) for name, param in rest.items()}
-    for name, sharing in sorted(sharings.items(), key=lambda pair: grid.axes.turn(pair[1])):
-        param = rest[name]
-        local = as_packed(param)
+    for name, param in sorted(
+        rest.items(), key=lambda pair: grid.axes.turn(plan.sharings[pair[0]])
+    ):
+        local, sharing = as_packed(param), plan.sharings[name]
         local.data = local.data.contiguous()
         for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
             comm.broadcast(local.data, 0)

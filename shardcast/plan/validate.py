@@ -55,6 +55,16 @@ def check_memory(named: Mapping[str, nn.Parameter]) -> None:
                 )
 
 
+def check_materialised(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a tensor without memory."""
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise ValueError(
+                f"model: {name!r} is on the meta device and was never materialised; let "
+                "materialize= give every parameter and buffer its storage, frozen ones too"
+            )
+
+
 def check_embeddings(
     model: nn.Module,
     named: Mapping[str, nn.Parameter],

@@ -40,6 +40,22 @@ def partial(mesh: DeviceMesh) -> None:
     shardcast.shard(model, adamw(model), mesh=mesh)
 
 
+def partial_and_left_out_on_a_stage(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    optimizer = adamw(model)
+    if mesh.get_local_rank("pp"):
+        pending = DTensor.from_local(torch.ones(4), mesh["tp"], [Partial()], run_check=False)
+        model.register_parameter("rest", nn.Parameter(pending, requires_grad=False))
+    shardcast.shard(model, optimizer, mesh=mesh)
+
+
+def buffer_of_a_stage_without_memory(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    if mesh.get_local_rank("pp"):
+        model.register_buffer("table", torch.empty(3, device="meta"))
+    shardcast.shard(model, adamw(model), mesh=mesh)
+
+
 def no_such_dimension(mesh: DeviceMesh) -> None:
     model = bag(mesh)
     shardcast.shard(model, adamw(model), mesh=mesh, dp="data")
@@ -260,6 +276,8 @@ def scale_forgotten(mesh: DeviceMesh) -> None:
 
 REFUSED: list[tuple[Callable[[DeviceMesh], None], str, str]] = [
     (partial, "TypeError", "'one' is Partial along 'tp'"),
+    (partial_and_left_out_on_a_stage, "TypeError", "'rest' is Partial along 'tp'"),
+    (buffer_of_a_stage_without_memory, "ValueError", "'table' is on the meta device"),
     (no_such_dimension, "ValueError", "dp: expected a dimension of the mesh.*pp, dp, tp"),
     (no_data_parallel_dimension, "ValueError", "dp: expected a dimension of the mesh.*of tp"),
     (not_a_mesh, "TypeError", "mesh: expected a .*DeviceMesh"),
