@@ -149,14 +149,20 @@ class Snapshot:
 
     # -- out --------------------------------------------------------------------------------
 
-    def parts(self) -> Iterator[Part]:
-        """What this rank stores: its masters and state, and its share of the rest."""
+    def parts(self, decode: bool = True) -> Iterator[Part]:
+        """What this rank stores: its masters and state, and its share of the rest.
+
+        Args:
+            decode: without it, to count them, what is kept in another form is on the meta device.
+        """
         self._engine.hooks.resync()  # weights that load_state_dict put behind the masters
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)
-            yield Part(model_path(name), region, start, shard.exact(fragment))
-            for key, value in self._engine.update.fragment_state(shard, number).items():
+            unread = torch.empty(fragment.numel, dtype=MASTER_DTYPE, device="meta")
+            yield Part(model_path(name), region, start, shard.exact(fragment) if decode else unread)
+            state = self._engine.update.fragment_state(shard, number, decode)
+            for key, value in state.items():
                 path = state_path(name, key)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
@@ -198,7 +204,7 @@ class Snapshot:
         """This rank's state that is not a tensor, by parameter and state name."""
         found: dict[str, dict[str, Any]] = {}
         for shard, number, fragment in self._stored():
-            values = self._engine.update.fragment_state(shard, number)
+            values = self._engine.update.fragment_state(shard, number, decode=False)
             plain = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
             if plain:
                 found[self.inventory.stored(fragment.slot.name)] = plain

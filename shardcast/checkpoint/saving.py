@@ -231,7 +231,7 @@ def begin(
             "what get_extra_state() of a module returned": own[2],
         }.items():
             _check_plain(what, value)
-        return head, own, sum(part.flat.nbytes for part in snapshot.parts())
+        return head, own, sum(part.flat.nbytes for part in snapshot.parts(decode=False))
 
     head, own, nbytes = snapshot.together(check, call)
     everyone = snapshot.collect(lambda: (arguments, nbytes), call)

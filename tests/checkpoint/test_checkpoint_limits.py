@@ -16,6 +16,7 @@ from torch import nn
 
 from shardcast import checkpoint
 from shardcast.checkpoint import saving
+from shardcast.memory.stores import Store
 
 pytestmark = pytest.mark.timeout(60)
 LARGEST = 8 << 20  # bytes of one parameter
@@ -42,9 +43,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def job(group: Any = None, width: int = 64) -> tuple[nn.Module, Any]:
+def job(group: Any = None, width: int = 64, **fields: Any) -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    optimizer = sharded(model, group, param_dtype=torch.bfloat16)
+    optimizer = sharded(model, group, param_dtype=torch.bfloat16, **fields)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -106,6 +107,26 @@ def test_a_directory_that_is_read_only_is_told_on_all_ranks(tmp_path: Path):
     finally:
         subprocess.run(["umount", "-l", str(disk)], capture_output=True)
         disk.chmod(0o700)
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
+def test_what_is_kept_in_another_form_is_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
+):
+    model, optimizer = job(master="split16", moments="int8")
+    read, decoded = Store.read, list[int]()
+
+    def counted(store: Store, part: slice) -> torch.Tensor:
+        found = read(store, part)
+        decoded.append(found.numel())
+        return found
+
+    monkeypatch.setattr(Store, "read", counted)
+    saved = save(tmp_path, model, optimizer, step=1)
+    if isinstance(saved, checkpoint.Saving):
+        saved.wait()
+    elements = sum(param.numel() for param in model.parameters())
+    assert sum(decoded) == 3 * elements, "masters and two moments"
 
 
 SAVE = """

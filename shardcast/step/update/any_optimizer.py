@@ -201,7 +201,7 @@ class AnyOptimizerUpdate:
             if isinstance(value, Tensor) and value.dim()
         )
 
-    def fragment_state(self, shard: Shard, number: int) -> dict[str, Any]:
+    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
         """The inner optimizer's own state of one fragment."""
         if shard not in self._params:
             return {}

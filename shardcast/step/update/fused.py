@@ -269,7 +269,7 @@ class FusedUpdate:
         """See :class:`.several.Updates`."""
         return sum(s.nbytes for state in self._states.values() for s in state.stores.values())
 
-    def fragment_state(self, shard: Shard, number: int) -> dict[str, Tensor]:
+    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Tensor]:
         """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use."""
         state = self._states.get(shard)
         cohort = None if state is None else state.cohorts[number]
@@ -278,7 +278,8 @@ class FusedUpdate:
         step = self._steps[cohort]
         fragment = shard.fragments[number]
         part = shard.local(fragment.start, fragment.stop)
-        views = {name: store.read(part) for name, store in state.stores.items()}
+        unread = torch.empty(fragment.numel, dtype=MASTER_DTYPE, device="meta")
+        views = {n: store.read(part) if decode else unread for n, store in state.stores.items()}
         if self._kind is torch.optim.SGD:  # torch keeps no step for it
             return views if float(step) else {}
         return {"step": step, **views}

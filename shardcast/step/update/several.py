@@ -78,9 +78,13 @@ class Updates:
         """Bytes of the state, 0-dim tensors aside."""
         return sum(update.nbytes() for update in self._updates)
 
-    def fragment_state(self, shard: Shard, number: int) -> dict[str, Any]:
-        """torch's state of one fragment, by its number in ``shard.fragments``; empty before use."""
-        return self._updates[self._place(shard)].fragment_state(shard, number)
+    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
+        """torch's state of one fragment, by its number in ``shard.fragments``; empty before use.
+
+        Args:
+            decode: without it tensors that are kept in another form are on the meta device.
+        """
+        return self._updates[self._place(shard)].fragment_state(shard, number, decode)
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by tensors of its length."""
