@@ -2,13 +2,17 @@
 # Measure shardcast on this machine's GPU in at most nine minutes; writes gpu-report/.
 #
 # Usage: bash launch/gpu.sh [--dry-run] [--output FOLDER] [PART ...]
-# Environment: PYTHON (default: python of the active environment, else python3)
+# Environment: PYTHON (default: python or python3, whichever has torch)
 #
 # Needs torch >= 2.11 built for CUDA, accelerate and pytest; no internet, and nothing is installed.
 # matplotlib draws the pictures where it is there. With --dry-run every part runs on the CPU with
 # tiny sizes: it shows that the programs work, its figures mean nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-$(command -v python || command -v python3)}
+for python in ${PYTHON:-python python3}; do
+    if "$python" -c 'import importlib.util as u; u.find_spec("torch") or exit(1)' 2>/dev/null; then
+        break
+    fi
+done
 export PYTHONPATH=$PWD:$PWD/launch${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m gpu "$@"

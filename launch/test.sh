@@ -3,10 +3,14 @@
 #
 # Usage: bash launch/test.sh [arguments of pytest]
 #        bash launch/test.sh --codegen [arguments of launch/codegen]
+#        bash launch/test.sh --versions [arguments of pytest]
 # Environment: VENV, PYTHON (see environment.sh)
 #
 # With --codegen: look at the kernels that a GPU would run, without one. It makes a virtual
 # environment of its own, .venv-cuda or $VENV, for the CUDA wheel of torch, which takes 6 GB.
+#
+# With --versions: run the tests with the oldest torch that is supported and with the newest one
+# known, in .venv-torch-* of their own, 6 GB each. Privates of torch differ most between these.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -22,6 +26,27 @@ if [[ ${1:-} == --codegen ]]; then
     fi
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
     exec "$python" launch/codegen "$@"
+fi
+if [[ ${1:-} == --versions ]]; then
+    shift
+    export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    failed=()
+    for version in 2.11.0 2.15.0; do
+        venv=.venv-torch-$version
+        python=$venv/bin/python
+        tried="import lightning, pytest, torch; assert torch.__version__.startswith('$version')"
+        if ! "$python" -c "$tried" 2>/dev/null; then
+            find_python
+            [[ -x $python ]] || "$found" -m venv "$venv"
+            grep --invert-match --extended-regexp '^(torch|setuptools)==' constraints.txt \
+                >"$venv/constraints.txt"
+            "$python" -m pip install --disable-pip-version-check --progress-bar off \
+                --constraint "$venv/constraints.txt" "torch==$version" --editable ".[test]"
+        fi
+        "$python" -m pytest --numprocesses=auto "$@" || failed+=("$version")
+    done
+    echo "failed with torch: ${failed[*]:-none}"
+    exit "${#failed[@]}"
 fi
 environment test
 
