@@ -25,17 +25,25 @@ def run(bench: Bench) -> None:
                 bench.note(form=name, elements=numel, skipped="not enough memory on the card")
                 continue
             with bench.row(form=name, elements=numel) as found:
-                measure(make, numel, bench, found)
-                copied = copied or [found["ms"]]
-                found["of copy"] = copied[0] / found["ms"]
+                measure(make, numel, bench, found, copied)
 
 
 def measure(
-    make: Callable[[int, Bench], Callable[[], object]], numel: int, bench: Bench, found: Any
+    make: Callable[[int, Bench], Callable[[], object]],
+    numel: int,
+    bench: Bench,
+    found: dict[str, Any],
+    copied: list[float],
 ) -> None:
-    """One form; when it returns, what it held is free for the next."""
+    """One form; when it returns, what it held is free for the next.
+
+    Args:
+        copied: the time of the copy, noted with the first form.
+    """
     step = make(numel, bench)
     found["ms"] = bench.time(step)
+    copied.append(found["ms"])
+    found["of copy"] = copied[0] / found["ms"]
     found["GB/s"] = BYTES * numel / found["ms"] / 1e6
     if make is sharded and not bench.dry:
         found.update(kernel_share(step, numel))
