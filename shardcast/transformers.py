@@ -22,6 +22,7 @@ Tensor parallelism beside it, by the model's own plan, over neighbouring ranks::
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -46,7 +47,7 @@ except ImportError as error:
     ) from error
 
 FOLDER = "shardcast"  # of a checkpoint directory
-SCHEDULER = "scheduler.pt"  # Trainer's own name
+SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # Trainer's own names
 
 
 class ShardcastTrainerMixin:
@@ -254,6 +255,12 @@ def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], Non
     """From ``shardcast/``; what the stock Trainer saved is taken too."""
     accelerator = trainer.accelerator
     if directory is None or not _shards(accelerator) or not Path(directory, FOLDER).is_dir():
+        if directory and _shards(accelerator) and not Path(directory, OPTIMIZER).exists():
+            warnings.warn(
+                f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor {OPTIMIZER!r}: "
+                "the optimizer begins with fresh state",
+                stacklevel=2,
+            )
         stock(directory)
         return
     checkpoint.load(Path(directory, FOLDER), *_pair(trainer))

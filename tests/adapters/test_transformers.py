@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,13 @@ def test_every_saved_form_loads_without_shardcast(tmp_path: Path, monkeypatch: p
     again = model_of()
     again.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert equal(again.bfloat16().state_dict(), expected)
+
+
+def test_a_checkpoint_without_the_optimizers_state_is_not_resumed_in_silence(tmp_path: Path):
+    trainer_of(str(tmp_path), steps=3).train()
+    shutil.rmtree(tmp_path / "checkpoint-3" / "shardcast")
+    with pytest.warns(UserWarning, match="the optimizer begins with fresh state"):
+        trainer_of(str(tmp_path), steps=4).train(resume_from_checkpoint=True)
 
 
 class CountingTrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
