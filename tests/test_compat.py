@@ -6,6 +6,7 @@ import copy
 import ctypes
 import gc
 import inspect
+import os
 import shutil
 import subprocess
 import sys
@@ -198,6 +199,26 @@ def test_a_thread_has_process_groups_of_its_own_under_names_of_its_own():
         assert not dist.is_initialized()
     assert len(set(names)) == 6, "neither a group nor a mesh is taken for one of another world"
     assert made[:3] == [("0", tuple(range(8))), ("2", (1, 5)), ("6", (4, 5, 6, 7))]
+
+
+def test_threads_trace_one_after_the_other_where_a_build_for_cuda_sees_no_gpu():
+    code = """
+import threading
+from torch._subclasses.fake_tensor import FakeTensorMode
+from shardcast.testing import _compat as mocks
+
+def trace():
+    with FakeTensorMode():
+        pass
+
+mocks.keep_device_guard()
+for _ in range(20):
+    thread = threading.Thread(target=trace)
+    thread.start()
+    thread.join()
+"""
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code], env=hidden, timeout=50, check=True)
 
 
 def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
