@@ -46,6 +46,7 @@ class Combine:
     ) -> None:
         self._grads, self._grid, self._device, self._originals = grads, grid, device, originals
         self._divisor = divisor
+        self._clip_value: float | None = None  # since ranks compared it last
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
         self._control = Control(grads, grid, self._norm, device)
@@ -94,7 +95,10 @@ class Combine:
         by_pack = [self._power(grads) for grads in self._grads]
         by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
         bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
-        digests = self._options.pairs(self._originals.groups, max_norm, self._divisor.given)
+        digests = self._options.pairs(
+            self._originals.groups, max_norm, self._clip_value, self._divisor.given
+        )
+        self._clip_value = None
         sums = self._control.all_reduce(by_group, bad, pattern, digests, self._options)
         self._refuse(sums.bad, sums.differing)
         powers = sums.powers
@@ -155,6 +159,7 @@ class Combine:
         Args:
             pending: the decision by whose factors the gradients are going to be multiplied.
         """
+        self._clip_value = limit
         for grads in self._grads:
             factor = self.loss_scale.inverse()
             if pending is not None:

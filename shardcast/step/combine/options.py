@@ -27,8 +27,8 @@ BITS = 16  # ranks * sum(d * d) < ranks**2 * 2**32 is an exact int64 for up to 2
 MASK = (1 << BITS) - 1
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
 TRAINED = "requires_grad"
-BOUND, DIVISOR = "max_norm", "divisor"  # given to a clip, and to the mean
-LOOSE = (BOUND, DIVISOR)  # of no group
+BOUNDS, DIVISOR = ("max_norm", "clip_value"), "divisor"  # given to clips, and to the mean
+LOOSE = (*BOUNDS, DIVISOR)  # of no group
 PLAIN = frozenset({float, int, bool, str, type(None)})
 SHOWN = 8  # ranks that are listed of those with one value
 REMEDY = (
@@ -69,7 +69,7 @@ class _Group:
 
 
 class Options:
-    """Options of the parameter groups of one optimizer, of its clip, and of the mean.
+    """Options of the parameter groups of one optimizer, of its clips, and of the mean.
 
     Args:
         defaults: names of the options of the optimizer's class; others are a script's own notes.
@@ -96,7 +96,11 @@ class Options:
         self._places: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
 
     def pairs(
-        self, groups: Groups, max_norm: float | None, divisor: float | Tensor | None = None
+        self,
+        groups: Groups,
+        max_norm: float | None = None,
+        clip_value: float | None = None,
+        divisor: float | Tensor | None = None,
     ) -> Tensor:
         """This rank's digests and their squares, 1-d fp64; empty where there is one rank.
 
@@ -114,7 +118,7 @@ class Options:
                 known.objects = objects
                 known.changing = not all(map(_is_constant, objects))
                 self._update(known, number, [flags, *map(_plain, objects)])
-        self._update_loose((max_norm, _plain(divisor)))
+        self._update_loose((max_norm, clip_value, _plain(divisor)))
         return self._on_device(divisor)
 
     def differing(self, sums: Tensor) -> Tensor:
@@ -307,7 +311,7 @@ def _hash(number: int, place: int, value: Any) -> int:
 
 def _what(name: str, number: int | None) -> str:
     if number is None:
-        return f"the bound of the clip ({name})" if name == BOUND else name
+        return f"the bound of the clip ({name})" if name in BOUNDS else name
     return f"{name} of group {number}"
 
 

@@ -83,6 +83,8 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
     "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1 is 0.01", "0.5 on rank 1"]),
     "a clip": (lambda o, _m, rank: setattr(o, "step", functools.partial(clipped_step, o, rank)),
                ["the bound of the clip (max_norm) is 1.0 on ranks 0, 2; 2.0 on rank 1"]),
+    "a value": (lambda o, _m, rank: setattr(o, "step", functools.partial(clamped_step, o, rank)),
+                ["the bound of the clip (clip_value) is 1.0 on ranks 0, 2; None on rank 1"]),
     "a divisor": (lambda o, _m, rank: setattr(o, "divisor", 96.0 if rank == 1 else None),
                   ["step: divisor is None on ranks 0, 2; 96.0 on rank 1."]),
     "its tensor": (lambda o, _m, rank: setattr(o, "divisor", torch.tensor(96.0 + rank // 2)),
@@ -92,6 +94,12 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
 
 def clipped_step(optimizer: Any, rank: int) -> None:
     optimizer.clip_grad_norm_(2.0 if rank == 1 else 1.0)
+    type(optimizer).step(optimizer)
+
+
+def clamped_step(optimizer: Any, rank: int) -> None:
+    if rank != 1:
+        optimizer.clip_grad_value_(1.0)
     type(optimizer).step(optimizer)
 
 
@@ -172,7 +180,7 @@ def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce():
     doubles = [call for call in world.logs[0] if call.dtype == torch.float64]
     assert [call.op for call in doubles] == ["all_reduce"] * 2
     # 2 norms, 2 ranks, 6 slots in one double, and pairs for 2 groups and the options.
-    names = len({*torch.optim.AdamW([torch.zeros(1)]).defaults, "max_grad_norm"}) + 3
+    names = len({*torch.optim.AdamW([torch.zeros(1)]).defaults, "max_grad_norm"}) + 4
     assert doubles[0].nbytes == 8 * (2 + 2 + 1 + 2 * (2 + names))
 
 
@@ -200,7 +208,7 @@ def differing(
     with fake_world(size) as group:
         ranks = [Options(defaults, Comm(group), torch.device("cpu")) for _ in range(size)]
         sums = sum(
-            options.pairs(groups, None, divisor)
+            options.pairs(groups, divisor=divisor)
             for options, groups, divisor in zip(
                 ranks, groups_of_ranks, divisors or [None] * size, strict=True
             )
