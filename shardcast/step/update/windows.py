@@ -20,6 +20,7 @@ from shardcast.step.update.operands import Flat
 from shardcast.step.update.rules import Numbers, Rule
 
 INTEGER = torch.int32  # of the size of MASTER_DTYPE
+BLOCK = 16  # rows that are searched for ties at a time
 HALF, LOWER = (torch.tensor(n, dtype=INTEGER, device="cpu") for n in (16, 0xFFFF))
 MIX = [
     [torch.tensor(n, dtype=INTEGER, device="cpu") for n in (shift, (1 << 32 - shift) - 1, factor)]
@@ -107,7 +108,7 @@ class Windows:
             steps.mul_(torch.sign(values, out=spare))
         codes.copy_(torch.add(steps, WHOLE, out=spare).view(INTEGER))
         if not form.signed and not codes.all():
-            codes.copy_(torch.maximum(codes, steps > 0))  # 1 for all but zeros
+            codes.copy_(torch.maximum(codes, steps != 0))  # 1 for all but zeros
 
     def _draw(self, places: Tensor, seed: Tensor) -> None:
         """The bits of :func:`.forms.chances`, both numbers in one, of multiplied places."""
@@ -136,7 +137,7 @@ def _join(raw: Raw, row: int, out: Tensor) -> Tensor:
     if len(rows):
         there = ties.index_select(0, rows)[:, None] >> torch.arange(row, dtype=ties.dtype)
         bits.view(-1, row).index_add_(0, rows, there.bitwise_and_(1).to(INTEGER), alpha=2 * TIE)
-    if math.isnan(out.amax()):  # as beside a weight that was set to zero by hand
+    if math.isnan(out.sum()):  # as beside a weight that was set to zero by hand
         out.copy_(forms.decode_flat(Split(), raw, row))
     return out
 
@@ -147,8 +148,10 @@ def _split(raw: Raw, row: int, values: Tensor) -> None:
     published.copy_(values)
     rest.copy_(bits)  # the lower half is the distance from the upper one, but for its carry
     ties.zero_()
-    rows = (rest.view(-1, row).amin(1) == -TIE).nonzero().squeeze(1)
-    if len(rows):  # a distance of +TIE, below an even half, or -TIE; of 65,536 elements one
-        inside = bits.view(-1, row).index_select(0, rows).bitwise_and_(4 * TIE - 1)
-        words = (inside == TIE).to(ties.dtype) << torch.arange(row, dtype=ties.dtype)
-        ties.index_copy_(0, rows, words.sum(1, dtype=ties.dtype))
+    length = BLOCK * row if values.numel() % (BLOCK * row) == 0 else row
+    found = (rest.view(-1, length).amin(1) == -TIE).nonzero().squeeze(1)
+    if len(found):  # a distance of +TIE, below an even half, or -TIE; of 65,536 elements one
+        inside = bits.view(-1, length).index_select(0, found).bitwise_and_(4 * TIE - 1)
+        upper = (inside == TIE).to(ties.dtype).view(-1, length // row, row)
+        words = (upper << torch.arange(row, dtype=ties.dtype)).sum(-1, dtype=ties.dtype)
+        ties.view(-1, length // row).index_copy_(0, found, words)
