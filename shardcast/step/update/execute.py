@@ -17,7 +17,7 @@ from shardcast.step.update.operands import Flat, by_rows
 from shardcast.step.update.rules import Numbers, Rule
 from shardcast.step.update.windows import Windows
 
-WINDOW = 1 << 16  # elements per thread and eager call on CPU: all operands stay in its cache
+WINDOW = 1 << 17  # elements per thread and eager call on CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
 
 
