@@ -124,7 +124,7 @@ class Bucket:
         if self.sums:
             own, slots = grads.own.numel(), grads.pack.layout.slots if self.late else ()
             total = added(pieces, len(slots))
-            total[own:].fill_(1.0)  # to assign a number may wait for a GPU, see Control.sum
+            total[own:].fill_(1.0)  # to assign a number may wait for a GPU, see Control.all_reduce
             for position in self.absent if self.late else ():
                 total[own + position].fill_(0.0)
             for comm in self.sums:

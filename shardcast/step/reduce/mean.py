@@ -74,9 +74,9 @@ def added(pieces: Sequence[Tensor], room: int) -> Tensor:
     """The sum of ``pieces`` in fp32, added up as a mean is, with ``room`` for more behind it."""
     numel, dtype = pieces[0].numel(), sum_dtype(pieces[0].dtype)
     total = pieces[0].new_empty(numel + room, dtype=dtype)
-    total[:numel].copy_(pieces[0])
+    part = total[:numel].copy_(pieces[0])
     for piece in pieces[1:]:
-        total[:numel] += piece
+        part += piece  # of a slice of ``total`` Python would copy the sum onto itself
     return total.to(MASTER_DTYPE)
 
 
