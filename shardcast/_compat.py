@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import math
 import subprocess
 import sys
 import weakref
@@ -130,11 +131,21 @@ def arrived(local: Tensor) -> Tensor:
 
 
 def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
-    """The group of some dimensions of a mesh, in its order; makes one for several of them."""
+    """The group of some dimensions of a mesh; makes one for several of them.
+
+    Every rank of the mesh must call it. The user's mesh is not flattened for it: torch 2.13 gives
+    wrong values for ``full_tensor()`` of unevenly cut DTensors over a mesh that was.
+    """
     if len(dims) == 1:
         return mesh.get_group(dims[0])  # type: ignore[no-any-return]
-    ordered = tuple(dim for dim in mesh.mesh_dim_names if dim in dims)
-    return mesh[ordered]._flatten().get_group()  # type: ignore[no-any-return]
+    names = list(mesh.mesh_dim_names)
+    along = [position for position, name in enumerate(names) if name in dims]
+    size = math.prod(mesh.mesh.shape[position] for position in along)
+    lines = mesh.mesh.movedim(along, [*range(len(along))]).reshape(size, -1).T.tolist()
+    ranks = next(line for line in lines if dist.get_rank() in line)
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD  # type: ignore[return-value]
+    return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:

@@ -141,8 +141,9 @@ def _check_tiled(name: str, copies: Mapping[Copy, int]) -> None:
     shown = " and ".join(str(rank) for rank in list(counting.values())[:2])
     raise ValueError(
         f"model: parameter {name!r} is another one on ranks {shown}; give the parameters of "
-        "different pipeline stages and experts the names that they have in the whole model, make "
-        "experts DTensors, and name weights that two stages share in shard(tied=...)"
+        "different pipeline stages the names that they have in the whole model, make experts "
+        "DTensors that are cut over their dimension (docs/hybrid.md), and name weights that two "
+        "stages share in shard(tied=...)"
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from shardcast.plan.sharing import PLAIN, Axes, Sharing, Tie
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 Patterns = Mapping[str, Sequence[str]]  # by mesh dimension
 
 
@@ -67,12 +68,20 @@ class Grid:
         Raises:
             TypeError, ValueError: no such mesh, dimension or weight.
         """
-        outer, inner = _data_parallel(mesh, dp)
+        _check_mesh(mesh)
         dims = mesh.mesh_dim_names or ()
-        data = _covered(mesh, outer, inner, experts or {})
-        model = tuple(dim for dim in dims if dim not in data)
-        _check_dims("grad_sum_over", sum_over or {}, model)
-        _check_dims("experts", experts or {}, data)
+
+        def dimensions() -> tuple[str, DeviceMesh, tuple[str, ...], tuple[str, ...]]:
+            outer, inner = _data_parallel(mesh, dp)
+            data = _covered(mesh, outer, inner, experts or {})
+            model = tuple(dim for dim in dims if dim not in data)
+            _check_dims("grad_sum_over", sum_over or {}, model)
+            _check_dims("experts", experts or {}, data)
+            return outer, inner, data, model
+
+        # Groups are made from the dimensions: a rank that names others, or none, would leave the
+        # ranks of its groups waiting.
+        outer, inner, data, model = _together_over(mesh, dimensions, f"shard(dp={_shown(dp)})")
         groups, everyone = {dim: _comm(mesh, [dim]) for dim in dims}, _comm(mesh, dims)
         cut, replicas = Comm(inner.get_group()), outer if outer and groups[outer].size > 1 else ""
         ties: dict[Tie, Comm] = {}
@@ -121,26 +130,48 @@ class Grid:
         return [self.group(name) for name in names]
 
 
-def _data_parallel(mesh: Any, dp: Any) -> tuple[str, DeviceMesh]:
-    """The dimension of replicas, or nothing, and the one that cuts.
-
-    Raises:
-        TypeError, ValueError: they are not the mesh's.
-    """
+def _check_mesh(mesh: Any) -> None:
     if not hasattr(mesh, "mesh_dim_names"):
         raise TypeError(
             f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__};"
             " make one with init_device_mesh(device, sizes, mesh_dim_names=(...))"
         )
+
+
+def _together_over(mesh: DeviceMesh, fn: Callable[[], T], call: str) -> T:
+    """Run ``fn`` on all ranks of a mesh; if it fails on one of them, all of them raise.
+
+    The flags go along one dimension after the other, for no group of all ranks is known yet.
+    """
+    device = torch.device(mesh.device_type)
+    for position in range(mesh.ndim):
+        fn = partial(Comm(mesh.get_group(position)).together, fn, device, call)
+    return fn()
+
+
+def _shown(dp: Any) -> str:
+    return repr(dp) if isinstance(dp, (str, tuple, list)) else f"a mesh of {_dims(dp)}"
+
+
+def _dims(mesh: Any) -> str:
+    return " and ".join(getattr(mesh, "mesh_dim_names", None) or ["no names"])
+
+
+def _data_parallel(mesh: DeviceMesh, dp: Any) -> tuple[str, DeviceMesh]:
+    """The dimension of replicas, or nothing, and the one that cuts.
+
+    Raises:
+        ValueError: they are not the mesh's.
+    """
     names = mesh.mesh_dim_names or ()
     if hasattr(dp, "mesh_dim_names"):
         if dp.ndim != 1:
             raise ValueError(f"dp: expected a mesh of one dimension, got {dp!r}; flatten it")
         return "", dp
     given = (dp,) if isinstance(dp, str) else tuple(dp)
-    if len(given) not in (1, 2) or not set(given) <= set(names):
+    if len(given) not in (1, 2) or len({*given}) < len(given) or not {*given} <= {*names}:
         raise ValueError(
-            f"dp: expected a dimension of the mesh, or two, (replicas, shards), of "
+            f"dp: expected a dimension of the mesh, or two different ones, (replicas, shards), of "
             f"{', '.join(names) or '(none has a name)'}, got {dp!r}; several as one: "
             "dp=mesh['dp', 'cp']._flatten('dp_cp')"
         )
@@ -212,7 +243,9 @@ def _ties(
         if {number for some in held for number in some} != {0, 1} or len(holders) != 2:
             raise ValueError(
                 f"tied: expected {tie.first!r} on one pipeline stage and {tie.other!r} on another, "
-                f"found them on stages {holders}; within a stage tie the Parameter itself"
+                f"found them on stages {holders}; two stages of one rank, such as the first and "
+                "the last one of a V schedule, share the Parameter itself (b.weight = a.weight) "
+                "without tied="
             )
         found_shapes = {shape for some in held for shape in some.values()}
         if len(found_shapes) > 1:

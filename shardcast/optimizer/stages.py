@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from shardcast.memory.pack import Pack
 from shardcast.step.reduce.averaged import AveragedReducer
 
 if TYPE_CHECKING:
@@ -25,6 +28,14 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
     root = nn.Module()
     for stage in stages:
         _graft(root, stage, "")
+    holders = Counter(param for stage in stages for param in set(stage.parameters()))
+    if any(count > 1 and param.requires_grad for param, count in holders.items()):
+        warnings.warn(
+            "model: two pipeline stages of this rank share a Parameter, whose gradient torch's "
+            "schedules divide once for each stage: pass scale_grads=False to the schedule and "
+            "divide the loss, or call optimizer.overlap_reduce(stages), which divides it once",
+            stacklevel=4,
+        )
     return root
 
 
@@ -64,16 +75,29 @@ def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
             f"stages: expected the {len(engine.stages)} PipelineStage of the modules that were "
             f"given to shard(), got {len(held)} of others; build them from these very modules"
         )
-    if isinstance(engine.reduce, AveragedReducer):
+    reduce = engine.reduce
+    if isinstance(reduce, AveragedReducer):
         raise ValueError("stages: expected bare modules, got one in DDP; leave DDP out")
-    engine.reduce.at_step = True  # also where the pipeline has one rank
-    for stage in stages:
+    reduce.at_step = True  # also where the pipeline has one rank
+    holders: dict[Pack, set[int]] = {}  # a pack of a shared weight has several stages
+    for number, stage in enumerate(stages):
         params = set(stage.submod.parameters())
-        packs = [s.pack for s in engine.shards if params.intersection(s.pack.in_model)]
-        finish = partial(_finish, stage, partial(engine.reduce.finish_early, packs))
-        stage.perform_reduce_grad = stage.scale_grads = finish
+        for shard in engine.shards:
+            if params.intersection(shard.pack.in_model):
+                holders.setdefault(shard.pack, set()).add(number)
+    pending = {pack: set(numbers) for pack, numbers in holders.items()}
 
+    def finish(number: int, stage: Any, micro_batches: int) -> None:
+        if not stage.has_backward:  # torch calls it in ``schedule.eval()`` too
+            return
+        ready = []
+        for pack, numbers in pending.items():
+            if number in numbers:
+                numbers.remove(number)
+                if not numbers:
+                    numbers.update(holders[pack])
+                    ready.append(pack)
+        reduce.finish_early(ready, micro_batches)
 
-def _finish(stage: Any, finish_early: Callable[[int], None], micro_batches: int) -> None:
-    if stage.has_backward:  # torch calls it in ``schedule.eval()`` too
-        finish_early(micro_batches)
+    for number, stage in enumerate(stages):
+        stage.perform_reduce_grad = stage.scale_grads = partial(finish, number, stage)

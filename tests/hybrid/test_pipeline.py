@@ -328,3 +328,67 @@ def test_a_second_schedule_before_the_step_is_refused_where_stages_are_reduced_a
 
     first, second = threaded_world({"dp": 2, "pp": 1}, twice)
     assert first == second
+
+
+def shared_in_a_v(
+    mesh: DeviceMesh, overlap: bool, scale_grads: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """First and last stage are on one rank and share a weight; their gradients are one sum."""
+    pp = mesh["pp"]
+    numbers = (0, 3) if pp.get_local_rank() == 0 else (1, 2)
+    size = LAYERS // 4
+    stages = [layers(number * size, (number + 1) * size) for number in numbers]
+    if numbers[0] == 0:
+        tie(stages[0]["0"], stages[1]["7"])
+    adam_of_all = adam(nn.ModuleList(stages))  # which lists a shared weight once
+    optimizer = shardcast.shard(stages, adam_of_all, mesh=mesh, param_dtype=FP32)
+    parts = [
+        PipelineStage(stage, number, 4, torch.device("cpu"), group=pp.get_group())
+        for number, stage in zip(numbers, stages, strict=True)
+    ]
+
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        return mean_loss(output, target) / (1 if scale_grads else MICRO_BATCHES)
+
+    schedule = get_schedule_class("ZBVZeroBubble")(
+        parts, MICRO_BATCHES, loss_fn=loss_of, scale_grads=scale_grads
+    )
+    if overlap:
+        optimizer.overlap_reduce(parts)
+    for step in range(STEPS):
+        x = inputs(step, mesh.get_local_rank("dp"))
+        schedule.step(*[x] * parts[0].is_first, target=x if parts[-1].is_last else None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(*stages), optimizer.grad_norm
+
+
+def tie(first: nn.Module, last: nn.Module) -> None:
+    last.net2.weight = first.net1.weight
+
+
+def without_a_v(group: Any) -> tuple[dict[str, Tensor], Tensor]:
+    model = layers()
+    tie(model["0"], model["7"])
+    optimizer = shardcast.shard(model, adam(model), process_group=group, param_dtype=FP32)
+    for step in range(STEPS):
+        for number, x in enumerate(inputs(step, group.rank()).split(1), 1):
+            with nullcontext() if number == MICRO_BATCHES else optimizer.no_sync():
+                (mean_loss(model(x), x) / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model), optimizer.grad_norm
+
+
+@pytest.mark.parametrize(("overlap", "scale_grads"), [(False, False), (True, False), (True, True)])
+def test_a_v_schedule_shares_a_weight_between_the_stages_of_one_rank(
+    overlap: bool, scale_grads: bool
+):
+    (expected, norm), *_ = run_world(2, without_a_v)[0]
+    with pytest.warns(UserWarning, match="scale_grads"):
+        world = threaded_world(GRID, shared_in_a_v, overlap, scale_grads, timeout=60)
+    for found, its_norm in world:
+        torch.testing.assert_close(its_norm, norm, rtol=1e-5, atol=0)
+        for name, value in found.items():
+            name = "0.net1.weight" if name == "7.net2.weight" else name  # shared
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)

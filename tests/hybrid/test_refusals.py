@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bag import Bag
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardcast
 from shardcast.testing import threaded_world
@@ -59,6 +59,21 @@ def buffer_of_a_stage_without_memory(mesh: DeviceMesh) -> None:
 def no_such_dimension(mesh: DeviceMesh) -> None:
     model = bag(mesh)
     shardcast.shard(model, adamw(model), mesh=mesh, dp="data")
+
+
+def no_such_dimension_on_one_rank(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    shardcast.shard(model, adamw(model), mesh=mesh, dp="data" if mesh.get_rank() == 5 else "dp")
+
+
+def other_dimensions_on_one_rank(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    shardcast.shard(model, adamw(model), mesh=mesh, dp="tp" if mesh.get_rank() == 2 else "dp")
+
+
+def one_dimension_twice(mesh: DeviceMesh) -> None:
+    model = bag(mesh)
+    shardcast.shard(model, adamw(model), mesh=mesh, dp=("dp", "dp"))
 
 
 def no_data_parallel_dimension(mesh: DeviceMesh) -> None:
@@ -279,6 +294,9 @@ REFUSED: list[tuple[Callable[[DeviceMesh], None], str, str]] = [
     (partial_and_left_out_on_a_stage, "TypeError", "'rest' is Partial along 'tp'"),
     (buffer_of_a_stage_without_memory, "ValueError", "'table' is on the meta device"),
     (no_such_dimension, "ValueError", "dp: expected a dimension of the mesh.*pp, dp, tp"),
+    (no_such_dimension_on_one_rank, "ValueError", "dp: expected .* got 'data'"),
+    (other_dimensions_on_one_rank, "RuntimeError", "dp='tp'.*"),
+    (one_dimension_twice, "ValueError", "dp: expected .* different"),
     (no_data_parallel_dimension, "ValueError", "dp: expected a dimension of the mesh.*of tp"),
     (not_a_mesh, "TypeError", "mesh: expected a .*DeviceMesh"),
     (group_and_mesh, "ValueError", "process_group: expected None beside mesh="),
@@ -358,6 +376,19 @@ def right(mesh: DeviceMesh) -> bool:
     model({"one": torch.ones(2, 4), "two": torch.ones(4)}).backward()
     optimizer.step()
     return True
+
+
+def full_tensor_after_shard(mesh: DeviceMesh) -> bool:
+    """torch 2.13 gathers rows in a wrong order over a mesh that has been flattened."""
+    model = bag(mesh)
+    shardcast.shard(model, adamw(model), mesh=mesh)
+    uneven = torch.arange(25.0).view(5, 5)
+    cut = distribute_tensor(uneven, mesh["dp", "tp"], [Shard(0), Shard(0)])
+    return torch.equal(cut.full_tensor(), uneven)
+
+
+def test_shard_does_not_flatten_the_mesh_of_the_script():
+    assert threaded_world(GRID, full_tensor_after_shard) == [True] * 8
 
 
 def test_what_is_right_is_not():
