@@ -14,7 +14,6 @@ other strategy. The norm of the last step is ``self.optimizers().grad_norm``.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
+from shardcast.messages import warn
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.original import OptimizerHandle
@@ -288,11 +288,10 @@ def _warn_of_local_norms(hooked: Sequence[Any]) -> None:
                 continue
             imported = any(name.startswith("lightning.") for name in code.co_names)
             if imported or function.__globals__.get("grad_norm") is grad_norm:
-                warnings.warn(
+                warn(
                     f"{type(owner).__name__}.{hook} calls Lightning's grad_norm, which sees only "
                     "the part of the averaged gradients that this rank owns, and differs between "
-                    "ranks; log self.optimizers().grad_norm, the global norm of the last step",
-                    stacklevel=2,
+                    "ranks; log self.optimizers().grad_norm, the global norm of the last step"
                 )
 
 

@@ -22,7 +22,6 @@ Tensor parallelism beside it, by the model's own plan, over neighbouring ranks::
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -37,6 +36,7 @@ from shardcast import _compat, checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
+from shardcast.messages import warn
 
 try:
     from transformers import Trainer
@@ -256,10 +256,9 @@ def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], Non
     accelerator = trainer.accelerator
     if directory is None or not _shards(accelerator) or not Path(directory, FOLDER).is_dir():
         if directory and _shards(accelerator) and not Path(directory, OPTIMIZER).exists():
-            warnings.warn(
+            warn(
                 f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor {OPTIMIZER!r}: "
-                "the optimizer begins with fresh state",
-                stacklevel=2,
+                "the optimizer begins with fresh state"
             )
         stock(directory)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
+from shardcast.messages import warn
 from shardcast.optimizer.model_hooks import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -185,8 +185,7 @@ def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _arg
             f"be averaged over the ranks; {remedy}"
         )
     if mixed_precision != "no":
-        warnings.warn(
+        warn(
             f"accelerate: mixed_precision {mixed_precision!r} has no effect on a model that was "
-            f"prepared without its optimizer; {remedy}",
-            stacklevel=2,
+            f"prepared without its optimizer; {remedy}"
         )

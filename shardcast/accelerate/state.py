@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 from shardcast import checkpoint
 from shardcast.accelerate import mesh
+from shardcast.messages import warn
 
 T = TypeVar("T")
 SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
@@ -144,7 +144,7 @@ def _committed(accelerator: Any, input_dir: Any) -> str | None:
             continue
         if reasons:
             why = "; ".join(reasons)
-            warnings.warn(f"load_state: falling back to {str(folder)!r}: {why}", stacklevel=5)
+            warn(f"load_state: falling back to {str(folder)!r}: {why}")
         return os.fspath(folder)
     if reasons:
         raise damaged(f"load_state: no sound checkpoint is left in {root}: " + "; ".join(reasons))

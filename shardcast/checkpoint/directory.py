@@ -18,7 +18,6 @@ import json
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.dcp import METADATA, Reader
 from shardcast.checkpoint.parts import Stored
+from shardcast.messages import warn
 
 FORMAT = 1
 FACTS = {"step": int, "world_size": int, "partition": str, "optimizer": str, "files": dict}
@@ -215,7 +215,7 @@ def choose(
         if error is None:
             if reasons and loud:
                 told = f"falling back to {str(folder)!r}: " + "; ".join(reasons)
-                warnings.warn(told, stacklevel=4)
+                warn(told)
             return folder
         if named:
             raise error
@@ -293,7 +293,7 @@ def clear_the_way(target: Path) -> None:
             "under another step or remove it first"
         )
     aside = target.with_name(new_name(DAMAGED, target))
-    warnings.warn(f"{error}; set aside as {aside.name!r}", stacklevel=2)
+    warn(f"{error}; set aside as {aside.name!r}")
     storage.SYSTEM.rename(target, aside)
 
 
@@ -312,7 +312,7 @@ def retain(directory: Path, step: int, keep: int) -> None:
         try:
             storage.SYSTEM.rename(path, leaving)  # first of all no checkpoint any more
         except OSError as error:
-            warnings.warn(f"keep: {str(path)!r} could not be deleted: {error}", stacklevel=2)
+            warn(f"keep: {str(path)!r} could not be deleted: {error}")
             continue
         _delete(leaving)
 
@@ -321,4 +321,4 @@ def _delete(path: Path) -> None:
     try:
         storage.SYSTEM.remove(path)
     except OSError as error:
-        warnings.warn(f"{str(path)!r} could not be deleted: {error}", stacklevel=2)
+        warn(f"{str(path)!r} could not be deleted: {error}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-SHOWN = 8  # ranks that an error names one by one
+from shardcast.messages import by_rank
 
 Told = tuple[str, str] | None  # kind and message of an error
 
@@ -34,17 +34,3 @@ def raise_together(everyone: Sequence[tuple[str, Told]], error: Exception | None
             + by_rank((rank, call or "(unnamed)") for rank, (call, _) in enumerate(everyone))
             + "; make the same calls in the same order on every rank"
         )
-
-
-def by_rank(facts: Iterable[tuple[int, str]]) -> str:
-    """``ranks 0, 2: one fact; rank 1: another``; of many ranks, or facts, the first ones."""
-    ranks: dict[str, list[int]] = {}
-    for rank, fact in facts:
-        ranks.setdefault(fact, []).append(rank)
-    shown = []
-    for fact, those in list(ranks.items())[:SHOWN]:
-        more = f" and {len(those) - SHOWN} more" if len(those) > SHOWN else ""
-        names = ", ".join(map(str, those[:SHOWN])) + more
-        shown.append(f"rank{'s' if len(those) > 1 else ''} {names}: {fact}")
-    rest = len(ranks) - SHOWN
-    return "; ".join([*shown, f"and {rest} others"] if rest > 0 else shown)

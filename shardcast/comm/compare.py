@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardcast.comm.agreement import by_rank
 from shardcast.comm.group import Comm
+from shardcast.messages import by_rank
 
 
 def same_everywhere(comm: Comm, lines: Sequence[str], device: torch.device) -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm.agreement import by_rank
 from shardcast.comm.group import Comm
+from shardcast.messages import by_rank
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.sharing import PLAIN, Axes, Sharing, Tie
 

@@ -7,7 +7,6 @@ straight into it and nothing is cast.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,6 +18,7 @@ from shardcast.memory.forms import Exact, Split, row_of
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
 from shardcast.memory.stores import Place, Store
+from shardcast.messages import warn
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -165,11 +165,10 @@ def _warn_of_parts(pack: Pack, mine: Tensor, theirs: Tensor, dims: Sequence[str]
         pack.layout.slots, pack.views(mine), pack.views(theirs), strict=True
     ):
         if not torch.equal(here, there):
-            warnings.warn(
+            warn(
                 f"parameter {slot.name!r} differs between ranks of {' and '.join(dims)}: it was "
                 "taken for a copy, and has the first rank's values now. If it is a part of a "
                 "bigger one make it a DTensor (DTensor.from_local(..., [Shard(dim)])); if it is a "
-                "copy, build the model with one seed",
-                stacklevel=7,
+                "copy, build the model with one seed"
             )
             return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from shardcast.messages import warn
 from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.averaged import AveragedReducer
 from shardcast.step.reduce.reducer import Reducer
@@ -29,10 +28,9 @@ class ClipAhead:
         """
         if self._decision is not None and self._reduce.touched:
             self._decision = None
-            warnings.warn(
+            warn(
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
-                "been folded into the step; clip once, after the last backward of a step",
-                stacklevel=3,
+                "been folded into the step; clip once, after the last backward of a step"
             )
         if self._decision is not None and self._reduce.grad_version != self._seen:
             raise RuntimeError(

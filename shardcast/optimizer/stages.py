@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardcast.memory.pack import Pack
+from shardcast.messages import warn
 from shardcast.step.reduce.averaged import AveragedReducer
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
         _graft(root, stage, "")
     holders = Counter(param for stage in stages for param in set(stage.parameters()))
     if any(count > 1 and param.requires_grad for param, count in holders.items()):
-        warnings.warn(
+        warn(
             "model: two pipeline stages of this rank share a Parameter, whose gradient torch's "
             "schedules divide once for each stage: pass scale_grads=False to the schedule and "
-            "divide the loss, or call optimizer.overlap_reduce(stages), which divides it once",
-            stacklevel=4,
+            "divide the loss, or call optimizer.overlap_reduce(stages), which divides it once"
         )
     return root
 

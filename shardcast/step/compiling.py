@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
+from shardcast.messages import warn
 
 COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 
@@ -35,13 +35,12 @@ def or_eager(compiled: Callable[..., None], eager: Callable[..., None]) -> Calla
                 return
             except _compat.compile_errors() as error:  # nothing has run yet
                 failed.set()
-                warnings.warn(
+                warn(
                     f"fuse: compiling failed ({error}); updates and means run eagerly on "
                     "this rank from now on. Replicas or tied pipeline stages of which one does may "
                     "come to differ in last bits. See that the compiler works and that the cache "
                     "directory of torch.compile (TORCHINDUCTOR_CACHE_DIR) can be written, or use "
-                    "fuse 'eager'",
-                    stacklevel=2,
+                    "fuse 'eager'"
                 )
         eager(*args)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.comm import Comm
+from shardcast.messages import warn
 
 BITS = 16  # ranks * sum(d * d) < ranks**2 * 2**32 is an exact int64 for up to 2**15 ranks
 MASK = (1 << BITS) - 1
@@ -217,10 +217,9 @@ class Options:
         told = self._told_here(found, groups) if here else self._told(found, groups, names or {})
         if harmless:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"step: {told}. A rank that does not train a parameter counts as one with a zero "
-                "gradient; freeze and unfreeze on all ranks alike",
-                stacklevel=6,
+                "gradient; freeze and unfreeze on all ranks alike"
             )
         else:
             raise RuntimeError(f"step: {told}. {REMEDY}")

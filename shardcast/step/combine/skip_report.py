@@ -7,7 +7,6 @@ accelerator.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.memory.gradients import GradPack
+from shardcast.messages import warn
 from shardcast.plan.layout import Slot
 from shardcast.step.combine.decision import UNSCALED, Decision
 from shardcast.step.combine.loss_scale import unscaled_error
@@ -125,7 +125,7 @@ class SkipReport:
                 f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
                 "or look at the data of these steps."
             )
-        warnings.warn(f"step skipped, non-finite gradient: {where}", stacklevel=3)
+        warn(f"step skipped, non-finite gradient: {where}")
 
     @property
     def skipped_steps(self) -> int:

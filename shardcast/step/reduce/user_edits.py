@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from shardcast.memory.gradients import GradPack
+from shardcast.messages import warn
 
 
 class Edits:
@@ -52,7 +52,7 @@ class Edits:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=6)
+            warn(message)
 
     def check_strangers(self) -> None:
         """Warn of gradients set by hand after zero_grad(), of which no rank knows the others'."""
@@ -61,11 +61,10 @@ class Edits:
             for grads in self._grads
             for position, param in enumerate(grads.pack.params)
         ):
-            warnings.warn(
+            warn(
                 "gradients were set by hand after those of a backward were dropped without a step: "
                 "they are taken for means and not averaged over ranks; average them yourself, or "
-                "drop gradients by a step that changes nothing (all .grad None)",
-                stacklevel=5,
+                "drop gradients by a step that changes nothing (all .grad None)"
             )
 
     def version(self) -> int:

@@ -135,6 +135,7 @@ def messages_of(*args: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_world(2, bad_on, *args)
+    assert {warning.filename for warning in caught} == {__file__}, "the line that called step()"
     return skips(caught)
 
 

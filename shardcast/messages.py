@@ -1,0 +1,34 @@
+"""How this package talks to its users: warnings at their own line, facts by rank."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+
+SHOWN = 8  # ranks, or facts, that a message lists one by one
+INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the script that called into this package, however deep it is."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def by_rank(facts: Iterable[tuple[int, object]]) -> str:
+    """``ranks 0, 2: one fact; rank 1: another``; of many ranks, or facts, the first ones."""
+    ranks: dict[str, list[int]] = {}
+    for rank, fact in facts:
+        ranks.setdefault(str(fact), []).append(rank)
+    shown = []
+    for fact, holders in list(ranks.items())[:SHOWN]:
+        more = f" and {len(holders) - SHOWN} more" if len(holders) > SHOWN else ""
+        numbers = ", ".join(map(str, holders[:SHOWN])) + more
+        shown.append(f"rank{'s' if len(holders) > 1 else ''} {numbers}: {fact}")
+    if len(ranks) > SHOWN:
+        shown.append(f"and {len(ranks) - SHOWN} others")
+    return "; ".join(shown)
