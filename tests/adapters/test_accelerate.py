@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
 import shardcast.run
-from shardcast import ShardedOptimizer, launched
+from shardcast import ShardedOptimizer
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
 from shardcast.config import ShardcastConfig
 
@@ -177,7 +177,6 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``python -m shardcast.run`` in this process, which is then as it was."""
     monkeypatch.setattr(accelerate, "Accelerator", Accelerator)
     monkeypatch.setattr(accelerate.accelerator, "Accelerator", Accelerator)
-    monkeypatch.setattr(launched, "_expected", False)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def started(*arguments: str) -> None:

@@ -8,8 +8,6 @@ import io
 import math
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 import train_accelerate
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
+from commands import python
 from models import CASES, Tensors, assert_same_bits, values
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
@@ -459,16 +458,8 @@ TINY = (
 
 
 def launch(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stdout
+    done = python("-m", *arguments, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import train_lightning
+from commands import python
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -373,14 +373,7 @@ def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_example_script_trains_on_two_processes_that_lightning_starts(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "launch/train_lightning.py", *SCRIPT, "--output", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = python("launch/train_lightning.py", *SCRIPT, "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "validation_loss" in done.stdout
     assert list(tmp_path.rglob("*.ckpt"))

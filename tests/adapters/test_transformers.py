@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import TORCHRUN, python
 from safetensors.torch import load_file
 from test_accelerate import Casts
 from test_accelerate_processes import fresh
@@ -244,15 +243,7 @@ for resume in (None, {folder!r} + "/checkpoint-3"):
 def test_the_stock_trainer_under_shardcast_run_saves_every_shard(tmp_path: Path):
     folder, script = str(tmp_path / "out"), tmp_path / "script.py"
     script.write_text(STOCK_SCRIPT.format(tests=str(Path(__file__).parent), folder=folder))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "shardcast.run", str(script)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": HELPED, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = python(*TORCHRUN, "-m", "shardcast.run", str(script), PYTHONPATH=HELPED)
     assert done.returncode == 0, done.stderr
     from shardcast import checkpoint
 
@@ -269,19 +260,11 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_example_script_trains_on_two_processes(tmp_path: Path):
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
+    done = python(
+        *("-m", "accelerate.commands.launch"),
         *("--config_file", "configs/accelerate/cpu_two_processes.yaml"),
         *("launch/train_trainer.py", "--use_cpu", "--bf16", "--output_dir", str(tmp_path)),
         *("--max_steps", "4", "--logging_steps", "2", "--report_to", "none"),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert "eval_loss" in done.stdout

@@ -19,6 +19,7 @@ from pathlib import Path
 import metrics
 import pytest
 import torch
+from commands import kill_tree
 from processes import Processes
 from safetensors.torch import load_file
 from train import parse_arguments, train
@@ -83,20 +84,13 @@ class Nodes:
         return agent
 
 
-def cut_off(agent: subprocess.Popen[str]) -> None:
-    """Kill an agent and its worker at once, as when a machine fails."""
-    listed = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True)
-    for process in [agent.pid, *map(int, listed.stdout.split())]:
-        os.kill(process, signal.SIGKILL)
-
-
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     made = Nodes()
     yield made
     for agent in made.started:
         if agent.poll() is None:
-            cut_off(agent)
+            kill_tree(agent.pid)
     if made.apart:
         for space in made.spaces:
             ip(f"netns del {space}")
@@ -129,7 +123,7 @@ def ended(agent: subprocess.Popen[str]) -> str:
     try:
         out, _ = agent.communicate(timeout=150)  # 25 where nothing else runs
     except subprocess.TimeoutExpired:
-        cut_off(agent)  # with the worker, which holds the pipe open
+        kill_tree(agent.pid)  # with the worker, which holds the pipe open
         out, _ = agent.communicate()
         raise AssertionError(f"the agent did not end:\n{out}") from None
     assert agent.returncode == 0, out
@@ -148,7 +142,7 @@ def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(tmp_path: 
     while len(directory.steps(saved)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(directory.steps(saved)) >= 3, "the two ranks did not come that far in time"
-    cut_off(agents[1])
+    kill_tree(agents[1].pid)  # and its worker at once, as when a machine fails
     agents[1].communicate()
     out = ended(agents[0])
     assert worlds(tmp_path / "run") == [2, 1], out

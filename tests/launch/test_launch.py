@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from commands import TORCHRUN, command, python
 from corpus import Corpus
 from gpt import GPT, GPTConfig
 from processes import Processes
@@ -227,21 +227,40 @@ def test_the_example_configurations_name_every_option_with_its_default() -> None
 
 def run(*command: str) -> str:
     """Run in a process of its own and return what it printed; its failure fails the test."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDCAST_")}
-    finished = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=100,
-    )
-    assert finished.returncode == 0, finished.stdout
+    finished = python(*command)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+def test_the_quickstart_ends_with_the_comparison_and_warns_of_nothing(tmp_path: Path) -> None:
+    satisfied = python("launch/satisfied.py", "plot").returncode == 0
+    if not satisfied or sys.prefix == sys.base_prefix:
+        pytest.skip("the quickstart would install another torch, or matplotlib, first")
+    done = command("bash", "launch/quickstart.sh", *TINY_RUN, VENV=sys.prefix, OUTPUT=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("final difference of the validation losses")
+    assert (tmp_path / "comparison.png").is_file()
+    assert "warning" not in (done.stdout + done.stderr).lower()
+    assert done.stderr == ""
+
+
+def test_a_slurm_job_gives_each_task_the_cores_that_it_asked_for(tmp_path: Path) -> None:
+    for name, line in (("scontrol", "echo node1"), ("srun", 'printf "%s\\n" "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "SUBMIT_DIR": str(ROOT),
+        "JOB_NODELIST": "node[1-2]",
+        "JOB_ID": "7",
+        "JOB_NUM_NODES": "2",
+    }
+    job |= {"GPUS_ON_NODE": "4", "CPUS_PER_TASK": "12"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    variables = {f"SLURM_{name}": value for name, value in job.items()}
+    done = command("bash", "launch/slurm.sbatch", "--steps", "3", PATH=path, **variables)
+    words = done.stdout.split()
+    assert "--cpus-per-task=12" in words[: words.index("torchrun")], done.stderr
+    assert words[-3:] == ["launch/train.py", "--steps", "3"]
 
 
 def check_run(directory: Path, world: int) -> list[metrics.Record]:

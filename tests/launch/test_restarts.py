@@ -13,6 +13,7 @@ from typing import Any
 import metrics
 import pytest
 import torch
+from commands import kill_tree
 from processes import Processes
 from safetensors.torch import load_file
 from train import parse_arguments, train
@@ -73,8 +74,8 @@ class Run:
         try:
             return self.agent.wait(timeout=60)
         finally:
-            for pid in [self.agent.pid, *self.workers()] if self.agent.poll() is None else []:
-                os.kill(pid, signal.SIGKILL)
+            if self.agent.poll() is None:
+                kill_tree(self.agent.pid)
 
 
 def result(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:

@@ -1,0 +1,62 @@
+"""Commands in processes of their own, of which nothing is left when a test is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def python(*arguments: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with ``arguments`` in the checkout; see :func:`command`."""
+    return command(sys.executable, *arguments, timeout=timeout, **env)
+
+
+def command(*words: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``words`` in the checkout, without options of shardcast and Accelerate in its variables.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed, with every process that it had started.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDCAST_", "ACCELERATE_"))}
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with killed_at_last(process):
+        out, errors = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(words, process.returncode, out, errors)
+
+
+@contextmanager
+def killed_at_last(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Leave nothing of ``process`` behind that runs still, its grandchildren included."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+            process.wait()
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and its descendants: torchrun puts each worker into a session of its own."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
+    tree = [pid]
+    parents = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
+    for parent in tree:
+        tree += [child for child, its_parent in parents if its_parent == parent]
+    for each in tree:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
