@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -24,7 +25,6 @@ import torch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
-read_files: list[str] = []  # the files that it named and that were read, for shardcast.launched
 
 KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
@@ -235,9 +235,9 @@ class ShardcastConfig:
         if isinstance(source, ShardcastConfig):
             return source.replace(**keywords) if keywords else source
         named = os.environ.get(CONFIG_VARIABLE)
-        if source is None and named:
-            source = named
-            read_files.append(named)
+        if source is not None and named and named != str(source):
+            warnings.warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it", stacklevel=3)
+        source = (named or None) if source is None else source
         found: Mapping[str, Any] = {}
         if isinstance(source, Mapping):
             found = _known(source, "config")

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
+from shardcast import launched
+
 USAGE = "usage: python -m shardcast.run (script.py | -m module) [arguments of the script]"
+
+UNUSED = (
+    "shardcast: WARNING: shardcast.run was to shard the training of this script, but NOTHING WAS "
+    "SHARDED. It expects an accelerate.Accelerator (or the Trainer) that prepares model and "
+    "optimizer, or a call of shardcast.shard()"
+)
 
 
 def main() -> None:
@@ -39,6 +47,8 @@ def main() -> None:
     except SystemExit as end:
         if end.code:
             raise
+    if not launched.sharded and os.environ.get("RANK", "0") == "0":
+        print(UNUSED, file=sys.stderr, flush=True)
     # Scripts of Accelerate and the Trainer seldom do. A thread of gloo that lets go of a tensor
     # while the interpreter ends would abort the process. Not after an error: it could wait there
     # for ranks that wait for this one.
@@ -50,7 +60,6 @@ def install() -> None:
     """From now on ``from accelerate import Accelerator`` gives a ``ShardcastAccelerator``."""
     import accelerate
 
-    from shardcast import launched
     from shardcast.accelerate import ShardcastAccelerator
 
     class RunAccelerator(ShardcastAccelerator):
@@ -65,7 +74,6 @@ def install() -> None:
                 adapt()
             return super().prepare(*args, device_placement=device_placement)
 
-    launched.expect_sharding()
     RunAccelerator.__name__ = ShardcastAccelerator.__name__
     accelerate.Accelerator = RunAccelerator
     accelerate.accelerator.Accelerator = RunAccelerator

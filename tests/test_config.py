@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,23 @@ def test_yaml_that_is_not_a_mapping_and_files_that_are_not_there(tmp_path: Path)
         ShardcastConfig.load(tmp_path / "missing.yaml")
     file.write_text("")
     assert ShardcastConfig.load(file) == ShardcastConfig()
+
+
+def test_a_file_named_by_the_environment_is_told_when_code_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "options.yaml"
+    file.write_text("pack_params: 2")
+    monkeypatch.setenv("SHARDCAST_CONFIG", str(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for source in (None, str(file), ShardcastConfig()):
+            ShardcastConfig.load(source)
+    model = MLP()
+    with pytest.warns(UserWarning, match="SHARDCAST_CONFIG=.* has no effect") as told:
+        config = shardcast.shard(model, adamw(model), {}).config
+    assert config.pack_params != 2
+    assert told[0].filename == __file__
 
 
 def test_environment_values_are_read_as_yaml(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 
 import shardcast
-from shardcast import launched
 from shardcast.cli.checkpoints import export, inspect
 from shardcast.cli.config import config
 from shardcast.cli.env import env
@@ -32,7 +31,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; what ``shardcast`` on the command line calls."""
-    launched.expect_nothing()
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else "--help"
     if name == "--version":
