@@ -196,6 +196,11 @@ def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGrou
     return lambda: group
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running on this thread ends, as in DDP."""
     Variable._execution_engine.queue_callback(callback)

@@ -73,7 +73,7 @@ class ShardcastConfig:
         False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
     )
     broadcast_buffers: bool = _option(
-        False, "make buffers equal to rank 0's after every step, as DDP does for batch norm"
+        True, "after every step give all ranks rank 0's buffers that forwards write (BatchNorm)"
     )
     grad_dtype: torch.dtype | None = _option(
         None, "dtype in which gradients accumulate locally; null: the parameter's"

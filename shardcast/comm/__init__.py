@@ -3,7 +3,7 @@
 from .compare import same_everywhere
 from .flight import Exchanged, Flight, Scattered, TwoLevel
 from .grid import Grid, redistributed
-from .group import REMEDY_INIT, Comm
+from .group import REMEDY_INIT, Comm, copy_strided_, is_dense
 from .waiting import Works
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "Scattered",
     "TwoLevel",
     "Works",
+    "copy_strided_",
+    "is_dense",
     "redistributed",
     "same_everywhere",
 ]

@@ -123,9 +123,7 @@ class Comm:
         with Waiting(self, "a broadcast", about):
             dist.broadcast(wire, group=self.group, group_src=source)
         if received is not tensor:
-            # Of an expanded dimension, whose elements share memory, one element is written.
-            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-            tensor[once].copy_(received[once])
+            copy_strided_(tensor, received)
 
     def broadcast_all(
         self, pieces: Sequence[tuple[int, Tensor]], about: object = "", async_op: bool = False
@@ -375,6 +373,17 @@ class Comm:
             except RuntimeError:  # a mock group has no backend objects
                 self._backends[device.type] = group.name()
         return self._backends[device.type]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory one by one, so that it can be sent as it is."""
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def copy_strided_(tensor: Tensor, values: Tensor) -> None:
+    """``tensor.copy_(values)``; along an expanded dimension elements share memory: writes one."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    tensor[once].copy_(values[once])
 
 
 def machine() -> str:

@@ -21,6 +21,7 @@ from shardcast.step.combine.combine import Combine
 from shardcast.step.combine.decision import Decision
 from shardcast.step.reduce.averaged import AveragedReducer
 from shardcast.step.reduce.reducer import Reducer
+from shardcast.step.sync.buffers import Buffers
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
 from shardcast.step.update.several import Updates
@@ -61,7 +62,7 @@ class Engine:
         self.combine = Combine(
             self.reduce.grads, grid, plan.config, self.device, originals, self.reduce.divisor
         )
-        self.sync = Sync()
+        self.sync, self._buffers = Sync(), Buffers(self.stages, grid.dp)
         self.update = Updates(originals, plan.config, grid.dp, self.sync.begin)
         self._add(shards)
         for stage in self.stages:
@@ -137,10 +138,9 @@ class Engine:
         }
 
     def send(self) -> None:
-        """Sync the packs, and rank 0's buffers if they are asked for. Every rank must call it."""
-        if self.config.broadcast_buffers:
-            for buffer in (buffer for stage in self.stages for buffer in stage.buffers()):
-                self.comm.broadcast(_compat.local_tensor(buffer), 0)
+        """Sync the packs, and the buffers that forwards write. Every rank must call it."""
+        if self.config.broadcast_buffers and not self.reduce.averaged:
+            self._buffers()
         if self._overlap is None:
             self.sync()
         else:

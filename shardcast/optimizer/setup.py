@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Grid, same_everywhere
+from shardcast.comm import Comm, Grid, is_dense, same_everywhere
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
@@ -248,8 +249,30 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
         convert_tensor_(local, precision.storage_dtype(param))
     for module in (module for stage in stages for module in stage.modules()):
         for name, buffer in module.named_buffers(recurse=False):
-            grid.dp.broadcast(_compat.local_tensor(buffer), 0)
-            module._buffers[name] = buffer.to(precision.buffer_dtype(module, buffer))
+            equal = _broadcast(name, buffer, grid.dp)
+            module._buffers[name] = equal.to(precision.buffer_dtype(module, buffer))
+
+
+def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:
+    """Rank 0's buffer; a sparse or quantised one is another object then, on the other ranks."""
+    local = _compat.local_tensor(buffer)
+    if is_dense(local):
+        comm.broadcast(local, 0)
+        return buffer
+    if comm.size == 1:
+        return buffer
+
+    def pickled() -> bytes:
+        try:
+            return pickle.dumps(local.cpu()) if comm.rank == 0 else b""
+        except (NotImplementedError, RuntimeError, TypeError, pickle.PicklingError) as error:
+            raise TypeError(
+                f"model: buffer {name!r} is {local.layout} {local.dtype}, which cannot be sent to "
+                f"other ranks ({error}); expected a dense tensor, or one that can be pickled"
+            ) from error
+
+    data = comm.share(comm.together(pickled, buffer.device, "shard"), buffer.device)
+    return buffer if comm.rank == 0 else pickle.loads(data).to(buffer.device)
 
 
 @contextmanager
