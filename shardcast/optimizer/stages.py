@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardcast.memory.pack import Pack
 from shardcast.messages import warn
 from shardcast.step.reduce.averaged import AveragedReducer
 
@@ -78,24 +77,25 @@ def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
     if isinstance(reduce, AveragedReducer):
         raise ValueError("stages: expected bare modules, got one in DDP; leave DDP out")
     reduce.at_step = True  # also where the pipeline has one rank
-    holders: dict[Pack, set[int]] = {}  # a pack of a shared weight has several stages
-    for number, stage in enumerate(stages):
-        params = set(stage.submod.parameters())
-        for shard in engine.shards:
-            if params.intersection(shard.pack.in_model):
-                holders.setdefault(shard.pack, set()).add(number)
-    pending = {pack: set(numbers) for pack, numbers in holders.items()}
+    done: set[int] = set()  # stages of this run of the schedule
 
     def finish(number: int, stage: Any, micro_batches: int) -> None:
         if not stage.has_backward:  # torch calls it in ``schedule.eval()`` too
             return
+        if number in done:  # the last run failed
+            done.clear()
+        done.add(number)
         ready = []
-        for pack, numbers in pending.items():
-            if number in numbers:
-                numbers.remove(number)
-                if not numbers:
-                    numbers.update(holders[pack])
-                    ready.append(pack)
+        # Looked up in each run: add_param_group makes further packs. One of a weight that stages
+        # share is sent when the last of them is done.
+        params_by_stage = [set(stage.submod.parameters()) for stage in stages]
+        for shard in engine.shards:
+            in_pack = shard.pack.in_model
+            holders = {n for n, params in enumerate(params_by_stage) if params & {*in_pack}}
+            if number in holders <= done:
+                ready.append(shard.pack)
+        if len(done) == len(stages):
+            done.clear()
         reduce.finish_early(ready, micro_batches)
 
     for number, stage in enumerate(stages):

@@ -76,6 +76,7 @@ def pipelined(
     as_list: bool,
     scale_grads: bool,
     overlap: bool = False,
+    late: bool = False,
 ) -> dict[str, Any]:
     """Train this rank's stages; what they hold at the end, and the norms of all steps."""
     pp, dp_rank = mesh["pp"], mesh.get_local_rank("dp")
@@ -86,7 +87,12 @@ def pipelined(
     size = LAYERS // count
     stages = [layers(number * size, (number + 1) * size) for number in numbers]
     model = stages if as_list else stages[0]
-    optimizer = shardcast.shard(model, adam(stages), mesh=mesh, param_dtype=dtype)
+    inner = adam(stages)
+    added = inner.param_groups[0]["params"][::3] if late else []
+    inner.param_groups[0]["params"] = [
+        p for p in inner.param_groups[0]["params"] if not any(p is other for other in added)
+    ]
+    optimizer = shardcast.shard(model, inner, mesh=mesh, param_dtype=dtype)
     parts = [
         PipelineStage(stage, number, count, torch.device("cpu"), group=pp.get_group())
         for number, stage in zip(numbers, stages, strict=True)
@@ -100,6 +106,8 @@ def pipelined(
     )
     if overlap:
         optimizer.overlap_reduce(parts)
+    if added:
+        optimizer.add_param_group({"params": added})
     norms, sent = [], []
     for step in range(STEPS):
         x = inputs(step, dp_rank)
@@ -300,6 +308,11 @@ def test_stages_are_reduced_beside_a_step_of_the_schedule_not_in_its_eval_with_t
         assert_same_bits(rank["values"], plain["values"])
         assert torch.equal(rank["norms"], plain["norms"])
         assert sum(plain["sent"]) == 0 < (2 if several else 1) * STEPS <= sum(rank["sent"])
+
+
+def test_gradients_of_a_group_added_after_overlap_reduce_are_scaled_by_the_schedule_too():
+    ranks = threaded_world(GRID, pipelined, "Interleaved1F1B", FP32, True, True, True, True)
+    assert_same_bits(joined(ranks), without_pipeline(FP32)["values"])
 
 
 def test_a_second_schedule_before_the_step_is_refused_where_stages_are_reduced_at_once():

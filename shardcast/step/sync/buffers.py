@@ -8,7 +8,6 @@ the frequencies of rotary embeddings are never written, and cost nothing.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, copy_strided_, is_dense
+from shardcast.messages import warn
 
 
 class Fact(NamedTuple):
@@ -98,11 +98,10 @@ class Buffers:
         self._places = [(m, key) for name, m, key, _ in self._named() if name in self._sent]
         self._message = ()
         if unequal:
-            warnings.warn(
+            warn(
                 f"broadcast_buffers: {', '.join(unequal)} changes in training and is not made "
                 "equal on all ranks: it is sparse or quantised, or its shape or dtype differs "
-                "between ranks; keep it equal yourself, or make it no buffer",
-                stacklevel=2,
+                "between ranks; keep it equal yourself, or make it no buffer"
             )
 
     def _broadcast(self) -> None:
