@@ -135,7 +135,7 @@ def estimate(
     layout = routed(plan.layout, config, fabric)
     ranks = [_Rank() for _ in range(world_size)]
     traffic = [
-        _add(ranks, pack, plan, originals.owner(pack.group), originals.groups[pack.group])
+        _add(ranks, pack, plan, originals.owner(pack.group), originals.group(pack.group))
         for pack in layout.packs
     ]
     sharded = config.grads == "sharded" and world_size > 1

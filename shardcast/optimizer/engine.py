@@ -14,7 +14,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for
-from shardcast.plan.layout import Layout
+from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.originals import Originals
 from shardcast.plan.precision import Precision
 from shardcast.step.combine.combine import Combine
@@ -69,15 +69,16 @@ class Engine:
             mark(stage)
         self._hook()
 
-    def extend(self) -> None:
-        """Take in the last group of ``originals``, in further packs. Every rank must call it.
+    def extend(self, added: GroupId) -> None:
+        """Take in a new group of ``originals``, in further packs. Every rank must call it.
 
         Raises:
             TypeError, ValueError, RuntimeError: on every rank, as of ``shard``; nothing is changed.
         """
         plan = agreed(
             lambda: plan_for(
-                self.model, self.originals, self.config, self.grid.axes, self.stages, self.layout
+                self.model, self.originals, self.config, self.grid.axes, self.stages, self.layout,
+                added,
             ),
             self.grid, self.device, "add_param_group",
         )  # fmt: skip
@@ -148,6 +149,7 @@ class Engine:
 
     def finish_reduce(self) -> None:
         """Have the mean of all gradients in the own spans. Every rank must call it."""
+        self.originals.check()
         for shard in self.shards:
             shard.pack.check()
         self.hooks.resync()  # weights that were loaded

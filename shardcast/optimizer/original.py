@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,11 +30,23 @@ def take_hooks(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer
 def retire(original: torch.optim.Optimizer) -> None:
     """Free its state, and have it refuse what would bypass the sharded optimizer.
 
-    Its groups stay: schedulers that were built on it go on to set their options.
+    Its groups stay: they are those of the sharded optimizer.
     """
     original.state = defaultdict(dict)
     for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
         setattr(original, name, _refused(name))
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{name}() of the original optimizer was called; it no longer owns the state: call "
+            f"{name}() of the optimizer that shardcast.shard returned"
+        )
+
+    # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return refuse
 
 
 class OptimizerHandle(torch.optim.Optimizer):
@@ -48,21 +60,43 @@ class OptimizerHandle(torch.optim.Optimizer):
         name: the class of the optimizer.
     """
 
-    def __init__(self, join: StepTogether, place: int) -> None:
-        self._join, self._place = join, place
-        original = join.originals.optimizers[place]
+    _ready = False  # the base class fills in the groups
+
+    def __init__(
+        self,
+        originals: Originals,
+        place: int,
+        handles: Sequence[OptimizerHandle],
+        grad_version: Callable[[], int],
+        step: Callable[[], Any],
+        add_group: Callable[[int, dict[str, Any]], None],
+        gather: Callable[[int], dict[str, Any]],
+    ) -> None:
+        self._originals, self._place, self._handles = originals, place, handles
+        self._grad_version, self._add_group, self._gather = grad_version, add_group, gather
+        self._step_all = step
+        self._stepped_with: int | None = None  # version of the gradients, until all have stepped
+        self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
+        original = originals.optimizers[place]
         self.name = type(original).__name__
-        self._ready = False
         super().__init__(original.param_groups, original.defaults)
         self._ready = True
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
+        return self._originals.optimizers[self._place].param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+        if self._ready:
+            for group in self._originals.assign(value, self._place):
+                self.add_param_group(group)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
-        super().add_param_group(param_group)
         if self._ready:
-            added = self.param_groups.pop()
-            self._join.add_group(self._place, added)
-            self.param_groups.append(added)
+            self._add_group(self._place, param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count as stepped; the last handle makes the step. Every rank must call all of them."""
@@ -71,18 +105,41 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"step: the handle of {self.name} takes no closure, which each handle would run "
                 "again; pass it to step() of what shardcast.shard returned"
             )
-        self._join.step(self._place)
+        stepped, waiting = _by_stepped(self._handles)
+        if self in stepped:
+            raise RuntimeError(
+                f"step() of the handle of {self.name} was called twice before that of "
+                f"{_names(waiting)}: the optimizers step together; call step() of every handle "
+                "once, or step() of what shardcast.shard returned"
+            )
+        version = self._grad_version()
+        if any(handle._stepped_with != version for handle in stepped):
+            raise RuntimeError(
+                f"step() of the handle of {self.name} came after a backward, a clip or "
+                "zero_grad() that followed the step() of another one: the optimizers step "
+                "together, with the same gradients; call step() of all handles after the last "
+                "backward. Losses of their own, as of a GAN, need models that are sharded apart"
+            )
+        self._stepped_with = version
+        if waiting == [self]:
+            for handle in self._handles:
+                handle._stepped_with = None
+            self._step_all()
+            for handle in self._handles:
+                set_to_none, handle._zero_grad_after = handle._zero_grad_after, None
+                if set_to_none is not None:
+                    handle.zero_grad(set_to_none)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of its own parameters, once they are used. Local."""
-        if self._place in self._join.stepped:  # and others have not
-            self._join.after.append(lambda: self.zero_grad(set_to_none))
+        if self._stepped_with is not None:  # and other handles have not stepped
+            self._zero_grad_after = set_to_none
         else:
             super().zero_grad(set_to_none)
 
     def full_state_dict(self) -> dict[str, Any]:
         """As of :class:`ShardedOptimizer`, of this optimizer alone. Every rank must call it."""
-        return self._join.gather(self._place)
+        return self._gather(self._place)
 
     def state_dict(self) -> Any:
         """Refused; the state is one."""
@@ -99,72 +156,23 @@ class OptimizerHandle(torch.optim.Optimizer):
         )
 
 
-class StepTogether:
-    """Which handles have stepped; the last one makes the step.
-
-    Attributes:
-        stepped: the places of those that have.
-        after: what was put off until the step is made.
-    """
-
-    def __init__(
-        self,
-        originals: Originals,
-        grad_version: Callable[[], int],
-        step: Callable[[], Any],
-        add_group: Callable[[int, dict[str, Any]], None],
-        gather: Callable[[int], dict[str, Any]],
-    ) -> None:
-        self.originals, self.add_group, self.gather = originals, add_group, gather
-        self.after: list[Callable[[], None]] = []
-        self._grad_version, self._step = grad_version, step
-        self._seen = 0  # the gradients that the first handle stepped with
-        self.stepped: set[int] = set()
-
-    def step(self, place: int) -> None:
-        """Count the handle at ``place``."""
-        names = [type(optimizer).__name__ for optimizer in self.originals.optimizers]
-        if place in self.stepped:
-            missing = [n for other, n in enumerate(names) if other not in self.stepped]
-            raise RuntimeError(
-                f"step() of the handle of {names[place]} was called twice before that of "
-                f"{', '.join(missing)}: the optimizers step together; call step() of every handle "
-                "once, or step() of what shardcast.shard returned"
-            )
-        version = self._grad_version()
-        if self.stepped and version != self._seen:
-            raise RuntimeError(
-                f"step() of the handle of {names[place]} came after a backward, a clip or "
-                "zero_grad() that followed the step() of another one: the optimizers step "
-                "together, with the same gradients; call step() of all handles after the last "
-                "backward. Losses of their own, as of a GAN, need models that are sharded apart"
-            )
-        self._seen = version
-        self.stepped.add(place)
-        if len(self.stepped) == len(names):
-            self.stepped.clear()
-            self._step()
-            after, self.after = self.after, []
-            for act in after:
-                act()
-
-    def check_whole(self) -> None:
-        """Raise RuntimeError if some handles have stepped and others have not."""
-        if self.stepped:
-            names = [type(self.originals.optimizers[p]).__name__ for p in sorted(self.stepped)]
-            raise RuntimeError(
-                f"step(): the handle of {', '.join(names)} was stepped, others were not, so this "
-                "step would count twice for it; call step() of all handles, or of none"
-            )
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+def check_stepped(handles: Sequence[OptimizerHandle]) -> None:
+    """Raise RuntimeError if some handles have stepped and others have not."""
+    stepped, _ = _by_stepped(handles)
+    if stepped:
         raise RuntimeError(
-            f"{name}() of the original optimizer was called; it no longer owns the state: call "
-            f"{name}() of the optimizer that shardcast.shard returned"
+            f"step(): the handle of {_names(stepped)} was stepped, others were not, so this step "
+            "would count twice for it; call step() of all handles, or of none"
         )
 
-    # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return refuse
+
+def _by_stepped(
+    handles: Sequence[OptimizerHandle],
+) -> tuple[list[OptimizerHandle], list[OptimizerHandle]]:
+    """The handles that have stepped since the last step of all, and those that have not."""
+    stepped = [handle for handle in handles if handle._stepped_with is not None]
+    return stepped, [handle for handle in handles if handle._stepped_with is None]
+
+
+def _names(handles: Sequence[OptimizerHandle]) -> str:
+    return ", ".join(handle.name for handle in handles)

@@ -27,7 +27,7 @@ from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import validate
-from shardcast.plan.layout import Layout, PackLayout
+from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, routed
 from shardcast.plan.partition import partition_of, update_cost
@@ -97,13 +97,14 @@ def plan_for(
     world: int | Axes,
     stages: Sequence[nn.Module] = (),
     before: Layout | None = None,
+    added: GroupId | None = None,
 ) -> Plan:
     """Plan all parameters of the optimizers. Local; the model may be on ``meta``.
 
     Args:
         world: the number of ranks, or the dimensions of a mesh.
         stages: of a pipeline, of which several in ``model`` share no pack.
-        before: the layout of all groups but the last one, which alone is planned, behind it.
+        before: the layout of all groups but the ``added`` one, which alone is planned, behind it.
 
     Raises:
         TypeError, ValueError: what cannot be sharded, by name.
@@ -111,9 +112,8 @@ def plan_for(
     inner, averaged = _compat.unwrapped(model), _compat.is_ddp(model)
     axes = Axes(world) if isinstance(world, int) else world
     originals = Originals.of(optimizers)
-    first = len(originals.groups) - 1 if before else 0
     names = {param: name for name, param in inner.named_parameters()}
-    groups = validate.check_groups(names, originals, first)
+    groups = validate.check_groups(names, originals, added)
     params = {name: param for param, name in names.items() if name in groups}
     rest = {name: p for p, name in names.items() if name not in groups} if before is None else {}
     validate.check_kinds(params)
@@ -140,7 +140,7 @@ def plan_for(
     if there:
         layout = dataclasses.replace(layout, packs=there + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
-    options += axes.options() + validate.describe_groups(originals, first)
+    options += axes.options() + validate.describe_groups(originals, added)
     return Plan(
         inner, averaged, config, precision, layout, new, params, rest, sharings, costs,
         tuple(begun), tuple(options), unmatched,
@@ -149,7 +149,7 @@ def plan_for(
 
 def _costs(
     params: Mapping[str, nn.Parameter],
-    groups: Mapping[str, int],
+    groups: Mapping[str, GroupId],
     originals: Originals,
     config: ShardcastConfig,
 ) -> dict[str, float]:
@@ -163,7 +163,7 @@ def _costs(
     costs = {}
     for name, param in params.items():
         number, shape = groups[name], _compat.local_tensor(param).shape
-        optimizer, group = originals.owner(number), originals.groups[number]
+        optimizer, group = originals.owner(number), originals.group(number)
         validate.check_matrices(name, shape, optimizer, group)
         if config.cost_fn is None:
             costs[name] = update_cost(optimizer, group, shape)

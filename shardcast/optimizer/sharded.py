@@ -13,7 +13,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.optimizer.clip import ClipAhead
 from shardcast.optimizer.copies import check_copies
 from shardcast.optimizer.engine import Engine
-from shardcast.optimizer.original import OptimizerHandle, StepTogether, retire, take_hooks
+from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.stages import overlap_stages
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView
@@ -53,14 +53,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state.update(original.state)
         if state:
             self._states.apply(self._states.plan_plain(state))
-        self._together = StepTogether(
-            engine.originals, lambda: engine.reduce.grad_version, self.step, self._add_group,
-            self._states.gather,
-        )  # fmt: skip
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (self,)
-        if len(given) > 1:
-            handles = (OptimizerHandle(self._together, place) for place in range(len(given)))
-            self.optimizers = tuple(handles)
+        self._handles: list[OptimizerHandle] = []
+        for place in range(len(given) if len(given) > 1 else 0):
+            handle = OptimizerHandle(
+                engine.originals, place, self._handles, lambda: engine.reduce.grad_version,
+                self.step, self._add_group, self._states.gather,
+            )  # fmt: skip
+            self._handles.append(handle)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (*self._handles,) or (self,)
         for original in given:
             retire(original)
 
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 options of the groups (on an accelerator after a step or two, which are skipped).
         """
         engine = self.engine
-        self._together.check_whole()
+        check_stepped(self._handles)
         if options:
             raise TypeError(
                 f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "
@@ -230,30 +230,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the original optimizers.
+        """Those of the original optimizers, whose own lists hold them.
 
-        What is assigned goes into them: other options for the same parameters, and further groups,
-        which are added; every rank must then assign the same.
+        What is assigned goes there: other options for the same parameters, and further groups,
+        which are added; every rank must then assign the same. A group that is removed, or that has
+        got other parameters, is an error of the next step.
         """
         return self.engine.originals.groups
 
     @param_groups.setter
     def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
-        if not self._ready:
-            return
-        groups = self.param_groups
-        known, further = value[: len(groups)], value[len(groups) :]
-        theirs, mine = ([[*map(id, g["params"])] for g in some] for some in (known, groups))
-        if theirs != mine:
-            raise ValueError(
-                "param_groups: expected the present groups with their parameters in order, got "
-                "other parameters, which have no place in the packs; change options or add groups"
-            )
-        for group, options in zip(groups, [dict(options) for options in known], strict=True):
-            group.clear()
-            group.update(options)
-        for group in further:
-            self.add_param_group(group)
+        if self._ready:
+            for group in self.engine.originals.assign(value):
+                self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of model parameters, in packs of its own; every rank must add the same one.
@@ -271,9 +260,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._add_group(0, param_group)
 
     def _add_group(self, place: int, group: dict[str, Any]) -> None:
-        super().add_param_group(group)  # checks it, and fills in defaults
-        with torch.no_grad(), self.engine.originals.added(place):
-            self.engine.extend()
+        with torch.no_grad(), self.engine.originals.added(place, group) as number:
+            self.engine.extend(number)
 
     def check_copies(self) -> None:
         """Raise a RuntimeError on every rank, which must call it, if copies differ in a bit.

@@ -59,6 +59,7 @@ class StateDict:
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
+        self._engine.originals.check()
         return self._engine.originals.groups
 
     def dump(self) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class StateDict:
         index, places = numbered(self._groups), self._engine.originals.places
         shards = [
             shard for shard in self._engine.shards
-            if place in (None, places[shard.pack.layout.group])
+            if place in (None, shard.pack.layout.group.optimizer)
         ]  # fmt: skip
         state = {
             index[param]: values

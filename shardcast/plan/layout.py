@@ -32,11 +32,28 @@ from shardcast.plan.sharing import Sharing
 SHOWN = 8  # lengths of spans that are shown one by one
 
 
+class GroupId(NamedTuple):
+    """A parameter group: the place of its optimizer, and its own place among that one's groups.
+
+    Groups that are added to any of the optimizers later leave it as it is.
+    """
+
+    optimizer: int = 0
+    position: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.position} of optimizer {self.optimizer}"
+            if self.optimizer
+            else f"{self.position}"
+        )
+
+
 class ParamInfo(NamedTuple):
     """What planning needs to know of one parameter, in model order.
 
-    ``dtype`` is the storage dtype after the precision policy; ``group`` the index of its
-    optimizer group; ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
+    ``dtype`` is the storage dtype after the precision policy; ``group`` its optimizer group;
+    ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
     all ranks; ``cost`` what its update costs its owner, ``None``: as much as it has elements.
     Of a DTensor ``shape`` is that of the local tensor.
     """
@@ -46,7 +63,7 @@ class ParamInfo(NamedTuple):
     dtype: torch.dtype
     device: str = "cpu"
     requires_grad: bool = True
-    group: int = 0
+    group: GroupId = GroupId()
     key: str = ""
     sharing: Sharing = Sharing()
     cost: float | None = None
@@ -106,7 +123,7 @@ class PackLayout:
     device: str
     dtype: torch.dtype
     requires_grad: bool
-    group: int
+    group: GroupId
     key: str
     numel: int
     slots: tuple[Slot, ...]

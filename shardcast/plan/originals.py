@@ -1,32 +1,32 @@
-"""The optimizers that were given to :func:`shardcast.shard`, with their groups numbered through."""
+"""The optimizers that were given to :func:`shardcast.shard`; their lists hold the groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-Groups = Mapping[int, dict[str, Any]]  # parameter groups by number
+from shardcast.plan.layout import GroupId
+
+Group = dict[str, Any]
 
 
 class Originals:
     """One optimizer, or several over disjoint parameters of one model.
 
+    Each optimizer's own ``param_groups`` is the one place that holds its groups: what a script does
+    to it, or to a group, is read in the next step.
+
     Attributes:
         optimizers: in the order in which they were given.
-        groups: the parameter groups of all of them; the number of a group is its place here.
-        places: of each group, the place of its optimizer.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        self.groups: list[dict[str, Any]] = []
-        self.places: list[int] = []
-        for place, optimizer in enumerate(self.optimizers):
-            self.groups += optimizer.param_groups
-            self.places += [place] * len(optimizer.param_groups)
+        self._sharded = {number: list(group["params"]) for number, _, group in self.numbered()}
 
     @classmethod
     def of(
@@ -43,31 +43,121 @@ class Originals:
         """Their classes, for people."""
         return " + ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
-    def owner(self, number: int) -> torch.optim.Optimizer:
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of all optimizers, one optimizer after the other; of one, its own list."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].param_groups
+        return JoinedGroups(self.optimizers)
+
+    @property
+    def places(self) -> list[int]:
+        """The place of its optimizer, of each of ``groups``."""
+        return [number.optimizer for number, _, _ in self.numbered()]
+
+    def owner(self, number: GroupId) -> torch.optim.Optimizer:
         """The optimizer of a group."""
-        return self.optimizers[self.places[number]]
+        return self.optimizers[number.optimizer]
 
-    def numbers(self, place: int) -> list[int]:
-        """The numbers of the groups of the optimizer at ``place``."""
-        return [number for number, other in enumerate(self.places) if other == place]
+    def group(self, number: GroupId) -> Group:
+        """The present group of that number."""
+        return self.optimizers[number.optimizer].param_groups[number.position]
 
-    def numbered(self) -> Iterator[tuple[int, torch.optim.Optimizer, dict[str, Any]]]:
+    def numbered(self) -> Iterator[tuple[GroupId, torch.optim.Optimizer, Group]]:
         """Every group with its number and its optimizer."""
-        for number, group in enumerate(self.groups):
-            yield number, self.owner(number), group
+        for place, optimizer in enumerate(self.optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                yield GroupId(place, position), optimizer, group
 
     def option_names(self) -> tuple[str, ...]:
         """The options of their classes; whatever else is in a group is a script's own note."""
         return tuple(dict.fromkeys(n for o in self.optimizers for n in o.defaults))
 
+    def check(self) -> None:
+        """Raise RuntimeError for groups that a script removed, or gave other parameters. Local."""
+        sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        expected = [0] * len(sizes)
+        for number in self._sharded:
+            expected[number.optimizer] += 1
+        if sizes != expected:
+            raise RuntimeError(
+                f"param_groups: expected {expected} groups of {self.name}, got {sizes}; add groups "
+                "with add_param_group, and keep those that are no longer to be trained: freeze "
+                "their parameters with requires_grad_(False)"
+            )
+        for number, _, group in self.numbered():
+            params, sharded = group["params"], self._sharded[number]
+            if len(params) != len(sharded) or not all(map(operator.is_, params, sharded)):
+                raise RuntimeError(
+                    f"param_groups: expected the {len(sharded)} parameters in group {number} that "
+                    f"were sharded with it, in order, got {len(params)} or others; freeze a "
+                    "parameter with requires_grad_(False), give further ones to add_param_group"
+                )
+
+    def assign(self, groups: Sequence[Group], place: int | None = None) -> list[Group]:
+        """Replace the groups of all optimizers, or of one; returns those that are beyond them.
+
+        Raises:
+            ValueError: other parameters than the groups have; nothing is changed.
+        """
+        present = [
+            (owner, group)
+            for number, owner, group in self.numbered()
+            if place in (None, number.optimizer)
+        ]
+        known = groups[: len(present)]
+        params = [[*map(id, group["params"])] for group in known]
+        if params != [[*map(id, group["params"])] for _, group in present]:
+            raise ValueError(
+                "param_groups: expected the present groups with their parameters in order, got "
+                "other parameters, which have no place in the packs; change options or add groups"
+            )
+        for optimizer in {id(owner): owner for owner, _ in present}.values():
+            optimizer.param_groups[:] = [
+                group for group, (owner, _) in zip(known, present, strict=True)
+                if owner is optimizer
+            ]  # fmt: skip
+        return list(groups[len(present) :])
+
     @contextmanager
-    def added(self, place: int) -> Iterator[None]:
-        """The last of ``groups`` is of the optimizer at ``place``, unless what follows fails."""
-        self.places.append(place)
+    def added(self, place: int, group: Group) -> Iterator[GroupId]:
+        """A further group of the optimizer at ``place``, unless what follows fails.
+
+        Raises:
+            TypeError, ValueError: torch refuses the group.
+        """
+        optimizer = self.optimizers[place]
+        torch.optim.Optimizer.add_param_group(optimizer, group)  # fills in its defaults
+        number = GroupId(place, len(optimizer.param_groups) - 1)
         try:
-            yield
+            yield number
         except BaseException:
-            self.groups.pop()
-            self.places.pop()
+            optimizer.param_groups.pop()
             raise
-        self.optimizers[place].param_groups.append(self.groups[-1])
+        self._sharded[number] = list(group["params"])
+
+
+class JoinedGroups(list[Group]):
+    """The groups of several optimizers; a group that is assigned to a place is so in its owner."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        super().__init__(group for optimizer in optimizers for group in optimizer.param_groups)
+
+    def __setitem__(self, place: Any, group: Any) -> None:
+        first = operator.index(place) % len(self)
+        super().__setitem__(place, group)
+        for optimizer in self._optimizers:
+            if first < len(optimizer.param_groups):
+                optimizer.param_groups[first] = group
+                return
+            first -= len(optimizer.param_groups)
+
+    def _refuse(self, *_args: Any, **_options: Any) -> Any:
+        raise RuntimeError(
+            "param_groups: groups of several optimizers can be neither added nor removed in their "
+            "joint list; add one with add_param_group of one of optimizer.optimizers, and freeze "
+            "parameters with requires_grad_(False)"
+        )
+
+    __delitem__ = __iadd__ = append = clear = extend = insert = pop = remove = _refuse

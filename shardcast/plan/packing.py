@@ -11,7 +11,7 @@ from torch import nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.plan.layout import Layout, PackLayout, ParamInfo
+from shardcast.plan.layout import GroupId, Layout, PackLayout, ParamInfo
 from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
 from shardcast.plan.routes import Fabric, Route, choose
 from shardcast.plan.sharing import Axes, Sharing
@@ -27,7 +27,7 @@ PACK, PIECE, MOST = 16 * MIB, MIB // 4, 1024 * MIB
 def describe(
     named: Mapping[str, nn.Parameter],
     config: ShardcastConfig,
-    groups: Mapping[str, int] | None = None,
+    groups: Mapping[str, GroupId] | None = None,
     storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
     costs: Mapping[str, float] = MappingProxyType({}),
     sharings: Mapping[str, Sharing] | None = None,
@@ -35,7 +35,7 @@ def describe(
     """The planner's view of parameters, in the order of ``named`` (model order).
 
     Args:
-        groups: index of each parameter's optimizer group; ``None``: one for all.
+        groups: each parameter's optimizer group; ``None``: one for all.
         storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
         costs: of updates, for the balance of whole ones, where elements do not say it.
         sharings: who else holds each parameter, in jobs that are more than data-parallel.
@@ -56,7 +56,7 @@ def describe(
                 param.dtype if storage_dtype is None else storage_dtype(param),
                 device,
                 param.requires_grad,
-                0 if groups is None else groups[name],
+                GroupId() if groups is None else groups[name],
                 "" if config.group_fn is None else repr(config.group_fn(name, param)),
                 plain if sharings is None else sharings[name],
                 costs.get(name),
@@ -92,7 +92,7 @@ def routed(
 def plan_packs(
     params: Sequence[ParamInfo],
     world: int | Axes,
-    partition: str | Mapping[int, str],
+    partition: str | Mapping[GroupId, str],
     config: ShardcastConfig,
     first: int = 0,
 ) -> Layout:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
+from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import is_elementwise
 from shardcast.plan.precision import MASTER_DTYPE, PACKABLE
@@ -130,7 +131,7 @@ def check_whole(
         )
 
 
-def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: int) -> None:
+def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: GroupId) -> None:
     """Raise for a group whose own ``max_grad_norm`` is not a number above 0.
 
     Args:
@@ -202,25 +203,25 @@ def clip_bound(
 
 
 def check_groups(
-    names: Mapping[nn.Parameter, str], originals: Originals, first: int = 0
-) -> dict[str, int]:
+    names: Mapping[nn.Parameter, str], originals: Originals, added: GroupId | None = None
+) -> dict[str, GroupId]:
     """The number of the group of each of the optimizers' parameters, by its name.
 
     Args:
-        first: the number of the first group to be looked at; those before are sharded.
+        added: the group whose parameters are wanted; the others are sharded.
 
     Raises:
         TypeError, ValueError: a parameter is not among ``names``, or in two groups; a bound of the
             gradient norm is none. Of all groups: there is no parameter; with several optimizers a
             trained one is in none of them.
     """
-    groups: dict[str, int] = {}
+    groups: dict[str, GroupId] = {}
     for number, optimizer, group in originals.numbered():
-        if number < first:
-            continue
         check_limit(group, optimizer.defaults, number)
         for param in group["params"]:
             name = names.get(param)
+            if name is None and added not in (None, number):
+                continue  # the model lost it since
             if name is None:
                 raise ValueError(
                     f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not "
@@ -234,8 +235,8 @@ def check_groups(
                 )  # fmt: skip
                 raise ValueError(f"optimizer: parameter {name!r} is in {where}; list it once")
             groups[name] = number
-    if first:
-        return groups
+    if added is not None:
+        return {name: number for name, number in groups.items() if number == added}
     if not groups:
         raise ValueError("optimizer: its groups hold no parameter; add the model's parameters")
     left = [name for param, name in names.items() if name not in groups and param.requires_grad]
@@ -298,11 +299,11 @@ def check_staged(config: ShardcastConfig) -> None:
         )
 
 
-def describe_groups(originals: Originals, first: int) -> list[str]:
-    """What ranks must have alike of groups from the ``first`` on: class, plain options."""
+def describe_groups(originals: Originals, added: GroupId | None) -> list[str]:
+    """What ranks must have alike of the groups, or of an added one: class, plain options."""
     lines = []
     for number, optimizer, group in originals.numbered():
-        if number < first:
+        if added not in (None, number):
             continue
         lines.append(f"optimizer = {type(optimizer).__qualname__}")
         for key in sorted(group):

@@ -323,3 +323,82 @@ def test_a_copy_of_the_state_is_plain_and_a_part_of_another_size_is_refused():
     assert optimizer.state[nn.Parameter(torch.ones(1))] == {}
     with pytest.raises(ValueError, match=r"'exp_avg' of parameter '0\.weight'"):
         values["exp_avg"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_option_that_is_removed_from_a_group_stays_away(kind: Any):
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return kind([{"params": params[:3], "max_grad_norm": 1e-3}, {"params": params[3:]}], lr=0.1)
+
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+        for step in range(5):
+            set_grads(model, step)
+            group = optimizer.param_groups[0]
+            if step == 2:
+                group.pop("max_grad_norm")
+            if step < 2 and not sharded:
+                nn.utils.clip_grad_norm_(group["params"], 1e-3)
+            optimizer.step()
+            assert ("max_grad_norm" in group) == (step < 2)
+            optimizer.zero_grad()
+
+    check(build, script, tol=1e-6)
+
+
+def original(optimizer: Any) -> torch.optim.Optimizer:
+    sharded = isinstance(optimizer, shardcast.ShardedOptimizer)
+    return optimizer.engine.originals.optimizers[0] if sharded else optimizer
+
+
+def sets_a_place(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    optimizer.param_groups[0] = groups[0]
+
+
+def sets_the_list(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    optimizer.param_groups = groups
+
+
+def sets_the_originals_list(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    original(optimizer).param_groups = groups
+
+
+@pytest.mark.parametrize("act", [sets_a_place, sets_the_list, sets_the_originals_list])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_groups_that_are_replaced_are_used(kind: Any, act: Any):
+    def replace(step: int, _model: nn.Module, optimizer: Any) -> None:
+        if step == 2:
+            first, *others = optimizer.param_groups
+            act(optimizer, [{**first, "lr": 0.3}, *others])
+        elif step == 4:
+            optimizer.param_groups[0]["lr"] = 0.1  # of the new dictionary
+
+    check(interleaved(kind), steps(6, replace))
+
+
+def deletes(groups: list[Any]) -> None:
+    del groups[0]
+
+
+def appends(groups: list[Any]) -> None:
+    groups.append({**groups[0], "params": []})
+
+
+def drops_a_parameter(groups: list[Any]) -> None:
+    groups[0]["params"].pop()
+
+
+def swaps_a_parameter(groups: list[Any]) -> None:
+    groups[0]["params"][0] = nn.Parameter(groups[0]["params"][0].detach().clone())
+
+
+@pytest.mark.parametrize(
+    "act", [deletes, list.clear, appends, drops_a_parameter, swaps_a_parameter]
+)
+@pytest.mark.parametrize("then", ["step", "state_dict", "full_state_dict"])
+def test_groups_that_lose_or_get_parameters_behind_the_optimizer_are_refused(act: Any, then: str):
+    model = mlp()
+    optimizer = shardcast.shard(model, two_layers(model))
+    act(optimizer.param_groups)
+    with pytest.raises(RuntimeError, match="param_groups: expected"):
+        getattr(optimizer, then)()

@@ -13,7 +13,7 @@ from models import GPT, MLP, sharded
 from torch import nn
 
 import shardcast
-from shardcast.plan.layout import Layout, PackLayout, ParamInfo, Slot, Span
+from shardcast.plan.layout import GroupId, Layout, PackLayout, ParamInfo, Slot, Span
 from shardcast.plan.packing import describe, plan_packs
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,7 +39,7 @@ def models(draw: st.DrawFn) -> list[ParamInfo]:
             shape(),
             draw(st.sampled_from(DTYPES)),
             requires_grad=draw(st.booleans()),
-            group=draw(st.integers(0, 1)),
+            group=GroupId(0, draw(st.integers(0, 1))),
             key=draw(st.sampled_from(["", "'a'"])),
         )
         for number in range(draw(st.integers(1, 8)))
@@ -165,7 +165,7 @@ changes = st.sampled_from(
         lambda p: p._replace(name=p.name + "x"),
         lambda p: p._replace(dtype=torch.float16 if p.dtype != torch.float16 else torch.bfloat16),
         lambda p: p._replace(requires_grad=not p.requires_grad),
-        lambda p: p._replace(group=p.group + 1),
+        lambda p: p._replace(group=GroupId(1, 0)),
         lambda p: p._replace(key=p.key + "k"),
         lambda p: p._replace(device="meta"),
     ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
+from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
 from shardcast.step.combine.clip import clamp_, clip_factors
 from shardcast.step.combine.decision import UNSCALED, Control, Decision
@@ -85,15 +86,15 @@ class Combine:
                 differ in options of groups. On an accelerator the step is skipped for it, and
                 :meth:`SkipReport.poll` raises.
         """
-        limits = [
+        limits = {
             # Some classes have an option of that name.
-            None if "max_grad_norm" in owner.defaults else group.get("max_grad_norm")
-            for _, owner, group in self._originals.numbered()
-        ]
+            number: None if "max_grad_norm" in owner.defaults else group.get("max_grad_norm")
+            for number, owner, group in self._originals.numbered()
+        }
         scale = self.loss_scale.value
         pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
         by_pack = [self._power(grads) for grads in self._grads]
-        by_group = [self._group_power(number, by_pack) for number in range(len(limits))]
+        by_group = [self._group_power(number, by_pack) for number in limits]
         bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
         digests = self._options.pairs(
             self._originals.groups, max_norm, self._clip_value, self._divisor.given
@@ -104,15 +105,18 @@ class Combine:
         powers = sums.powers
         skip = ~self._norm.root(powers, scale).isfinite()
         skip = skip | (sums.bad == UNSCALED).any() | self._options.refused(sums.differing)
-        factors: Sequence[Tensor | None] = [self.loss_scale.inverse()] * len(limits)
+        factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, self.loss_scale.inverse())
         if pending is not None:
-            factors = pending.factors
-            powers = self._norm.multiplied(powers, factors, scale)
-        clips = clip_factors(self._norm, powers, scale, max_norm, limits)
+            factors.update(pending.factors)
+            powers = self._norm.multiplied(powers, list(factors.values()), scale)
+        clips = clip_factors(self._norm, powers, scale, max_norm, list(limits.values()))
         return Decision(
             norm=self._norm.root(powers, scale),
             skip=skip,
-            factors=tuple(_product(old, new) for old, new in zip(factors, clips, strict=True)),
+            factors={
+                number: _product(factor, clip)
+                for (number, factor), clip in zip(factors.items(), clips, strict=True)
+            },
             present=self._control.present(pattern, sums),
             bad=sums.bad,
             differing=sums.differing,
@@ -142,7 +146,7 @@ class Combine:
             return power
         return torch.where(power.isfinite(), torch.zeros_like(power), power)
 
-    def _group_power(self, number: int, by_pack: Sequence[Tensor]) -> Tensor:
+    def _group_power(self, number: GroupId, by_pack: Sequence[Tensor]) -> Tensor:
         """The power of this rank's spans of one group."""
         mine = [
             power

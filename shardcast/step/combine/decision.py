@@ -12,6 +12,7 @@ from torch import Tensor
 from shardcast.comm import Grid
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
+from shardcast.plan.layout import GroupId
 from shardcast.step.combine.norm import PNorm
 from shardcast.step.combine.options import Options, to_device
 
@@ -37,7 +38,7 @@ class Decision:
 
     norm: Tensor
     skip: Tensor
-    factors: tuple[Tensor | None, ...]
+    factors: Mapping[GroupId, Tensor | None]
     present: Mapping[Pack, tuple[bool, ...]]
     bad: Tensor
     differing: Tensor

@@ -15,7 +15,6 @@ from shardcast.comm import Comm
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
-from shardcast.plan.originals import Groups
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import muon
@@ -36,10 +35,9 @@ class AnyOptimizerUpdate:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: Groups, comm: Comm, elementwise: bool,
-        ready: Ready,
-    ) -> None:  # fmt: skip
-        self._optimizer, self._groups, self._comm = optimizer, groups, comm
+        self, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool, ready: Ready
+    ) -> None:
+        self._optimizer, self._comm = optimizer, comm
         self.elementwise = elementwise
         foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._unproven = PROBATION if foreign else 0  # steps after which options are compared
@@ -72,18 +70,14 @@ class AnyOptimizerUpdate:
         return nn.Parameter(flat.view(fragment.slot.shape) if whole else flat)
 
     def _read_groups(self) -> None:
-        """Give the inner groups the outer ones' present options, masters as parameters."""
-        while len(self._inner.param_groups) < len(self._groups):
-            self._inner.param_groups.append({})
-        pairs = zip(self._groups.items(), self._inner.param_groups, strict=True)
-        for (number, outer), inner in pairs:
-            inner.update((key, value) for key, value in outer.items() if key != "params")
-            inner["params"] = [
-                param
-                for shard, params in self._params.items()
-                if shard.pack.layout.group == number
-                for param in params
-            ]
+        """Give the inner groups the outer ones' present options and no others, and masters."""
+        groups = self._inner.param_groups
+        groups += [{} for _ in self._optimizer.param_groups[len(groups) :]]
+        for outer, inner in zip(self._optimizer.param_groups, groups, strict=True):
+            inner.clear()
+            inner.update({**outer, "params": []})
+        for shard, params in self._params.items():
+            groups[shard.pack.layout.group.position]["params"] += params
 
     @torch.no_grad()
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
@@ -142,8 +136,10 @@ class AnyOptimizerUpdate:
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
-        groups = zip(self._groups.values(), self._inner.param_groups, strict=True)
+        groups = zip(self._optimizer.param_groups, self._inner.param_groups, strict=True)
         for outer, inner in groups:
+            for key in outer.keys() - inner.keys():
+                del outer[key]
             outer.update((key, value) for key, value in inner.items() if key != "params")
 
     def _compare_options(self, device: torch.device) -> None:
@@ -155,7 +151,7 @@ class AnyOptimizerUpdate:
         """
         mine = {
             f"{key!r} of group {number}": float(value)
-            for number, group in zip(self._groups, self._inner.param_groups, strict=True)
+            for number, group in enumerate(self._inner.param_groups)
             for key, value in group.items()
             if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
         }

@@ -12,7 +12,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.forms import Rounded, moment, row_of
 from shardcast.memory.shard import Shard
 from shardcast.memory.stores import Place, Store
-from shardcast.plan.originals import Groups
+from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
@@ -134,10 +134,8 @@ class FusedUpdate:
 
     elementwise = True  # state tensors have one element per element of the parameter
 
-    def __init__(
-        self, kind: type[torch.optim.Optimizer], groups: Groups, config: ShardcastConfig
-    ) -> None:
-        self._kind, self._groups = kind, groups
+    def __init__(self, optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> None:
+        self._optimizer, self._kind = optimizer, type(optimizer)
         self._config = config
         self._states: dict[Shard, ShardState] = {}
         self._steps: dict[int, Tensor] = {}  # by cohort, 0-dim fp32
@@ -185,7 +183,7 @@ class FusedUpdate:
         self, present: Mapping[Shard, Sequence[bool]], everything: bool
     ) -> Iterator[_Window]:
         """What is updated at a time: runs of present parameters, cut where copies are made."""
-        known: dict[tuple[int, int], tuple[Rule, tuple[Any, ...]]] = {}
+        known: dict[tuple[GroupId, int], tuple[Rule, tuple[Any, ...]]] = {}
         for shard, state in self._states.items():
             group = shard.pack.layout.group
             runs = state.runs(present[shard])
@@ -199,9 +197,9 @@ class FusedUpdate:
                 for part in state.windows(run):
                     yield _Window(state, part, rule, numbers, step)
 
-    def _prepared(self, number: int, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
+    def _prepared(self, number: GroupId, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
         """The rule of a group, and its numbers in this step."""
-        group = self._groups[number]
+        group = self._optimizer.param_groups[number.position]
         if not self._kernel.on_host:
             rule = rules.rule_of(self._kind, group)
             return rule, rules.as_tensors(rule.numbers(group, step.double()), step)
@@ -225,9 +223,10 @@ class FusedUpdate:
         A cohort of which some fragments take part and others do not is split. SGD counts only
         while it has momentum: the first step with a buffer is special.
         """
-        groups = self._groups
+        groups = self._optimizer.param_groups
         counted = [
-            bool(groups[shard.pack.layout.group].get("momentum", True)) for shard in self._states
+            bool(groups[shard.pack.layout.group.position].get("momentum", True))
+            for shard in self._states
         ]
         taken = 1.0 - decision.skip.float()
         if everything and self._common is not None and len(set(counted)) == 1:

@@ -10,7 +10,7 @@ import torch
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
-from shardcast.plan.originals import Groups, Originals
+from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.step.combine.decision import Decision
 from shardcast.step.update import rules
@@ -21,7 +21,7 @@ Update = FusedUpdate | AnyOptimizerUpdate
 
 
 class Updates:
-    """The updates of all optimizers, by the number of the parameter group.
+    """The updates of all optimizers; each one updates the shards of its own groups.
 
     Args:
         ready: called with packs that are updated before others, on all ranks alike.
@@ -34,23 +34,16 @@ class Updates:
         self, originals: Originals, config: ShardcastConfig, comm: Comm,
         ready: Ready = lambda _packs: None,
     ) -> None:  # fmt: skip
-        self._originals = originals
-        self._groups: list[dict[int, dict[str, Any]]] = []  # of each optimizer, by number
-        self._updates: list[Update] = []
-        for place, optimizer in enumerate(originals.optimizers):
-            groups = {number: originals.groups[number] for number in originals.numbers(place)}
-            self._groups.append(groups)
-            self._updates.append(_update_of(optimizer, groups, config, comm, ready))
+        self._updates = [
+            _update_of(optimizer, config, comm, ready) for optimizer in originals.optimizers
+        ]
 
-    def _place(self, shard: Shard) -> int:
-        owner = self._originals.owner(shard.pack.layout.group)
-        return self._originals.optimizers.index(owner)
+    def _of(self, shard: Shard) -> Update:
+        return self._updates[shard.pack.layout.group.optimizer]
 
     def add(self, shard: Shard) -> None:
         """Update ``shard`` too, from now on."""
-        place, number = self._place(shard), shard.pack.layout.group
-        self._groups[place][number] = self._originals.groups[number]
-        self._updates[place].add(shard)
+        self._of(shard).add(shard)
 
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
         """Unscale, clip, update, cast and publish the own spans; leave absent gradients untouched.
@@ -63,7 +56,7 @@ class Updates:
 
     def elementwise(self, shard: Shard) -> bool:
         """Whether the state of a fragment has one element per element of it."""
-        return self._updates[self._place(shard)].elementwise
+        return self._of(shard).elementwise
 
     def switch(self, mode: str) -> bool:
         """Call ``train`` or ``eval`` of optimizers that have it.
@@ -84,20 +77,19 @@ class Updates:
         Args:
             decode: without it tensors that are kept in another form are on the meta device.
         """
-        return self._updates[self._place(shard)].fragment_state(shard, number, decode)
+        return self._of(shard).fragment_state(shard, number, decode)
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by tensors of its length."""
-        self._updates[self._place(shard)].load_fragment(shard, number, state)
+        self._of(shard).load_fragment(shard, number, state)
 
 
 def _update_of(
-    optimizer: torch.optim.Optimizer, groups: Groups, config: ShardcastConfig, comm: Comm,
-    ready: Ready,
-) -> Update:  # fmt: skip
-    """The update for a class; it reads the options of ``groups``, which may grow, in every step."""
+    optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm, ready: Ready
+) -> Update:
+    """The update for a class; it reads the groups of ``optimizer`` in every step."""
     if type(optimizer) in rules.STATE_NAMES:
-        return FusedUpdate(type(optimizer), groups, config)
+        return FusedUpdate(optimizer, config)
     plain = ShardcastConfig()
     for name in ("master", "moments", "offload"):
         if getattr(config, name) != getattr(plain, name):
@@ -107,4 +99,4 @@ def _update_of(
                 f"{getattr(plain, name)!r}"
             )
     elementwise = type(optimizer) in ELEMENTWISE
-    return AnyOptimizerUpdate(optimizer, groups, comm, elementwise, ready)
+    return AnyOptimizerUpdate(optimizer, comm, elementwise, ready)

@@ -404,6 +404,60 @@ def test_a_group_is_added_through_a_handle():
         assert results[0][1] == [[3, 1], [3, 1]]
 
 
+def sets_a_handles_list(optimizer: Any, group: dict[str, Any]) -> None:
+    optimizer.optimizers[1].param_groups = [group]
+
+
+def sets_a_handles_place(optimizer: Any, group: dict[str, Any]) -> None:
+    optimizer.optimizers[1].param_groups[0] = group
+
+
+def sets_a_joint_place(optimizer: Any, group: dict[str, Any]) -> None:
+    optimizer.param_groups[-1] = group
+
+
+@pytest.mark.parametrize("replace", [sets_a_handles_list, sets_a_handles_place, sets_a_joint_place])
+def test_a_group_that_is_replaced_through_a_handle_or_the_joint_list_is_used(replace: Any):
+    expected = mlp()
+    optimizers = pair(expected)
+    train(expected, optimizers, 2)
+    optimizers[1].param_groups[0]["lr"] = 0.3
+    train(expected, optimizers, range(2, 5))
+    model = mlp()
+    optimizer = shard(model, pair(model))
+    train(model, optimizer.optimizers, 2)
+    replace(optimizer, {**optimizer.param_groups[1], "lr": 0.3})
+    train(model, optimizer.optimizers, range(2, 5))
+    assert difference(model, expected) <= TOL
+
+
+@pytest.mark.parametrize("remove", [True, False], ids=["removed", "overwritten"])
+def test_row_splits_that_are_removed_from_a_group_stay_away(remove: bool):
+    def run(then: Callable[[dict[str, Any]], Any]) -> nn.Module:
+        model = Experts("rows")
+        optimizer = shard(model, experts_pair(model))
+        for step in range(5):
+            set_grads(model, step)
+            if step == 1:
+                then(optimizer.param_groups[0])
+            optimizer.step()
+        return model
+
+    one = run(lambda group: group.pop("row_splits") if remove else None)
+    other = run(lambda group: group.update(row_splits=None))
+    assert (difference(one, other) == 0) is remove
+
+
+def test_groups_of_several_optimizers_are_not_added_to_or_taken_from_their_joint_list():
+    model = mlp()
+    groups = shard(model, pair(model)).param_groups
+    with pytest.raises(RuntimeError, match=r"param_groups: .*add_param_group"):
+        del groups[0]
+    for change in (groups.clear, groups.pop, lambda: groups.append({}), lambda: groups.extend([])):
+        with pytest.raises(RuntimeError, match=r"param_groups: .*add_param_group"):
+            change()
+
+
 # -- state ----------------------------------------------------------------------------------------
 
 
@@ -507,6 +561,48 @@ def test_a_checkpoint_loads_at_another_world_size_and_exports_to_plain_states(tm
         one.load_state_dict(torch.load(file, weights_only=True))
     train(model, optimizers, range(3, 6))
     assert difference(model, expected) <= TOL
+
+
+def test_groups_added_to_the_first_optimizer_are_numbered_within_it(tmp_path: Path):
+    """As the plain optimizers' own states, and as one that had the groups from the start."""
+
+    def apart(model: nn.Module) -> tuple[list[Any], list[Any]]:
+        return [
+            [{"params": [model[n].weight], "lr": 1e-2 / (n + 1)} for n in (0, 2)],
+            [{"params": [model[n].bias], "lr": 1e-3 / (n + 1)} for n in (0, 2)],
+        ]
+
+    def build(model: nn.Module, groups: int) -> Optimizers:
+        muon, adamw = apart(model)
+        return [torch.optim.Muon(muon[:groups]), torch.optim.AdamW(adamw[:groups])]
+
+    def make() -> nn.Module:
+        return mlp()[:4]
+
+    def run(group: Any) -> Any:
+        model, twin = make(), make()
+        for name in ("2.weight", "2.bias"):
+            model.get_parameter(name).requires_grad_(False)
+        optimizer, other = shard(model, build(model, 1), group), shard(twin, build(twin, 2), group)
+        model.requires_grad_(True)
+        for place in (1, 0):
+            optimizer.optimizers[place].add_param_group(apart(model)[place][1])
+        train(model, optimizer.optimizers, 3)
+        train(twin, other.optimizers, 3)
+        states = optimizer.full_state_dict(), other.full_state_dict()
+        checkpoint.save(tmp_path / str(group.size()), model, optimizer, step=3)
+        later = make()
+        resumed = shard(later, build(later, 2), group)
+        checkpoint.load(tmp_path / str(group.size()), later, resumed)
+        train(twin, other.optimizers, range(3, 6))
+        train(later, resumed.optimizers, range(3, 6))
+        return states, difference(later, twin)
+
+    for size in (1, 2):
+        results = ThreadedWorld(size).run(run)
+        added, built = results[0][0]
+        torch.testing.assert_close(added, built, rtol=0, atol=0)
+        assert [worst for _, worst in results] == [0.0] * size
 
 
 # -- bad input ------------------------------------------------------------------------------------
