@@ -145,7 +145,8 @@ def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
     ranks = next(line for line in lines if dist.get_rank() in line)
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD  # type: ignore[return-value]
-    return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+    name = "_".join(names[position] for position in along)
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)  # type: ignore[no-any-return]
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:

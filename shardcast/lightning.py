@@ -120,12 +120,12 @@ class ShardcastPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale."""
-        return {} if self.sharded is None else {"scaler": self.sharded.engine.combine.state_dict()}
+        return {} if self.sharded is None else {"scaler": self.sharded.engine.decider.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         if self.sharded is not None and "scaler" in state_dict:
-            self.sharded.engine.combine.load_state_dict(state_dict["scaler"])
+            self.sharded.engine.decider.load_state_dict(state_dict["scaler"])
 
 
 class ShardcastStrategy(DDPStrategy):

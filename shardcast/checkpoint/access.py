@@ -222,7 +222,7 @@ class Snapshot:
             "optimizer": self._engine.originals.name,
             "groups": [{**group, "params": list(names)} for group, names in groups],
             "places": list(self._engine.originals.places),
-            "scaler": self._engine.combine.state_dict(),
+            "scaler": self._engine.decider.state_dict(),
             "ties": dict(self.inventory.ties),
         }
 
@@ -245,7 +245,7 @@ class Snapshot:
         if source.groups is not None:
             load_groups(self._optimizer.param_groups, source.groups)
         if source.scaler is not None:
-            self._engine.combine.load_state_dict(dict(source.scaler))
+            self._engine.decider.load_state_dict(dict(source.scaler))
         given = source.extra_state or {}
         for name, (stage, _) in self._extra.items():
             if name in given:

@@ -24,10 +24,10 @@ Row = dict[str, Any]  # the figures of one world size
 KINDS = ("parameters", "gradients", "masters", "state", "outside")
 BYTES = (*KINDS, "total", "host", "setup_peak", "sent")
 COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
-STAGES = ("compute", "reduce", "combine", "update", "sync", "in_backward", "in_forward", "step")
+STAGES = ("compute", "reduce", "decide", "update", "sync", "in_backward", "in_forward", "step")
 # Stages as they are drawn, one upon the other, and what of each lies under another one.
 STACKED = {
-    "compute": "", "reduce": "in_backward", "combine": "", "update": "", "sync": "in_forward",
+    "compute": "", "reduce": "in_backward", "decide": "", "update": "", "sync": "in_forward",
 }  # fmt: skip
 STYLES = {  # of lines of others: color, marker
     "DDP + autocast": ("#aa3377", "o"),
@@ -49,7 +49,7 @@ LEGEND = {
     "cost_imbalance": "the same of what the update computes: whole matrices have one owner",
     "compute": "forward and backward: 6 operations per parameter and token",
     "reduce": "gradients to their owners and the fp32 sum there",
-    "combine": "the norm, and the all-reduce of what all ranks must agree on",
+    "decide": "the norm, and the all-reduce of what all ranks must agree on",
     "update": "bytes read and written over the memory's bandwidth, and Muon's matrix products",
     "sync": "updated parameters to everybody",
     "in_backward": "of reduce, what runs beside the backward",

@@ -95,7 +95,7 @@ def _ddp(numel: int, moments: float, group: Group, tokens: int) -> StepTime:
     return StepTime(
         compute=forward + backward,
         reduce=sum(works) + copies / machine.memory,
-        combine=FP32 * numel / machine.memory,
+        decide=FP32 * numel / machine.memory,
         # And autocast's casts of weights: each read in fp32 and written in low precision.
         update=(_update(moments) + FP32 + LOW) * numel / machine.memory,
         sync=0.0,
@@ -120,7 +120,7 @@ def _fsdp2(units: Sequence[int], moments: float, group: Group, tokens: int) -> S
     return StepTime(
         compute=forward + backward,
         reduce=sum(gathers) + copies / machine.memory,
-        combine=FP32 * owned / machine.memory + group.all_reduce(8),
+        decide=FP32 * owned / machine.memory + group.all_reduce(8),
         update=_update(moments) * owned / machine.memory,
         sync=2 * sum(gathers),
         in_backward=beside,
@@ -144,7 +144,7 @@ def _megatron(numel: int, moments: float, group: Group, tokens: int) -> StepTime
     return StepTime(
         compute=forward + backward,
         reduce=sum(works),
-        combine=FP32 * owned / machine.memory + group.all_reduce(8),
+        decide=FP32 * owned / machine.memory + group.all_reduce(8),
         update=(_update(moments) + LOW) * owned / machine.memory,
         sync=sum(group.gather(LOW * size) for size in sizes),
         in_backward=beside,

@@ -24,7 +24,7 @@ class StepTime:
     Attributes:
         compute: forward and backward.
         reduce: gradients to their owner: what is sent, and the sum of what arrives.
-        combine: the norm, and the small all-reduce that all ranks decide with.
+        decide: the norm, and the small all-reduce that all ranks decide with.
         update: bytes over bandwidth, and Muon's matrix products at the rate of the forward; in the
             other systems the cast too, wherever it is.
         sync: updated parameters to everybody.
@@ -34,7 +34,7 @@ class StepTime:
 
     compute: float
     reduce: float
-    combine: float
+    decide: float
     update: float
     sync: float
     in_backward: float
@@ -48,7 +48,7 @@ class StepTime:
     @property
     def added(self) -> float:
         """What the step takes beyond forward and backward."""
-        stages = self.reduce + self.combine + self.update + self.sync
+        stages = self.reduce + self.decide + self.update + self.sync
         return stages - self.in_backward - self.in_forward
 
 
@@ -82,7 +82,7 @@ def step_time(
     return StepTime(
         compute=forward + backward,
         reduce=sum(sent) + local,
-        combine=found.normed / machine.memory + group.all_reduce(8),
+        decide=found.normed / machine.memory + group.all_reduce(8),
         update=found.updated / bandwidth + max(found.products) / machine.flops,
         sync=sum(synced),
         in_backward=beside,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardcast.messages import warn
-from shardcast.step.combine.decision import Decision
+from shardcast.step.decide.decision import Decision
 from shardcast.step.reduce.averaged import AveragedReducer
 from shardcast.step.reduce.reducer import Reducer
 

@@ -17,8 +17,8 @@ from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.originals import Originals
 from shardcast.plan.precision import Precision
-from shardcast.step.combine.combine import Combine
-from shardcast.step.combine.decision import Decision
+from shardcast.step.decide.decider import Decider
+from shardcast.step.decide.decision import Decision
 from shardcast.step.reduce.averaged import AveragedReducer
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.buffers import Buffers
@@ -38,7 +38,7 @@ class Engine:
         stages: what is called: that module, or the stages.
         grid: the ranks; ``comm`` are the data-parallel ones of them.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
-        reduce, combine, update, sync: the stages of a step.
+        reduce, decider, update, sync: the stages of a step.
     """
 
     _overlap: Overlap | None = None
@@ -59,7 +59,7 @@ class Engine:
         self.reduce: Reducer | AveragedReducer = (
             AveragedReducer(plan.config) if plan.averaged else Reducer(grid, plan.config, at_step)
         )
-        self.combine = Combine(
+        self.decider = Decider(
             self.reduce.grads, grid, plan.config, self.device, originals, self.reduce.divisor
         )
         self.sync, self._buffers = Sync(), Buffers(self.stages, grid.dp)
@@ -154,7 +154,7 @@ class Engine:
             shard.pack.check()
         self.hooks.resync()  # weights that were loaded
         self._wake()  # packs that were unfrozen
-        self.combine.before_reduce(self.reduce.touched)
+        self.decider.before_reduce(self.reduce.touched)
         self.reduce.finish()
 
     def conclude(self, decision: Decision, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -170,13 +170,13 @@ class Engine:
                 if there
             ]
         )
-        self.combine.conclude(decision)
+        self.decider.conclude(decision)
         self.reduce.show(decision.present)
         self.reduce.used()
         self.comm.steps += 1
         for optimizer in (*self.originals.optimizers, *optimizers):
             _compat.note_step_called(optimizer)
-        self.combine.skips.poll(self.originals.groups)  # last: it may raise
+        self.decider.skips.poll(self.originals.groups)  # last: it may raise
 
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""

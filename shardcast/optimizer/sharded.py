@@ -1,4 +1,4 @@
-"""The sharded optimizer; one step is reduce, combine, update and cast, sync."""
+"""The sharded optimizer; one step is reduce, decide, update and cast, sync."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        decision = self._clip.pending()  # which has reduced and combined already
+        decision = self._clip.pending()  # which has reduced and decided already
         if decision is None:
             self._reduce()
-            decision = engine.combine.decide(self.config.max_grad_norm, None)
+            decision = engine.decider.decide(self.config.max_grad_norm, None)
         engine.sync.wait()  # what an overlapped one still sends is what the update writes
         engine.update(decision, engine.present(decision))  # casts into the packs
         engine.send()  # owners -> everybody
@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
-        return self.engine.combine.loss_scale.apply(loss)
+        return self.engine.decider.loss_scale.apply(loss)
 
     def clip_grad_norm_(self, *args: Any, **options: Any) -> Tensor:
         """Clip the global gradient norm in the coming step; every rank must call it.
@@ -173,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bound = validate.clip_bound("clip_grad_norm_", engine.originals, norm_type, args, options)
         before = self._clip.pending()
         self._reduce()
-        decision = engine.combine.decide(bound, before)
+        decision = engine.decider.decide(bound, before)
         self._clip.note(decision)
         return decision.norm.float()
 
@@ -187,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bound = validate.clip_bound("clip_grad_value_", engine.originals, 2.0, args, options)
         before = self._clip.pending()
         self._reduce()
-        engine.combine.clip_value(bound, before)
+        engine.decider.clip_value(bound, before)
         if before is not None:
             self._clip.note(before)
 
@@ -219,12 +219,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> Tensor | None:
         """0-dim; ``None`` where none is in use."""
-        return self.engine.combine.loss_scale.value
+        return self.engine.decider.loss_scale.value
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for non-finite gradients. Reading it waits for the device."""
-        return self.engine.combine.skips.skipped_steps
+        return self.engine.decider.skips.skipped_steps
 
     # -- groups and state -------------------------------------------------------------------
 

@@ -41,13 +41,13 @@ class Loading:
     Attributes:
         active: indices of the packs that are trained, or were at some time.
         pieces: of this rank's fragments.
-        combine: the loss scale and the tally of skipped steps, of a local state.
+        decider: the loss scale and the count of skipped steps, of a local state.
         groups: options of the parameter groups.
     """
 
     active: frozenset[int]
     pieces: list[Piece]
-    combine: Mapping[str, Any] | None = None
+    decider: Mapping[str, Any] | None = None
     groups: Groups = ()
 
 
@@ -80,7 +80,7 @@ class StateDict:
             "shardcast": {
                 **self._head(),
                 "active": [s.pack.layout.index for s in engine.shards if s.grads is not None],
-                "scaler": engine.combine.state_dict(),
+                "scaler": engine.decider.state_dict(),
             },
         }
 
@@ -194,8 +194,8 @@ class StateDict:
             if exact is not None:
                 shard.set_exact(shard.fragments[number], exact)
             engine.update.load_fragment(shard, number, values)
-        if loading.combine is not None:
-            engine.combine.load_state_dict(dict(loading.combine))
+        if loading.decider is not None:
+            engine.decider.load_state_dict(dict(loading.decider))
             engine.publish()
         load_groups(self._groups, loading.groups)
 

@@ -3,7 +3,7 @@
 backward        gradient packs (low precision, one view per parameter)
    │  reduce    pack by pack, last parameters first, while backward runs
    ▼
-own span of the mean gradient ──► combine: one small all-reduce: norm, skip, clip factor
+own span of the mean gradient ──► decide: one small all-reduce: norm, skip, clip factor
    │
    ▼  update    unscale · clip · optimizer, on the own fp32 masters and moments
 own span of the pack ◄── cast to bf16/fp16, in the same pass

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import _compat
-from shardcast.step.combine.norm import PNorm
+from shardcast.step.decide.norm import PNorm
 from shardcast.testing import spawn
 
 pytestmark = pytest.mark.skipif(

@@ -178,7 +178,7 @@ def test_the_stages_of_a_step_by_hand():
     # Copied into packs (read and written), then two pieces of 500 read and the mean written.
     local = (2 * 4000 + 2 * 3 * 500 * 2) / 1000
     assert time.reduce == pytest.approx(2 * group.exchange(2000) + local)
-    assert time.combine == pytest.approx(1000 * 2 / 1000 + group.all_reduce(8))
+    assert time.decide == pytest.approx(1000 * 2 / 1000 + group.all_reduce(8))
     # bf16 gradient, fp32 master and two moments read and written, bf16 parameter written.
     assert found.updated == 1000 * (2 + 8 + 16 + 2)
     assert time.update == pytest.approx(28)
@@ -220,7 +220,7 @@ def test_with_no_time_to_hide_in_everything_is_exposed():
     found = estimate(model, torch.optim.AdamW(model.parameters()), 2, config)
     bare = step_time(found, config, machine, 2000, 1)
     assert bare.in_backward == pytest.approx(0, abs=1e-9)
-    assert bare.step == pytest.approx(time.reduce + time.combine + time.update + time.sync)
+    assert bare.step == pytest.approx(time.reduce + time.decide + time.update + time.sync)
 
 
 def test_messages_of_all_packs_begin_together():
@@ -409,7 +409,7 @@ def test_the_command_prints_times_for_the_machine_and_tokens(
     assert row["time"]["compute"] == pytest.approx(6 * numel * 100 / A100.flops)
     assert row["other_times"].keys() == {"DDP + autocast", "FSDP2", "Megatron"}
     assert (row["machine"], row["tokens"]) == ("a100", 100)
-    parts = ("compute", "reduce", "combine", "update", "sync")
+    parts = ("compute", "reduce", "decide", "update", "sync")
     total = sum(row["time"][part] for part in parts)
     beside = row["time"]["in_backward"] + row["time"]["in_forward"]
     assert row["time"]["step"] == pytest.approx(total - beside)

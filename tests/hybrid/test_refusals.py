@@ -331,9 +331,9 @@ REFUSED: list[tuple[Callable[[DeviceMesh], None], str, str]] = [
     (options_without_a_mesh, "ValueError", "tied: expected a mesh beside it"),
     (matrix_optimizer, "TypeError", "'one' is cut over .* 'tp', and Muon needs whole"),
     (bad_divisor, "ValueError", "divisor: expected a number above 0"),
-    (rates_differ_in_a_step, "RuntimeError", "lr of group 0 is 0.001 on ranks .*; 0.5 on rank 6"),
-    (stages_differ_in_a_step, "RuntimeError", "betas of group 0 is"),
-    (clips_differ, "RuntimeError", "the bound of the clip .* is 1.0"),
+    (rates_differ_in_a_step, "RuntimeError", "lr of group 0 .*0.001.*; rank 6: 0.5"),
+    (stages_differ_in_a_step, "RuntimeError", "betas of group 0"),
+    (clips_differ, "RuntimeError", "max_norm"),
     (scale_forgotten, "RuntimeError", "scale_loss"),
 ]
 
@@ -359,7 +359,7 @@ def test_it_is_refused_on_every_rank(case: tuple[Any, str, str]):
 def test_copies_are_not_trained_at_different_rates_where_nothing_is_data_parallel():
     grid = {"dp": 1, "tp": 2, "pp": 1}
     for raised, text in threaded_world(grid, caught, rates_differ_along_tp, timeout=20):
-        assert raised == "RuntimeError" and "lr of group 0 is 0.5 on rank 0" in text
+        assert raised == "RuntimeError" and "lr of group 0" in text and "rank 0: 0.5" in text
 
 
 def rates_differ_along_tp(mesh: DeviceMesh) -> None:

@@ -221,11 +221,11 @@ def test_clipping_each_rank_by_its_own_norm_would_be_noticed(monkeypatch: pytest
 
     reduce = Comm.all_reduce
 
-    def alone(self: Comm, tensor: Tensor) -> None:
+    def alone(self: Comm, tensor: Tensor, about: object = "") -> None:
         if tensor.dtype != torch.float64:
-            return reduce(self, tensor)
+            return reduce(self, tensor, about)
         mine = tensor.clone()
-        reduce(self, tensor)
+        reduce(self, tensor, about)
         tensor[0] = mine[0] * self.size  # the power of the only group
         return None
 

@@ -69,7 +69,7 @@ def test_a_step_makes_as_many_launches_in_every_world(world_size: int, fields: d
     launched = [next(c for c in log if c.launch == n) for n in sorted({c.launch for c in log})]
     ops = [call.op for call in launched]
     assert ops[:9] == ["all_to_all_single"] * 9, "reduce: one for each pack"
-    assert ops[9] == "all_reduce", "combine"
+    assert ops[9] == "all_reduce", "decide"
     assert len(ops) == 19 and len(layout.packs) == 9, "sync: one for each pack"
 
 

@@ -16,7 +16,7 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.combine.decision import Decision
+from shardcast.step.decide.decision import Decision
 from shardcast.step.update import muon
 
 PROBATION = 10  # steps in which an unknown class is watched

@@ -14,7 +14,7 @@ from shardcast.memory.shard import Shard
 from shardcast.memory.stores import Place, Store
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.combine.decision import Decision
+from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.execute import ChunkedKernel, Kernel, choose_kernel
 from shardcast.step.update.offload import Lanes, StreamLanes, through

@@ -12,7 +12,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
-from shardcast.step.combine.decision import Decision
+from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
 from shardcast.step.update.fused import FusedUpdate

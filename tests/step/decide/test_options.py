@@ -11,11 +11,11 @@ import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor, nn
 
-from shardcast.comm import Comm
-from shardcast.step.combine import mailbox as mailboxes
-from shardcast.step.combine import options as compared
-from shardcast.step.combine.mailbox import Mailbox
-from shardcast.step.combine.options import Options
+from shardcast.comm import Comm, Grid
+from shardcast.step.decide import options as compared
+from shardcast.step.decide import skip_report
+from shardcast.step.decide.options import OptionCheck, StepArguments
+from shardcast.step.decide.skip_report import HostCopy
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,22 +73,21 @@ def change(**options: Any) -> Callable[[Any, nn.Module, int], None]:
 
 
 DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
-    "plateau": (scheduled, ["lr of group 0 is 0.01 on rank 0", "lr of group 1 is 0.01 on rank 0",
-                            "0.005 on ranks 1, 2"]),
-    "lr": (change(lr=0.02), ["lr of group 1 is 0.01 on ranks 0, 2; 0.02 on rank 1"]),
-    "weight decay": (change(weight_decay=0.5), ["weight_decay of group 1 is", "0.5 on rank 1"]),
-    "betas": (change(betas=(0.9, 0.95)), ["betas of group 1 is (0.9, 0.999)", "(0.9, 0.95)"]),
-    "a flag": (change(amsgrad=True), ["amsgrad of group 1 is False", "True on rank 1"]),
-    "a bound": (change(max_grad_norm=0.5), ["max_grad_norm of group 1 is None", "0.5 on rank 1"]),
-    "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1 is 0.01", "0.5 on rank 1"]),
+    "plateau": (scheduled, ["lr of group 0", "lr of group 1", "rank 0: 0.01", "ranks 1, 2: 0.005"]),
+    "lr": (change(lr=0.02), ["lr of group 1", "ranks 0, 2: 0.01", "rank 1: 0.02"]),
+    "weight decay": (change(weight_decay=0.5), ["weight_decay of group 1", "rank 1: 0.5"]),
+    "betas": (change(betas=(0.9, 0.95)), ["betas of group 1", "(0.9, 0.999)", "(0.9, 0.95)"]),
+    "a flag": (change(amsgrad=True), ["amsgrad of group 1", "rank 1: True"]),
+    "a bound": (change(max_grad_norm=0.5), ["max_grad_norm of group 1", "rank 1: 0.5"]),
+    "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1", "rank 1: 0.5"]),
     "a clip": (lambda o, _m, rank: setattr(o, "step", functools.partial(clipped_step, o, rank)),
-               ["the bound of the clip (max_norm) is 1.0 on ranks 0, 2; 2.0 on rank 1"]),
+               ["max_norm", "ranks 0, 2: 1.0", "rank 1: 2.0"]),
     "a value": (lambda o, _m, rank: setattr(o, "step", functools.partial(clamped_step, o, rank)),
-                ["the bound of the clip (clip_value) is 1.0 on ranks 0, 2; None on rank 1"]),
+                ["clip_value", "ranks 0, 2: 1.0", "rank 1: None"]),
     "a divisor": (lambda o, _m, rank: setattr(o, "divisor", 96.0 if rank == 1 else None),
-                  ["step: divisor is None on ranks 0, 2; 96.0 on rank 1."]),
+                  ["divisor", "ranks 0, 2: None", "rank 1: 96.0"]),
     "its tensor": (lambda o, _m, rank: setattr(o, "divisor", torch.tensor(96.0 + rank // 2)),
-                   ["step: divisor is 96.0 on ranks 0, 1; 97.0 on rank 2."]),
+                   ["divisor", "ranks 0, 1: 96.0", "rank 2: 97.0"]),
 }  # fmt: skip
 
 
@@ -110,6 +109,7 @@ def test_every_rank_names_option_group_and_values(name: str):
     assert len(set(errors)) == 1, "the same on all ranks"
     for fact in facts:
         assert fact in errors[0]
+    assert errors[0].count(" of group ") == sum(" of group " in fact for fact in facts)
 
 
 def test_what_differs_in_nothing_that_counts_is_let_alone():
@@ -129,7 +129,7 @@ def test_a_parameter_that_some_ranks_do_not_train_is_warned_of_once():
 
     with pytest.warns(UserWarning) as caught:
         assert outcomes(3, drift) == ["ok"] * 3
-    fact = "requires_grad of group 1, parameter 'b.bias', is True on ranks 0, 1; False on rank 2"
+    fact = "requires_grad of parameter 'b.bias' differs (ranks 0, 1: True; rank 2: False)"
     assert [fact in str(warning.message) for warning in caught] == [True] * 3
 
 
@@ -139,7 +139,7 @@ def test_a_rate_that_differs_beside_an_untrained_parameter_is_an_error():
         change(lr=0.02)(optimizer, model, rank)
 
     for error in outcomes(3, drift):
-        assert "lr of group 1 is" in error and "requires_grad of group 1" in error
+        assert "lr of group 1" in error and "requires_grad of parameter 'b.bias'" in error
 
 
 def test_a_step_with_equal_options_again_goes_on():
@@ -179,13 +179,12 @@ def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce():
     _, world = run_world(2, run)
     doubles = [call for call in world.logs[0] if call.dtype == torch.float64]
     assert [call.op for call in doubles] == ["all_reduce"] * 2
-    # 2 norms, 2 ranks, 6 slots in one double, and pairs for 2 groups and the options.
-    names = len({*torch.optim.AdamW([torch.zeros(1)]).defaults, "max_grad_norm"}) + 4
-    assert doubles[0].nbytes == 8 * (2 + 2 + 1 + 2 * (2 + names))
+    groups, size, slots, digests = 2, 2, 6, 3
+    assert doubles[0].nbytes == 8 * (groups + 2 * size + slots + 2 * digests)
 
 
 @pytest.mark.parametrize("size", [2, 64, 1024])
-def test_the_control_all_reduce_grows_by_a_double_per_rank(size: int):
+def test_the_control_all_reduce_grows_by_two_doubles_per_rank(size: int):
     with fake_world(size) as group:
         model = CASES["gpt"].build()
         optimizer = sharded(model, group)
@@ -193,27 +192,28 @@ def test_the_control_all_reduce_grows_by_a_double_per_rank(size: int):
             param.grad = torch.ones_like(param)
         optimizer.step()
         (control,) = [call for call in group.log if call.dtype == torch.float64]
-        assert control.nbytes <= 8 * (size + 50)
+        assert control.nbytes <= 8 * (2 * size + 50)
 
 
 # -- the digests ----------------------------------------------------------------------------------
 
 
-def differing(
-    groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None
-) -> list[tuple[str, int | None]]:
-    """What the ranks would find, from the sum of their digests."""
+def differ(groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None) -> bool:
+    """What the ranks conclude from the sum of their digests."""
     size = len(groups_of_ranks)
-    defaults = [name for name in groups_of_ranks[0][0] if name != "params"]
+    names = [name for name in groups_of_ranks[0][0] if name != "params"]
     with fake_world(size) as group:
-        ranks = [Options(defaults, Comm(group), torch.device("cpu")) for _ in range(size)]
+        grid = Grid.flat(Comm(group))
+        checks = [OptionCheck(names, grid, torch.device("cpu")) for _ in range(size)]
         sums = sum(
-            options.pairs(groups, divisor=divisor)
-            for options, groups, divisor in zip(
-                ranks, groups_of_ranks, divisors or [None] * size, strict=True
+            check.pairs(groups, StepArguments(divisor=divisor))
+            for check, groups, divisor in zip(
+                checks, groups_of_ranks, divisors or [None] * size, strict=True
             )
         )
-        return ranks[0]._found(ranks[0].differing(sums).tolist(), len(groups_of_ranks[0]))
+        options, training = checks[0].differing(sums).tolist()
+        assert not training
+        return options
 
 
 def groups_with(number: int, lr: Any, groups: int = 3) -> list[dict[str, Any]]:
@@ -222,18 +222,16 @@ def groups_with(number: int, lr: Any, groups: int = 3) -> list[dict[str, Any]]:
     return made
 
 
-def test_one_rank_of_a_thousand_is_found_and_no_group_but_its_own():
+def test_one_rank_of_a_thousand_is_noticed():
     same = groups_with(1, 1e-3)
-    assert differing([same] * 1024) == []
+    assert not differ([same] * 1024)
     for rank in (0, 511, 1023):
-        ranks = [same] * rank + [groups_with(1, 5e-4)] + [same] * (1023 - rank)
-        assert differing(ranks) == [("lr", 1)]
+        assert differ([same] * rank + [groups_with(1, 5e-4)] + [same] * (1023 - rank))
 
 
-def test_half_of_the_ranks_against_the_other_half_is_found():
+def test_half_of_the_ranks_against_the_other_half_is_noticed():
     """Sums alone would not do: the square of the sum against the sum of squares does."""
-    ranks = [groups_with(2, 1e-3 * 2.0 ** -(rank % 2)) for rank in range(64)]
-    assert differing(ranks) == [("lr", 2)]
+    assert differ([groups_with(2, 1e-3 * 2.0 ** -(rank % 2)) for rank in range(64)])
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 + 2**-20, -1.0, 0.0])
@@ -248,22 +246,34 @@ def test_values_on_an_accelerator_are_compared_there(
         lambda value: compared.ON_DEVICE if isinstance(value, Tensor) else plain(value),
     )
     same = [groups_with(0, torch.tensor(1e-3)) for _ in range(4)]
-    assert differing(same) == []
-    other = groups_with(0, torch.tensor([1e-3 * factor]))
-    assert differing([*same[:3], other]) == [("lr", 0)]
-    assert differing([*same[:3], groups_with(0, 1e-3)]) == [("lr", 0)]
+    assert not differ(same)
+    assert differ([*same[:3], groups_with(0, torch.tensor([1e-3 * factor]))])
+    assert differ([*same[:3], groups_with(0, 1e-3)])
     divisors = [torch.tensor(7.0) for _ in range(4)]
-    assert differing(same, divisors) == []
-    assert differing(same, [*divisors[:3], 7.0 * torch.tensor(factor)]) == [("divisor", None)]
+    assert not differ(same, divisors)
+    assert differ(same, [*divisors[:3], 7.0 * torch.tensor(factor)])
+
+
+def test_rates_that_changed_places_differ(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        compared, "_plain", lambda value: compared.ON_DEVICE if torch.is_tensor(value) else None
+    )
+    first, other = torch.tensor(1e-3), torch.tensor(2e-3)
+
+    def groups(*rates: Tensor) -> list[dict[str, Any]]:
+        return [{"params": [], "lr": rate} for rate in rates]
+
+    assert not differ([groups(first, other), groups(first, other)])
+    assert differ([groups(first, other), groups(other, first)])
 
 
 def test_without_squares_a_difference_would_be_missed(monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
     monkeypatch.setattr(
-        Options, "differing", lambda self, sums: torch.zeros(len(sums) // 2, dtype=torch.bool)
+        OptionCheck, "differing", lambda self, sums: torch.zeros(2, dtype=torch.bool)
     )
     with pytest.raises(AssertionError):
-        test_half_of_the_ranks_against_the_other_half_is_found()
+        test_half_of_the_ranks_against_the_other_half_is_noticed()
 
 
 # -- on an accelerator the host hears of it later --------------------------------------------------
@@ -285,24 +295,24 @@ class Event:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = {torch.device("cuda"): "of the model's device"}
-    monkeypatch.setattr(mailboxes.torch.cuda, "Event", Event)
-    monkeypatch.setattr(mailboxes.torch.cuda, "current_stream", streams.get)
-    monkeypatch.setattr(mailboxes.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(skip_report.torch.cuda, "Event", Event)
+    monkeypatch.setattr(skip_report.torch.cuda, "current_stream", streams.get)
+    monkeypatch.setattr(skip_report.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        mailboxes.torch,
+        skip_report.torch,
         "zeros_like",
         lambda numbers, **_: torch.zeros(numbers.shape, dtype=numbers.dtype),
     )
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_letter_is_read_when_it_has_arrived_and_not_overwritten_before():
+def test_numbers_are_read_when_they_have_arrived_and_not_overwritten_before():
     """A step posts before it reads: to post anew each time would put the arrival off for ever."""
-    box = Mailbox(torch.device("cuda"))
+    copy = HostCopy(torch.device("cuda"))
     read = []
     for step in range(6):
-        box.post(torch.tensor([float(step)]))
-        read.append(box.read())  # the copy that was just started is not done
+        copy.send(torch.tensor([float(step)]))
+        read.append(copy.read())  # the copy that was just started is not done
     assert read == [None, [0.0], None, [2.0], None, [4.0]]
 
 
@@ -313,10 +323,10 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: 
         model = CASES["mlp"].build()
         scale = {"param_dtype": FP16, "loss_scale": 8.0} if wrong == "scale" else {}
         optimizer = sharded(model, group, **scale)
-        combine = optimizer.engine.combine
-        for part in (combine, combine.skips, combine.skips._mailbox):
+        decider = optimizer.engine.decider
+        for part in (decider, decider.skips, decider.skips._host):
             part._device = torch.device("cuda")  # of which only the kind is asked here
-        combine.skips.first_bad = lambda _powers: 0.0
+        decider.skips.first_nonfinite = lambda _powers: 0.0
         before, told = values(model), None
         for _ in range(3):
             loss = CASES["mlp"].loss(model, CASES["mlp"].batch(0))
@@ -334,7 +344,7 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: 
             optimizer.zero_grad()
         assert told is not None
         if wrong == "lr":
-            assert f"lr of group 0, which is {0.5 + group.rank()} here (rank" in told
+            assert f"rank {group.rank()} has lr of group 0 {0.5 + group.rank()}" in told
         else:
             assert "the loss was not scaled on rank 1" in told
 

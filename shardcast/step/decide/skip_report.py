@@ -1,6 +1,6 @@
-"""Counts skipped steps, and tells why they were, without waiting for the device.
+"""Counts skipped steps, and says why they were skipped, without waiting for the device.
 
-The host hears of it when the numbers have arrived: at once on CPU, a step or two later on an
+The host reads the numbers when they have arrived: at once on CPU, a step or two later on an
 accelerator.
 """
 
@@ -18,12 +18,46 @@ from shardcast.comm import Comm
 from shardcast.memory.gradients import GradPack
 from shardcast.messages import warn
 from shardcast.plan.layout import Slot
-from shardcast.step.combine.decision import UNSCALED, Decision
-from shardcast.step.combine.loss_scale import unscaled_error
-from shardcast.step.combine.mailbox import Mailbox
-from shardcast.step.combine.options import Groups, Options
+from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.loss_scale import unscaled_error
+from shardcast.step.decide.options import Groups, OptionCheck
 
 ELSEWHERE = "on other model-parallel ranks, which name it"
+
+
+class HostCopy:
+    """The latest numbers of the device on the host, without waiting for the device.
+
+    Numbers that are sent before the last ones were read are dropped, so they should be totals. On
+    a CPU they arrive at once; on an accelerator when their copy is done, usually in the next step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numbers: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def send(self, numbers: Tensor) -> None:
+        """Start to copy a 1-d tensor; it may be overwritten afterwards."""
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._copied is not None and not capturing:
+            return
+        if self._numbers is None or self._numbers.numel() != numbers.numel():
+            pinned = self._device.type == "cuda"
+            self._numbers = torch.zeros_like(numbers, device="cpu", pin_memory=pinned)
+        self._numbers.copy_(numbers, non_blocking=True)
+        if self._device.type == "cuda" and not capturing:
+            # Of the model's device: another one may be the current one.
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+    def read(self) -> list[float] | None:
+        """The numbers, or ``None`` while they are under way."""
+        if self._copied is not None:
+            if torch.cuda.is_current_stream_capturing() or not self._copied.query():
+                return None
+            self._copied = None
+        return None if self._numbers is None else self._numbers.tolist()
 
 
 class SkipReport:
@@ -40,20 +74,22 @@ class SkipReport:
         grads: Sequence[GradPack],
         comm: Comm,
         device: torch.device,
-        options: Options,
+        options: OptionCheck,
         bound: int,
         usual: bool,
     ) -> None:
         self._grads, self._comm, self._device = grads, comm, device
         self._options, self._bound, self._usual = options, bound, usual
-        # skipped so far, skipped in a row, then Decision.bad of the last skipped step
-        self._tally = torch.zeros(2 + comm.size, dtype=torch.float64, device=device)
-        self._differing = torch.empty(0, dtype=torch.bool, device=device)  # in some step
-        self._mailbox = Mailbox(device)
+        # Totals: steps skipped so far and in a row, then of the last skipped step
+        # Decision.first_nonfinite and Decision.unscaled, then Decision.differing of any step.
+        self._totals = torch.zeros(4 + 2 * comm.size, dtype=torch.float64, device=device)
+        sizes = [1, 1, 2 * comm.size, 2]
+        self._skipped, self._in_row, self._cause, self._differing = self._totals.split(sizes)
+        self._host = HostCopy(device)
         self._reported = 0.0
         self._starts = torch.empty(0, dtype=torch.float64, device=device)
 
-    def first_bad(self, powers: Sequence[Tensor]) -> Tensor | float:
+    def first_nonfinite(self, powers: Sequence[Tensor]) -> Tensor | float:
         """1 + position, counted over all packs, of the first non-finite element; 0 for none.
 
         On CPU the element, on an accelerator (where looking for it would be another pass over
@@ -64,17 +100,17 @@ class SkipReport:
         """
         if not powers:
             return 0.0
-        bad = ~torch.stack(list(powers)).isfinite()
+        nonfinite = ~torch.stack(list(powers)).isfinite()
         if self._device.type != "cpu":
             if self._starts.numel() != len(self._grads):  # a copy waits: not in every step
                 self._starts = torch.tensor(self._own_starts(), dtype=torch.float64).to(
                     self._device
                 )
             # Not starts[index]: to index by a tensor of no dimension is to ask for its value.
-            found = torch.where(bad, self._starts, math.inf).amin()
-            return torch.where(bad.any(), found, 0.0)
-        for number, is_bad in enumerate(bad.tolist()):
-            if is_bad:
+            first = torch.where(nonfinite, self._starts, math.inf).amin()
+            return torch.where(nonfinite.any(), first, 0.0)
+        for number, is_nonfinite in enumerate(nonfinite.tolist()):
+            if is_nonfinite:
                 own = self._grads[number].own
                 return self._own_starts()[number] + int(
                     torch.argmax((~own.isfinite()).to(torch.uint8))
@@ -87,38 +123,41 @@ class SkipReport:
         return [end + g.pack.own.start for end, g in zip(ends, self._grads, strict=False)]
 
     def count(self, decision: Decision) -> None:
-        """Note whether the step is skipped; the host hears of it in some later :meth:`poll`."""
-        self._tally[0] += decision.skip
-        self._tally[1] = (self._tally[1] + 1) * decision.skip
-        self._tally[2:] = torch.where(decision.skip, decision.bad, self._tally[2:])
-        self._differing = _either(self._differing, decision.differing)
-        self._mailbox.post(torch.cat([self._tally, self._differing.double()]))
+        """Note whether the step is skipped; some later :meth:`poll` reports it."""
+        skip = decision.skip
+        self._skipped += skip
+        self._in_row.copy_((self._in_row + 1) * skip)
+        cause = torch.cat([decision.first_nonfinite, decision.unscaled])
+        self._cause.copy_(torch.where(skip, cause, self._cause))
+        self._differing.copy_(torch.maximum(self._differing, decision.differing))
+        self._host.send(self._totals)
 
     def poll(self, groups: Groups) -> None:
-        """Report skipped steps that the host has heard of; never waits for the device.
+        """Report skipped steps whose numbers have arrived; never waits for the device.
 
         Raises:
             RuntimeError: as many steps in a row as the bound were skipped; names the first
                 non-finite element. On an accelerator also: a loss was not scaled, or the ranks
                 differ in options of ``groups``, for which nothing was changed since.
         """
-        letter = self._mailbox.read()
-        if letter is None:
+        totals = self._host.read()
+        if totals is None:
             return
-        skipped, in_row, *rest = letter
-        bad, differing = rest[: self._comm.size], rest[self._comm.size :]
+        size = self._comm.size
+        skipped, in_row = totals[:2]
+        nonfinite, unscaled = totals[2 : 2 + size], totals[2 + size : 2 + 2 * size]
         news, self._reported = skipped != self._reported, skipped
-        if self._device.type != "cpu" and any(differing):
+        if self._device.type != "cpu" and any(totals[-2:]):
             self._differing.zero_()
-            self._options.report([bool(wrong) for wrong in differing], groups)
+            self._options.report([bool(differs) for differs in totals[-2:]], groups)
         if not news:
             return
-        if ranks := [rank for rank, position in enumerate(bad) if position == UNSCALED]:
+        if ranks := [rank for rank, missing in enumerate(unscaled) if missing]:
             raise unscaled_error(ranks)
         raising = in_row >= self._bound
         if self._usual and not raising:
             return
-        where = self._locate([int(position) - 1 for position in bad]) or ELSEWHERE
+        where = self._locate([int(position) - 1 for position in nonfinite]) or ELSEWHERE
         if raising:
             raise RuntimeError(
                 f"{int(in_row)} steps in a row were skipped because of non-finite gradients "
@@ -130,42 +169,46 @@ class SkipReport:
     @property
     def skipped_steps(self) -> int:
         """Steps skipped so far. Reading it waits for the device."""
-        return int(self._tally[0].item())
+        return int(self._skipped.item())
 
     def state_dict(self) -> dict[str, float]:
         """Plain numbers; waits for the device."""
-        skipped, in_row = self._tally[:2].tolist()
+        skipped, in_row = self._totals[:2].tolist()
         return {"skipped": skipped, "in_row": in_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._tally[0], self._tally[1] = state["skipped"], state["in_row"]
+        self._skipped.fill_(state["skipped"])
+        self._in_row.fill_(state["in_row"])
         self._reported = state["skipped"]
 
-    def _locate(self, bad: list[int]) -> str:
-        """Name the first bad element of each rank's span, and the ranks that it came from.
+    def _locate(self, positions: list[int]) -> str:
+        """Name the first non-finite element of each rank's spans, and the ranks it came from.
 
         Outside its own span a rank still has its own gradients; of sharded ones the owner noted
         whose they were, where it added them up itself. All ranks are here in the same step on CPU,
         so they can ask each other; on an accelerator the owner's span is named.
+
+        Args:
+            positions: per owner, -1 for none.
         """
-        found = [(owner, *self._element(at)) for owner, at in enumerate(bad) if at >= 0]
+        elements = [(owner, *self._element(at)) for owner, at in enumerate(positions) if at >= 0]
         if self._device.type != "cpu":
             return "; ".join(
                 f"in the span of rank {owner} that begins in parameter {slot.name!r}"
-                for owner, _, slot, _ in found
+                for owner, _, slot, _ in elements
             )
-        known: dict[int, list[int]] = {}  # culprits by owner
-        for owner, grads, _, offset in found:
+        culprits: dict[int, list[int]] = {}  # ranks by owner
+        for owner, grads, _, offset in elements:
             if owner == self._comm.rank:
-                known[owner] = list(grads.culprits)
+                culprits[owner] = list(grads.culprits)
             elif grads.allocated and not bool(grads.data[offset].isfinite()):
-                known[owner] = [self._comm.rank]
-        told = self._comm.exchange(known, self._device)
+                culprits[owner] = [self._comm.rank]
+        exchanged = self._comm.exchange(culprits, self._device)
         return "; ".join(
-            f"{_who(owner, [rank for there in told for rank in there.get(owner, ())], grads)}, "
+            f"{_who(owner, [rank for row in exchanged for rank in row.get(owner, ())], grads)}, "
             f"parameter {slot.name!r}, element {offset - slot.offset}"
-            for owner, grads, slot, offset in found
+            for owner, grads, slot, offset in elements
         )
 
     def _element(self, position: int) -> tuple[GradPack, Slot, int]:
@@ -173,15 +216,10 @@ class SkipReport:
         for grads in self._grads:
             layout = grads.pack.layout
             if position < layout.numel:
-                after = (slot for slot in layout.slots if position < slot.end)
-                return grads, next(after, layout.slots[-1]), position
+                slots = (slot for slot in layout.slots if position < slot.end)
+                return grads, next(slots, layout.slots[-1]), position
             position -= layout.numel
         raise AssertionError("a position beyond the last pack")
-
-
-def _either(before: Tensor, now: Tensor) -> Tensor:
-    """Flags that were or are set; those of other groups are forgotten."""
-    return before | now if before.shape == now.shape else now
 
 
 def _who(owner: int, culprits: list[int], grads: GradPack) -> str:

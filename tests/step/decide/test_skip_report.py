@@ -108,16 +108,16 @@ def test_a_skipped_first_step_leaves_no_trace():
 @pytest.mark.filterwarnings("ignore:step skipped")
 def test_without_the_skip_a_nan_would_spread(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the comparison fails when the decision never skips."""
-    from shardcast.step.combine.combine import Combine
+    from shardcast.step.decide.decider import Decider
 
-    decide = Combine.decide
+    decide = Decider.decide
 
-    def never(self: Combine, *args: Any) -> Any:
+    def never(self: Decider, *args: Any) -> Any:
         decision = decide(self, *args)
         decision.skip.fill_(False)
         return decision
 
-    monkeypatch.setattr(Combine, "decide", never)
+    monkeypatch.setattr(Decider, "decide", never)
     with pytest.raises(AssertionError):
         run_world(2, skipping, NAN, 1, {"param_dtype": BF16}, "adamw")
 
@@ -160,7 +160,7 @@ def test_the_warning_names_the_rank_whose_gradient_was_bad():
 
 def test_on_an_accelerator_the_report_claims_no_more_than_the_span():
     optimizer = sharded(CASES["mlp"].build(), None)
-    skips = optimizer.engine.combine.skips
+    skips = optimizer.engine.decider.skips
     skips._device = torch.device("cuda")  # of which only the kind is asked here
     first = optimizer.layout.packs[0].slots[0].name
     assert skips._locate([0]) == f"in the span of rank 0 that begins in parameter {first!r}"

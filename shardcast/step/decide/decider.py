@@ -1,4 +1,4 @@
-"""Combine: one small all-reduce decides how, and whether, the step is made.
+"""Decide: one small all-reduce says how, and whether, the step is made.
 
 The norm, the non-finite flag, the loss scale and the step's factors are scalars on the device; no
 method here waits for it.
@@ -17,16 +17,15 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
-from shardcast.step.combine.clip import clamp_, clip_factors
-from shardcast.step.combine.decision import UNSCALED, Control, Decision
-from shardcast.step.combine.loss_scale import LossScale, unscaled_error
-from shardcast.step.combine.norm import PNorm
-from shardcast.step.combine.options import Options
-from shardcast.step.combine.skip_report import SkipReport
+from shardcast.step.decide.decision import ControlVector, Decision, Presence
+from shardcast.step.decide.loss_scale import LossScale, unscaled_error
+from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
+from shardcast.step.decide.options import OptionCheck, StepArguments
+from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.reduce.mean import Divisor
 
 
-class Combine:
+class Decider:
     """Global norm, clipping factors, loss scale and the decision to skip, for every step.
 
     Args:
@@ -47,11 +46,12 @@ class Combine:
     ) -> None:
         self._grads, self._grid, self._device, self._originals = grads, grid, device, originals
         self._divisor = divisor
-        self._clip_value: float | None = None  # since ranks compared it last
+        self._clip_value: float | None = None  # of the coming step
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
-        self._control = Control(grads, grid, self._norm, device)
-        self._options = Options(originals.option_names(), grid.dp, device, grid.everyone)
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._presence = Presence(grads, grid, device)
+        self._options = OptionCheck(originals.option_names(), grid, device)
         self.skips = SkipReport(
             grads, grid.dp, device, self._options, config.max_skipped_steps, self.loss_scale.dynamic
         )
@@ -92,19 +92,24 @@ class Combine:
             for number, owner, group in self._originals.numbered()
         }
         scale = self.loss_scale.value
-        pattern = tuple(param.grad is not None for g in self._grads for param in g.pack.params)
-        by_pack = [self._power(grads) for grads in self._grads]
-        by_group = [self._group_power(number, by_pack) for number in limits]
-        bad = UNSCALED if self.loss_scale.missing else self.skips.first_bad(by_pack)
-        digests = self._options.pairs(
-            self._originals.groups, max_norm, self._clip_value, self._divisor.given
-        )
+        local = self._presence.local()
+        pack_powers = [self._power(grads) for grads in self._grads]
+        arguments = StepArguments(max_norm, self._clip_value, self._divisor.given)
         self._clip_value = None
-        sums = self._control.all_reduce(by_group, bad, pattern, digests, self._options)
-        self._refuse(sums.bad, sums.differing)
-        powers = sums.powers
+        control = self._agree(
+            ControlVector(
+                self._powers([*limits], pack_powers),
+                self._at_own_rank(self.skips.first_nonfinite(pack_powers)),
+                self._at_own_rank(float(self.loss_scale.missing)),
+                self._presence.counts(local),
+                self._presence.copies(),
+                self._options.pairs(self._originals.groups, arguments),
+            )
+        )
+        differing, powers = control.options.bool(), control.powers
+        self._refuse(control.unscaled, differing)
         skip = ~self._norm.root(powers, scale).isfinite()
-        skip = skip | (sums.bad == UNSCALED).any() | self._options.refused(sums.differing)
+        skip = skip | control.unscaled.any() | differing[0]
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, self.loss_scale.inverse())
         if pending is not None:
             factors.update(pending.factors)
@@ -117,27 +122,65 @@ class Combine:
                 number: _product(factor, clip)
                 for (number, factor), clip in zip(factors.items(), clips, strict=True)
             },
-            present=self._control.present(pattern, sums),
-            bad=sums.bad,
-            differing=sums.differing,
+            present=self._presence.anywhere(local, control),
+            first_nonfinite=control.first_nonfinite,
+            unscaled=control.unscaled,
+            differing=differing,
         )
 
-    def _refuse(self, bad: Tensor, differing: Tensor) -> None:
-        """Raise on every rank for what all of them were told, where the host can read it."""
+    def _agree(self, local: ControlVector) -> ControlVector:
+        """The vector over all ranks; ``powers`` per group, ``options`` as ``Decision.differing``.
+
+        Model-parallel ranks, which hold other parameters, have one small all-gather more.
+        """
+        control = local.reduced(self._grid.dp)
+        rows = self._grid.dp.size if self._norm.is_maximum else 1
+        powers = self._norm.merge(control.powers.view(rows, -1))
+        differing = self._options.differing(control.options).double()
+        agreed = control._replace(powers=powers, options=differing)
+        comm, axes = self._grid.model, self._grid.axes
+        if comm.size == 1:
+            return agreed
+        parts = [powers, agreed.unscaled, control.options, differing]
+        row = torch.cat(parts)
+        gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
+        comm.all_gather(gathered.view(-1), row, "the decision")
+        all_powers, unscaled, options, differing_rows = gathered.split(
+            [part.numel() for part in parts], 1
+        )
+        # Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
+        # some rank of every stage says so.
+        by_dim = unscaled.view(1, *(axes.sizes[dim] for dim in axes.model), -1)
+        if axes.pipeline in axes.model:
+            by_dim = by_dim.movedim(1 + axes.model.index(axes.pipeline), 0)
+        across = self._options.differing_across(options).double()
+        return agreed._replace(
+            powers=self._norm.merge(all_powers),
+            unscaled=by_dim.flatten(1, -2).amax(1).amin(0),
+            options=torch.maximum(differing_rows.amax(0), across),
+        )
+
+    def _refuse(self, unscaled: Tensor, differing: Tensor) -> None:
+        """Raise on every rank for a mistake of some rank, where the host can read the vector."""
         if self._grid.everyone.size == 1 and self.loss_scale.missing:
             raise unscaled_error([0])
         if self._grid.everyone.size == 1 or self._device.type != "cpu":
             return
-        if ranks := [rank for rank, first in enumerate(bad.tolist()) if first == UNSCALED]:
+        if ranks := unscaled.nonzero().flatten().tolist():
             raise unscaled_error(ranks)
-        wrong = differing.tolist()
-        if any(wrong):
+        if bool(differing.any()):
             names = {
                 param: slot.name
                 for grads in self._grads
                 for param, slot in zip(grads.pack.params, grads.pack.layout.slots, strict=True)
             }
-            self._options.report(wrong, self._originals.groups, names)
+            self._options.report(differing.tolist(), self._originals.groups, names)
+
+    def _at_own_rank(self, number: Tensor | float) -> Tensor:
+        """A place per data-parallel rank, of which this rank fills in its own."""
+        places = self._zero.new_zeros(self._grid.dp.size)
+        places[self._grid.dp.rank].fill_(number)  # assigning would wait for a GPU (torch < 2.13)
+        return places
 
     def _power(self, grads: GradPack) -> Tensor:
         """The power of an own span; of a copy that counts elsewhere only whether it is finite."""
@@ -146,16 +189,19 @@ class Combine:
             return power
         return torch.where(power.isfinite(), torch.zeros_like(power), power)
 
-    def _group_power(self, number: GroupId, by_pack: Sequence[Tensor]) -> Tensor:
-        """The power of this rank's spans of one group."""
-        mine = [
-            power
-            for power, grads in zip(by_pack, self._grads, strict=True)
-            if grads.pack.layout.group == number
-        ]
-        if not mine:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._norm.merge(torch.stack(mine))
+    def _powers(self, groups: Sequence[GroupId], pack_powers: Sequence[Tensor]) -> Tensor:
+        """This rank's part of :attr:`ControlVector.powers`."""
+        by_group: dict[GroupId, list[Tensor]] = {number: [] for number in groups}
+        for power, grads in zip(pack_powers, self._grads, strict=True):
+            by_group[grads.pack.layout.group].append(power)
+        own = torch.stack(
+            [self._norm.merge(torch.stack(p)) if p else self._zero for p in by_group.values()]
+        )
+        if not self._norm.is_maximum:
+            return own
+        rows = own.new_zeros(self._grid.dp.size, len(groups))
+        rows[self._grid.dp.rank] = own
+        return rows.view(-1)
 
     def clip_value(self, limit: float, pending: Decision | None) -> None:
         """Clamp the own spans to ``[-limit, limit]``, loss scale considered. Local.

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shardcast.step.combine.norm import PNorm
+from shardcast.step.decide.norm import PNorm
 
 
 class Elsewhere(torch.Tensor):

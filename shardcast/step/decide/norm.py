@@ -1,4 +1,4 @@
-"""The p-norm of gradients that are cut into spans, packs and ranks.
+"""The p-norm of gradients that are cut into spans, packs and ranks, and clipping by it.
 
 What can be merged are sums of p-th powers (for inf: maxima), here called powers. They are fp64,
 which makes the norm independent of how the packs are cut, to fp32 precision, and on CPU finite for
@@ -15,6 +15,7 @@ from torch import Tensor
 
 CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
 ROW = 1 << 12  # elements whose powers are summed in fp32 on an accelerator
+EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class PNorm:
@@ -85,3 +86,45 @@ def by_rows(rows: Tensor, p: float) -> Tensor:
     """
     norms: Tensor = torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float32)
     return norms.double()
+
+
+def clip_factors(
+    norm: PNorm,
+    powers: Tensor,
+    scale: Tensor | None,
+    max_norm: float | None,
+    limits: Sequence[float | None],
+) -> list[Tensor | None]:
+    """Per group, 0-dim fp32 by which its bound is kept; ``None`` without one.
+
+    Args:
+        powers: per group, see :class:`PNorm`; the gradients have the loss scale ``scale``.
+        max_norm: bound of the norm of all groups that have none of their own.
+        limits: per group, a bound of its own, by which it is clipped by itself.
+    """
+
+    def clip(limit: float | None, members: list[int]) -> Tensor | None:
+        if limit is None:
+            return None
+        # Not powers[members]: a list as an index is copied to the device, which waits for it.
+        of_members = torch.stack([powers[member] for member in members])
+        return (limit / (norm.root(of_members, scale) + EPS)).clamp(max=1.0).float()
+
+    unlimited = [number for number, limit in enumerate(limits) if limit is None]
+    shared = clip(max_norm, unlimited) if unlimited else None
+    return [
+        shared if limit is None else clip(limit, [number]) for number, limit in enumerate(limits)
+    ]
+
+
+def clamp_(own: Tensor, limit: float, factor: Tensor | None) -> None:
+    """Clamp a span so that its product with ``factor`` lies in ``[-limit, limit]``.
+
+    Infinities stay, so that the step is skipped for them.
+    """
+    bound = torch.full((), limit, dtype=torch.float32, device=own.device)  # waits for nothing
+    if factor is not None:
+        # Without a finite norm there is no factor either: the step is skipped, but padding that is
+        # clamped to NaN would stay so, and spoil all later norms.
+        bound = (bound / factor).nan_to_num(math.inf, math.inf)
+    own.copy_(torch.where(own.isfinite(), own.clamp(-bound, bound), own))

@@ -1,1 +1,0 @@
-"""combine: what all ranks must agree on before the update (norm, skip, clip, loss scale)."""
