@@ -103,6 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        self._refuse_scaler()
         decision = self._clip.pending()  # which has reduced and decided already
         if decision is None:
             self._reduce()
@@ -116,6 +117,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _reduce(self) -> None:
+        self._refuse_scaler()
+        self.engine.finish_reduce()
+
+    def _refuse_scaler(self) -> None:
         by_scaler = self.__dict__.pop("found_inf", None) is not None
         self.__dict__.pop("grad_scale", None)
         if by_scaler:
@@ -124,7 +129,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "
                 "optimizer.step(); shardcast scales the loss and skips steps on all ranks itself"
             )
-        self.engine.finish_reduce()
 
     # -- gradients --------------------------------------------------------------------------
 

@@ -204,8 +204,9 @@ def test_groups_with_a_bound_of_their_own_are_clipped_by_themselves():
     check(build, script, tol=1e-7, max_grad_norm=0.5)
 
 
+@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_torchs_grad_scaler_stops_on_every_rank_and_names_the_replacement(dtype: str):
+def test_torchs_grad_scaler_stops_on_every_rank_and_names_the_replacement(dtype: str, clip: bool):
     def run(group: Any) -> None:
         model = mlp()
         optimizer = shardcast.shard(model, adamw(model), process_group=group, param_dtype=dtype)
@@ -215,6 +216,8 @@ def test_torchs_grad_scaler_stops_on_every_rank_and_names_the_replacement(dtype:
             loss = loss * math.inf
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match=r"remove the GradScaler and call .*scale_loss"):
             scaler.step(optimizer)
 
