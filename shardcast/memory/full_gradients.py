@@ -96,6 +96,22 @@ class FullGradients(GradPack):
             else:
                 self._view(position).copy_(param.grad)
 
+    @torch.no_grad()
+    def gather(self, present: Sequence[bool]) -> None:
+        """Have the means of all owners in ``data``, and shown where ``present``. Collective."""
+        data, pack = self.data, self.pack
+        if len(pack.layout.lengths) == 1:
+            pack.comm.all_gather(data, self.own, pack.layout)
+        else:
+            spans = pack.layout.owned_spans()
+            pieces = [(span.owner, data[span.start : span.stop]) for span in spans]
+            if pieces:
+                pack.comm.broadcast_all(pieces, pack.layout)
+        for position, param in enumerate(pack.params):
+            if present[position]:
+                param.grad = None  # a DTensor's was a part of the sum, and is all of it now
+                self.show(position)
+
     def clear(self, position: int) -> None:
         """Zero one slot, if there is storage."""
         if self._data is not None:

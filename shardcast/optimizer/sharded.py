@@ -158,6 +158,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
         return self.engine.decider.loss_scale.apply(loss)
 
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Have the mean over ranks in every ``.grad``; every rank must call it.
+
+        Without it ``.grad`` is the mean only where this rank owns the parameter. Call it after the
+        last backward of a step, before you look at gradients (SAM, PCGrad, a norm by hand); edits
+        count as under DDP then, if all ranks make the same. In fp16 ``.grad`` is multiplied by
+        :attr:`loss_scale`. Beside model parallelism it is the data-parallel mean of what is here.
+
+        Raises:
+            RuntimeError: inside :meth:`no_sync`; ``grads`` is ``sharded``.
+        """
+        if self.config.grads == "sharded":
+            raise RuntimeError(
+                "gather_gradients: with grads 'sharded' a rank has no room for all gradients; use "
+                "grads 'full'"
+            )
+        before = self._clip.pending()
+        self._reduce()
+        self.engine.reduce.gather()
+        if before is not None:
+            self._clip.note(before)
+
     def clip_grad_norm_(self, *args: Any, **options: Any) -> Tensor:
         """Clip the global gradient norm in the coming step; every rank must call it.
 

@@ -23,6 +23,7 @@ from shardcast.memory.gradients import GradPack, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.precision import grad_dtype, wire_dtype
+from shardcast.plan.sharing import Sharing
 from shardcast.step.reduce.averaged import INSIDE_NO_SYNC, show_others
 from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.mean import Divisor, choose_mean
@@ -148,11 +149,49 @@ class Reducer:
         else:
             if self._states.past:
                 self._edits.check_strangers()
+            else:
+                self._edits.check_replaced()
             land_all(self._buckets.values())
             for bucket in self._buckets.values():
                 bucket.drop_cleared(self._states.past)
         for grads in self.grads:
             grads.adopt()  # one replaced by hand after the reduction is final, as with DDP
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Have the mean in every ``.grad``, not in the own spans alone. Collective.
+
+        To be called after :meth:`finish`; the next step and backwards go on from there.
+        """
+        if self._alone:
+            return
+        for pack, present in self._present_anywhere().items():
+            bucket = self._buckets[pack]
+            assert isinstance(bucket.grads, FullGradients), "the optimizer refuses sharded ones"
+            bucket.grads.gather(present)
+            bucket.absent.clear()
+        self._edits.gathered()
+
+    def _present_anywhere(self) -> dict[Pack, list[bool]]:
+        """Per pack and slot, whether some rank has a gradient; one all-reduce per kind of pack.
+
+        The host waits for the answer only where a gradient is missing here.
+        """
+        kinds: dict[Sharing, list[Pack]] = {}
+        for pack in self._buckets:
+            kinds.setdefault(pack.layout.sharing._replace(counts=True), []).append(pack)
+        present: dict[Pack, list[bool]] = {}
+        for sharing, packs in kinds.items():
+            flags = [param.grad is not None for pack in packs for param in pack.params]
+            total = torch.tensor(flags, dtype=torch.float32).to(packs[0].data.device)
+            for comm in (self._grid.holders(sharing), *self._grid.groups(sharing.sums)):
+                comm.all_reduce(total, "gather_gradients")
+            if not all(flags):
+                flags = (total > 0).tolist()
+            for pack in packs:
+                count = len(pack.params)
+                present[pack], flags = flags[:count], flags[count:]
+        return present
 
     @torch.no_grad()
     def finish_early(self, packs: Collection[Pack], micro_batches: int) -> None:
@@ -205,6 +244,7 @@ class Reducer:
 
     def _new_round(self) -> Round:
         self._states.local()  # so a round is due where a backward fails
+        self._edits.begin()
         # Gradients arrive roughly from the last parameter to the first.
         order = list(self._buckets.values())[::-1]
         order.sort(key=lambda bucket: bucket.late)

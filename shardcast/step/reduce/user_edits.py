@@ -10,6 +10,13 @@ from torch import Tensor
 from shardcast.memory.gradients import GradPack
 from shardcast.messages import warn
 
+LOCAL = (
+    "only the part of a gradient that this rank owns is the mean over ranks, so whatever looks at "
+    "several elements (torch.nn.utils.clip_grad_norm_, PCGrad, a norm by hand) gives each rank "
+    "another result: call optimizer.gather_gradients() first, or use optimizer.clip_grad_norm_ "
+    "(edits of each element by itself are fine)"
+)
+
 
 class Edits:
     """Notices edits of gradients and warns of those that would be silently wrong. Local.
@@ -22,8 +29,17 @@ class Edits:
         self._grads = grads
         self._noted: dict[GradPack, int] = {}  # versions when the last backward had ended
         self._warned: set[str] = set()
+        self._gathered = False  # every .grad is the mean, on all ranks: all edits are right
         self._seen: list[tuple[Callable[[], Tensor | None], int]] = []
         self._version = 0
+
+    def begin(self) -> None:
+        """Gradients are reduced anew."""
+        self._gathered = False
+
+    def gathered(self) -> None:
+        """Every ``.grad`` is the mean now."""
+        self._gathered, self._noted = True, {}
 
     def note(self) -> None:
         """A backward ended: in-place edits count from here."""
@@ -34,12 +50,12 @@ class Edits:
         edited = any(grads.version != version for grads, version in self._noted.items())
         self._noted = {}
         if edited:
-            self._warn_once(
-                "gradients were edited in place after backward; only the part of a gradient that "
-                "this rank owns is the mean over ranks, so torch.nn.utils.clip_grad_norm_ and "
-                "whatever else looks at several gradients gives each rank another result: use "
-                "optimizer.clip_grad_norm_ (edits of each element by itself are fine)"
-            )
+            self._warn_once(f"gradients were edited in place after backward; {LOCAL}")
+
+    def check_replaced(self) -> None:
+        """Warn of gradients that a script put in the place of ours."""
+        if not self._gathered and self._replaced():
+            self._warn_once(f"gradients were replaced after backward; {LOCAL}")
 
     def warn_of_graph(self) -> None:
         """Warn of gradients that have a graph of their own, which the mean has not."""
@@ -56,16 +72,19 @@ class Edits:
 
     def check_strangers(self) -> None:
         """Warn of gradients set by hand after zero_grad(), of which no rank knows the others'."""
-        if any(
-            param.grad is not None and not grads.holds(position)
-            for grads in self._grads
-            for position, param in enumerate(grads.pack.params)
-        ):
+        if not self._gathered and self._replaced():
             warn(
                 "gradients were set by hand after those of a backward were dropped without a step: "
                 "they are taken for means and not averaged over ranks; average them yourself, or "
                 "drop gradients by a step that changes nothing (all .grad None)"
             )
+
+    def _replaced(self) -> bool:
+        return any(
+            param.grad is not None and not grads.holds(position)
+            for grads in self._grads
+            for position, param in enumerate(grads.pack.params)
+        )
 
     def version(self) -> int:
         """Another number after any gradient came, was edited in place, replaced or cleared."""
