@@ -10,7 +10,7 @@ One class, three doors::
 
 Collective, so to be called by every rank: ``prepare``, ``backward`` of the last micro-batch,
 ``clip_grad_norm_``, ``clip_grad_value_``, the optimizer's ``step``, ``save_state``,
-``load_state``. One model with its optimizers per accelerator; further models may be frozen.
+``load_state``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -35,7 +35,6 @@ from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 
-T = TypeVar("T")
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
@@ -64,8 +63,7 @@ class ShardcastAccelerator(Accelerator):
         self.shardcast_config = guards.resolve_config(self.mixed_precision, source, **fields)
         self.native_amp = False  # no autocast: the parameters are in param_dtype
         self.scaler = None  # the sharded optimizer scales the loss, and skips, for all ranks
-        self._sharded: ShardedOptimizer | None = None
-        self._model: nn.Module | None = None  # the bare module that is sharded
+        self._owners: dict[nn.Module, ShardcastOptimizer] = {}  # of each bare model that is sharded
         self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
 
     _models: list[Any]  # Accelerate's own
@@ -73,31 +71,48 @@ class ShardcastAccelerator(Accelerator):
     provisional = False  # made by shardcast.run: enable() may still give it another configuration
 
     @property
+    def sharded(self) -> tuple[ShardcastOptimizer, ...]:
+        """What was prepared and is sharded, in the order of its models."""
+        return tuple(dict.fromkeys(self._owners.values()))
+
+    @property
     def is_sharding(self) -> bool:
         """Whether a model and its optimizer are sharded."""
-        return self._sharded is not None
+        return bool(self._owners)
 
     @property
     def sharded_model(self) -> nn.Module:
-        """The bare model whose optimizer is sharded; a RuntimeError before it is prepared."""
-        return _prepared(self._model)
+        """The bare model of :attr:`sharded_optimizer`; raises as that."""
+        return self._only().model
 
     @property
     def sharded_optimizer(self) -> ShardedOptimizer:
         """It has ``grad_norm``, ``loss_scale``, ``skipped_steps``, ``layout`` ...
 
         Raises:
-            RuntimeError: none was prepared yet.
+            RuntimeError: none was prepared yet, or several were, each of which has it as
+                ``.optimizer``.
         """
-        return _prepared(self._sharded)
+        sharded: ShardedOptimizer = self._only().optimizer
+        return sharded
+
+    def _only(self) -> ShardcastOptimizer:
+        if len(self.sharded) != 1:
+            raise RuntimeError(
+                f"expected one sharded optimizer, got {len(self.sharded)}; call "
+                "accelerator.prepare(model, optimizer, ...) first, and of several prepared "
+                "optimizers take the .optimizer of each"
+            )
+        return self.sharded[0]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As ``Accelerator.prepare``; models are placed, and their optimizer is sharded.
+        """As ``Accelerator.prepare``; models are placed, and their optimizers are sharded.
 
         Every rank must call it. Models come first, whatever the order of the arguments, because
-        the optimizer is sharded over parameters that are on their device. Several optimizers of
-        one model are sharded together: step all of them, one after the other. A list of
-        optimizers among ``args`` becomes one that steps all, with the groups of all.
+        optimizers are sharded over parameters that are on their device. An optimizer of several
+        models shards them as one; models of different optimizers are sharded apart. Several
+        optimizers of one model are sharded together: step all of them, one after the other. A list
+        of optimizers among ``args`` becomes one that steps all, with the groups of all.
         """
         placement: list[Any] = device_placement or [None] * len(args)
         if len(placement) == len(args):  # else Accelerate says what is wrong
@@ -106,13 +121,14 @@ class ShardcastAccelerator(Accelerator):
                 for item, wanted in zip(args, placement, strict=True)
             )
         args = tuple(self._shard(it) if _is_list(it) else it for it in args)
-        plain = [it for it in args if _is_plain(it)]
-        if len(plain) > 1 and len({guards.model_of(it, self._models) for it in plain}) == 1:
-            prepared = self._shard(plain)
-            handles = zip(plain, prepared.optimizer.optimizers, strict=True)
-            these = {id(one): ShardcastHandle(prepared, handle) for one, handle in handles}
-            self._optimizers += these.values()
-            args = tuple(these.get(id(item), item) for item in args)
+        handles: dict[int, ShardcastHandle] = {}
+        for optimizers in guards.sharing_models(filter(_is_plain, args), self._models):
+            if len(optimizers) > 1:
+                prepared = self._shard(optimizers)
+                for one, handle in zip(optimizers, prepared.optimizer.optimizers, strict=True):
+                    handles[id(one)] = ShardcastHandle(prepared, handle)
+        self._optimizers += handles.values()
+        args = tuple(handles.get(id(item), item) for item in args)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -134,7 +150,7 @@ class ShardcastAccelerator(Accelerator):
                 "model, shardcast reduces the gradients itself"
             )
         placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        known = inner is self._model or inner in self._unsharded or is_marked(inner)
+        known = inner in self._owners or inner in self._unsharded or is_marked(inner)
         if not (known or evaluation_mode) and any(p.requires_grad for p in inner.parameters()):
             watch = partial(guards.refuse_training, self.mixed_precision, self.num_processes)
             self._unsharded[inner] = inner.register_forward_pre_hook(watch)
@@ -143,11 +159,11 @@ class ShardcastAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> ShardcastOptimizer | ShardcastHandle:
-        """Shard ``optimizer`` over its model, which must be prepared before or beside it.
+        """Shard ``optimizer`` over its models, which must be prepared before or beside it.
 
         Raises:
-            ValueError: its model was not.
-            RuntimeError: another pair is sharded already, or the model with another optimizer.
+            ValueError: they were not.
+            RuntimeError: one of them is sharded with another optimizer.
         """
         if isinstance(optimizer, ShardcastHandle):
             self.prepare_optimizer(optimizer.prepared)
@@ -155,10 +171,10 @@ class ShardcastAccelerator(Accelerator):
             self._optimizers = [it for it in self._optimizers if it is not optimizer.prepared]
             return optimizer
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
-            guards.refuse_second(self._sharded, optimizer.optimizer)
+            models = guards.models_of(optimizer.optimizer, self._models)
+            guards.refuse_second(self._owners, models, optimizer.optimizer)
             super().prepare_optimizer(optimizer)
-            self._sharded = optimizer.optimizer
-            self._model = guards.model_of(optimizer.optimizer, self._models)
+            self._owners |= dict.fromkeys(models, optimizer)
             return optimizer
         prepared = self._shard([optimizer])
         self._optimizers.append(prepared)
@@ -166,19 +182,25 @@ class ShardcastAccelerator(Accelerator):
 
     def _shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> ShardcastOptimizer:
         first = optimizers[0]
-        guards.refuse_second(self._sharded, first)
-        model = guards.model_of(first, self._models)
+        models = list(
+            dict.fromkeys(m for it in optimizers for m in guards.models_of(it, self._models))
+        )
+        guards.refuse_second(self._owners, models, first)
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
         if isinstance(first, ShardedOptimizer):  # by hand, with shardcast.shard
             sharded = first
         else:
-            guards.refuse_sharded(model)
-            config = guards.with_fp32_head(self.shardcast_config, model)
+            guards.refuse_sharded(models)
+            config = guards.with_fp32_heads(self.shardcast_config, models)
+            guards.refuse_loss_scales([config, *(it.optimizer.config for it in self.sharded)])
             sharded = shard(model, optimizers, config, **mesh.options(self, model))
-        watch = self._unsharded.pop(model, None)
-        if watch is not None:
-            watch.remove()
-        self._sharded, self._model = sharded, model
-        return ShardcastOptimizer(sharded, model)
+        for each in models:
+            watch = self._unsharded.pop(each, None)
+            if watch is not None:
+                watch.remove()
+        prepared = ShardcastOptimizer(sharded, model, models)
+        self._owners |= dict.fromkeys(models, prepared)
+        return prepared
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:  # Accelerate's own
         return args  # it would find the optimizer's parameters by address, which empty parts share
@@ -197,15 +219,14 @@ class ShardcastAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As ``Accelerator.backward``: divided by the accumulation steps, loss scale applied."""
-        if self._sharded is not None:
-            loss = self._sharded.scale_loss(loss)
-        super().backward(loss, **kwargs)
+        scaled = [prepared.optimizer.scale_loss(loss) for prepared in self.sharded]
+        super().backward(scaled[0] if scaled else loss, **kwargs)  # all have one scale
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Within it gradients of ``model`` accumulate locally; ``accumulate`` uses it too."""
-        sharded = self._sharded if _compat.unwrapped(model) is self._model else None
-        with super().no_sync(model) if sharded is None else sharded.no_sync():
+        prepared = self._owners.get(_compat.unwrapped(model))
+        with super().no_sync(model) if prepared is None else prepared.optimizer.no_sync():
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -214,9 +235,9 @@ class ShardcastAccelerator(Accelerator):
         Raises:
             RuntimeError: a loss scale is in use, so the caller counts on unscaled ``.grad``.
         """
-        if self._sharded is None:
+        if not self.is_sharding:
             super().unscale_gradients(optimizer)
-        elif self._sharded.loss_scale is not None:
+        elif any(prepared.optimizer.loss_scale is not None for prepared in self.sharded):
             raise RuntimeError(
                 "unscale_gradients: gradients are unscaled inside optimizer.step(), over all "
                 "ranks; remove the call, and clip with accelerator.clip_grad_norm_ or "
@@ -231,8 +252,8 @@ class ShardcastAccelerator(Accelerator):
         Every rank must call it.
 
         Raises:
-            ValueError: only a part of the trained parameters, or another ``norm_type`` than the
-                configuration's.
+            ValueError: only a part of the parameters that an optimizer trains, those of several
+                optimizers, or another ``norm_type`` than the configuration's.
             RuntimeError: between the micro-batches of an accumulation.
         """
         norm: Tensor | None = self._clip("clip_grad_norm_", parameters, max_norm, norm_type)
@@ -247,22 +268,27 @@ class ShardcastAccelerator(Accelerator):
 
     def _clip(self, call: str, parameters: Any, *bounds: float) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        groups = [] if self._sharded is None else self._sharded.param_groups
-        if {param for group in groups for param in group["params"]}.isdisjoint(params):
+        clipped = [it.optimizer for it in self.sharded if not it.params.isdisjoint(params)]
+        if not clipped:
             return getattr(super(), call)(params, *bounds)  # of a model that is not sharded
+        if len(clipped) > 1:
+            raise ValueError(
+                f"{call}: expected parameters of one optimizer, got those of {len(clipped)}, which "
+                "are sharded apart and have norms of their own; call it once for each"
+            )
         if not self.sync_gradients:
             raise RuntimeError(
                 f"{call}: called between the micro-batches of an accumulation, when gradients are "
                 f"not reduced yet; write `if accelerator.sync_gradients: accelerator.{call}(...)`"
             )
-        return getattr(self._sharded, call)(params, *bounds)
+        return getattr(clipped[0], call)(params, *bounds)
 
     @contextmanager
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
         """Joins nothing: batches are even. A RuntimeError where several processes have others."""
-        if self._sharded is None:
+        if not self.is_sharding:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
@@ -284,7 +310,7 @@ class ShardcastAccelerator(Accelerator):
         The checkpoint in ``output_dir`` is committed as the last act: a run that is killed while
         it saves leaves the one that was there before.
         """
-        if self._sharded is None:
+        if not self.is_sharding:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         options = {"safe_serialization": safe_serialization, **kwargs}
         return state.save(self, output_dir, partial(super().save_state, **options))
@@ -302,7 +328,7 @@ class ShardcastAccelerator(Accelerator):
         Raises:
             FileNotFoundError: no committed checkpoint in ``input_dir``.
         """
-        if self._sharded is None:
+        if not self.is_sharding:
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         options = {"load_kwargs": load_kwargs, **kwargs}
@@ -340,17 +366,8 @@ class ShardcastAccelerator(Accelerator):
                 prepared.close()
         for watch in self._unsharded.values():
             watch.remove()
-        self._unsharded = {}
-        self._sharded = self._model = None
+        self._unsharded, self._owners = {}, {}
         return super().free_memory(*objects)
-
-
-def _prepared(item: T | None) -> T:
-    if item is None:
-        raise RuntimeError(
-            "no optimizer is sharded yet; call accelerator.prepare(model, optimizer, ...) first"
-        )
-    return item
 
 
 def _is_plain(item: Any) -> bool:

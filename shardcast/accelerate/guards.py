@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -36,15 +36,19 @@ def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> Shardcas
     return config.following("accelerate: mixed_precision", mixed_precision, dtype)
 
 
-def with_fp32_head(config: ShardcastConfig, model: nn.Module) -> ShardcastConfig:
-    """``fp32_outputs`` for a model of transformers, unless they are named.
+def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> ShardcastConfig:
+    """``fp32_outputs`` for models of transformers, unless they are named.
 
     Such a model computes its loss itself, which under DDP autocast would do in fp32.
     """
-    if "fp32_outputs" in config.named or not hasattr(model, "base_model_prefix"):
+    if "fp32_outputs" in config.named:
         return config
-    heads = tuple(name for name, _ in model.named_children() if name in HEADS)
-    return config.replace(fp32_outputs=heads)
+    heads = []
+    for number, model in enumerate(models):
+        prefix = f"{number}." if len(models) > 1 else ""
+        if hasattr(model, "base_model_prefix"):
+            heads += [prefix + name for name, _ in model.named_children() if name in HEADS]
+    return config.replace(fp32_outputs=tuple(heads)) if heads else config
 
 
 def refuse_requested(keywords: Mapping[str, Any]) -> None:
@@ -130,9 +134,9 @@ def _refuse(name: str, where: str) -> None:
     )
 
 
-def refuse_sharded(model: nn.Module) -> None:
+def refuse_sharded(models: Iterable[nn.Module]) -> None:
     """A model that an earlier optimizer still shards: two would undo each other's updates."""
-    if is_marked(model):
+    if any(map(is_marked, models)):
         raise RuntimeError(
             "prepare: the model is sharded with another optimizer, of an accelerator or Trainer "
             "before this one; end that training first with its accelerator.free_memory(model) "
@@ -141,34 +145,68 @@ def refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def refuse_second(sharded: torch.optim.Optimizer | None, optimizer: torch.optim.Optimizer) -> None:
-    """Another optimizer than the one that is ``sharded`` already."""
-    if sharded is not None and sharded is not optimizer:
+def refuse_second(
+    owners: Mapping[nn.Module, Any], models: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> None:
+    """A further optimizer of a model that is sharded already."""
+    if any(model in owners and owners[model].optimizer is not optimizer for model in models):
         raise RuntimeError(
-            "prepare: this accelerator has a sharded optimizer already; expected the optimizers of "
-            f"one model in one call, got a further one ({type(optimizer).__name__}). Call "
-            "accelerator.prepare(model, muon, adamw), put several trained models into one module, "
-            "or call accelerator.free_memory() between two trainings"
+            "prepare: expected the optimizers of a model in one call, got a further one "
+            f"({type(optimizer).__name__}) of a model that has a sharded optimizer already. Call "
+            "accelerator.prepare(model, muon, adamw), or accelerator.free_memory() between two "
+            "trainings"
         )
 
 
-def model_of(optimizer: torch.optim.Optimizer, prepared: Iterable[nn.Module]) -> nn.Module:
-    """The bare one of the ``prepared`` models that ``optimizer`` trains.
+def refuse_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
+    """Optimizers that are sharded apart, whose losses Accelerate cannot tell from one another."""
+    scales = {
+        "dynamic" if it.loss_scale is None and it.param_dtype == torch.float16 else it.loss_scale
+        for it in configs
+    }
+    if len(configs) > 1 and (len(scales) > 1 or "dynamic" in scales):
+        raise ValueError(
+            "loss_scale: expected one fixed number beside several optimizers that are sharded "
+            f"apart, got {', '.join(map(str, scales))}: each would change a scale of its own, and "
+            "accelerator.backward(loss) does not know whose loss it gets. Set loss_scale in the "
+            "shardcast configuration, or train in bf16"
+        )
+
+
+def models_of(
+    optimizer: torch.optim.Optimizer, prepared: Iterable[nn.Module]
+) -> tuple[nn.Module, ...]:
+    """The bare ones of the ``prepared`` models that ``optimizer`` trains.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: there is none.
     """
     params = {p for group in optimizer.param_groups for p in group["params"]}
     models = dict.fromkeys(_compat.unwrapped(model) for model in prepared)
-    found = [m for m in models if not params.isdisjoint(m.parameters())]
-    if len(found) != 1:
+    trained = tuple(model for model in models if not params.isdisjoint(model.parameters()))
+    if not trained:
         raise ValueError(
-            f"prepare: expected the {type(optimizer).__name__}'s parameters in one prepared "
-            f"model, found them in {len(found)} of {len(models)}; prepare model and optimizer "
-            "in one call, accelerator.prepare(model, optimizer, ...), and several trained "
-            "models as one module"
+            f"prepare: expected the {type(optimizer).__name__}'s parameters in a prepared model, "
+            f"found them in none of {len(models)}; prepare model and optimizer in one call, "
+            "accelerator.prepare(model, optimizer, ...)"
         )
-    return found[0]
+    return trained
+
+
+def sharing_models(
+    optimizers: Iterable[torch.optim.Optimizer], prepared: Sequence[nn.Module]
+) -> list[list[torch.optim.Optimizer]]:
+    """The ``optimizers``, those together that have a model in common."""
+    clusters: list[tuple[list[torch.optim.Optimizer], set[nn.Module]]] = []
+    for optimizer in optimizers:
+        models = set(models_of(optimizer, prepared))
+        together = [optimizer]
+        for cluster in [it for it in clusters if it[1] & models]:
+            clusters.remove(cluster)
+            together = cluster[0] + together
+            models |= cluster[1]
+        clusters.append((together, models))
+    return [together for together, _ in clusters]
 
 
 def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _args: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,26 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 class ShardcastOptimizer(AcceleratedOptimizer):
     """Steps and forgets gradients only where gradients are synchronised, as Accelerate's own does.
 
-    ``optimizer`` is the :class:`ShardedOptimizer`. While it is there, what ``model`` returns is
-    fp32, as under Accelerate's autocast.
+    ``optimizer`` is the :class:`ShardedOptimizer` of ``model``. While it is there, what each of
+    ``models`` returns is fp32, as under Accelerate's autocast.
     """
 
-    def __init__(self, sharded: ShardedOptimizer, model: nn.Module) -> None:
+    def __init__(
+        self, sharded: ShardedOptimizer, model: nn.Module, models: Sequence[nn.Module]
+    ) -> None:
         # No device placement: the state is on its device, and is not copied out and in for it.
         super().__init__(sharded, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
+        self.model = model
         handles = []
         if sharded.config.param_dtype != torch.float32:
-            handles.append(model.register_forward_hook(_outputs_to_fp32))
+            handles = [it.register_forward_hook(_outputs_to_fp32) for it in models]
         self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, handles)
+
+    @property
+    def params(self) -> set[nn.Parameter]:
+        """The model's parameters that it trains."""
+        return {param for group in self.param_groups for param in group["params"]}
 
     @property
     def step_was_skipped(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from shardcast import checkpoint
@@ -19,6 +20,7 @@ from shardcast.messages import warn
 
 T = TypeVar("T")
 SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
+FURTHER = "shardcast_{}"  # of a second optimizer that is sharded apart, and so on
 FOLDER = re.compile(r"state-(\d+)")
 AUTOMATIC = re.compile(r"checkpoint_(\d+)")  # as Accelerate names them
 
@@ -39,7 +41,7 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
                 "automatic_checkpoint_naming on"
             )
         root = Path(output_dir)
-        newest = _agreed(accelerator, lambda: max(_folders(root), default=-1), "save_state")
+        newest = _agreed(accelerator, lambda: max(_folders(root), default=-1))
         output_dir = root / f"state-{newest + 1}"
     step = accelerator.save_iteration
     project.total_limit = None  # Accelerate would delete old ones before there is a new one
@@ -49,8 +51,8 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
     finally:
         project.total_limit = limit
     accelerator.wait_for_everyone()
-    model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
-    checkpoint.save(folder / SHARDS, model, sharded, step=step)
+    for path, prepared in reversed(_shards_of(accelerator, folder)):  # the first one commits all
+        checkpoint.save(path, prepared.model, prepared.optimizer, step=step)
     accelerator.wait_for_everyone()
     keep, names = (limit, AUTOMATIC) if automatic else (1, FOLDER)
     if keep and accelerator.is_main_process:
@@ -65,14 +67,22 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
     Collective; rank 0 chooses the folder for all. Where the newest one is damaged it warns and
     takes the one before, unless ``input_dir`` is that one.
     """
-    chosen = _agreed(accelerator, lambda: _committed(accelerator, input_dir), "load_state")
-    model, sharded = accelerator.sharded_model, accelerator.sharded_optimizer
-    cut = mesh.is_cut(model)  # DTensors do not take the model's file, which has whole tensors
+    chosen = _agreed(accelerator, lambda: _committed(accelerator, input_dir))
+    # DTensors do not take the model's file, which has whole tensors.
+    cut = any(mesh.is_cut(prepared.model) for prepared in accelerator.sharded)
     if chosen is not None:
+        shards = _shards_of(accelerator, Path(chosen))
+        saved = [path for path in Path(chosen).iterdir() if path.name.startswith(SHARDS)]
+        if len(shards) != len(saved):
+            raise ValueError(
+                f"load_state: expected the states of {len(shards)} sharded optimizers in {chosen}, "
+                f"got {len(saved)}; prepare the models and optimizers of the run that saved it"
+            )
         with accelerator.seen_by_stock(models=not cut):
             stock(chosen)
         # After the model's file, which is in param_dtype: the masters are exact.
-        checkpoint.load(Path(chosen) / SHARDS, model, sharded)
+        for path, prepared in shards:
+            checkpoint.load(path, prepared.model, prepared.optimizer)
         return
     if input_dir is None or not (Path(input_dir) / "optimizer.bin").exists():
         raise FileNotFoundError(
@@ -91,18 +101,21 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
         stock.func(os.fspath(input_dir), **options)
 
 
-def _agreed(accelerator: Any, find: Callable[[], T], call: str) -> T:
+def _shards_of(accelerator: Any, folder: Path) -> list[tuple[Path, Any]]:
+    """Each sharded optimizer with the folder of its checkpoint."""
+    names = [SHARDS, *(FURTHER.format(number) for number in range(1, len(accelerator.sharded)))]
+    return [(folder / name, it) for name, it in zip(names, accelerator.sharded, strict=True)]
+
+
+def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
     """What ``find`` returns or raises on rank 0, on every rank. Collective."""
-    engine = accelerator.sharded_optimizer.engine
-    everyone = engine.grid.everyone
-
-    def found() -> Any:
+    outcome: list[Any] = [None]
+    if accelerator.process_index == 0:
         try:
-            return find() if everyone.rank == 0 else None
+            outcome = [find()]
         except (checkpoint.DamagedCheckpointError, ValueError) as error:
-            return error
-
-    value: Any = everyone.collect(found, engine.device, call)[0]
+            outcome = [error]
+    value = broadcast_object_list(outcome)[0]
     if isinstance(value, Exception):
         raise value
     return value  # type: ignore[no-any-return]

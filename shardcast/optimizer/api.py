@@ -17,7 +17,7 @@ from shardcast.optimizer import setup
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stages import joined
+from shardcast.optimizer.stages import called_by_script, joined
 from shardcast.plan.originals import Originals
 from shardcast.step.compiling import compiles
 from shardcast.step.update.several import Updates
@@ -56,9 +56,11 @@ def shard(
     Peak memory: the fp32 model, one pack and this rank's shard.
 
     Args:
-        model: on its device, materialised; usually fp32. Of a pipeline, a list of the stages that
-            this rank holds, whose parameters have the names that they have in the whole model;
-            then backwards send nothing, and the one reduction of a step runs in ``step()``.
+        model: on its device, materialised; usually fp32. Several models that one optimizer trains
+            are one, ``nn.ModuleDict({"unet": unet, "text": text})``, and are called as before. Of a
+            pipeline, a list of the stages that this rank holds, whose parameters have the names
+            that they have in the whole model; then backwards send nothing, and the one reduction
+            of a step runs in ``step()``.
         optimizer: a torch optimizer over parameters of ``model``, or a sequence of them, such as
             ``[muon, adamw]``, that hold every trained parameter once. Elementwise ones are cut
             evenly, parameters of the others have one owner each; one reduction, one norm, one
@@ -189,7 +191,7 @@ def _check(
     if not optimizers:
         raise ValueError("optimizer: expected at least one, got an empty list")
     sharded = any(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers)
-    if sharded or any(map(is_marked, stages)):
+    if sharded or any(is_marked(module) for stage in stages for module in called_by_script(stage)):
         raise RuntimeError(
             "shard() was called before on this model or optimizer; call it once, with one "
             "optimizer or a list of them that has all parameters: shard(model, [muon, adamw])"

@@ -14,6 +14,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for
+from shardcast.optimizer.stages import called_by_script
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.originals import Originals
 from shardcast.plan.precision import Precision
@@ -48,6 +49,7 @@ class Engine:
         originals: Originals,
     ) -> None:  # fmt: skip
         self.originals, self.model, self.stages = originals, plan.model, tuple(stages)
+        self._called = [root for stage in stages for root in called_by_script(stage)]
         self.layout: Layout = plan.layout
         self.config: ShardcastConfig = plan.config
         self.precision: Precision = plan.precision
@@ -65,8 +67,8 @@ class Engine:
         self.sync, self._buffers = Sync(), Buffers(self.stages, grid.dp)
         self.update = Updates(originals, plan.config, grid.dp, self.sync.begin)
         self._add(shards)
-        for stage in self.stages:
-            mark(stage)
+        for module in {*self.stages, *self._called}:
+            mark(module)
         self._hook()
 
     def extend(self, added: GroupId) -> None:
@@ -207,8 +209,8 @@ class Engine:
 
     def close(self) -> None:
         """Remove all hooks from the model and its parameters."""
-        for stage in self.stages:
-            unmark(stage)
+        for module in {*self.stages, *self._called}:
+            unmark(module)
         try:
             self._unhook()
         finally:
@@ -219,9 +221,9 @@ class Engine:
         if self.config.overlap_sync and self.comm.size > 1:
             self._overlap = Overlap(self.model, self.sync)
             begin = self._overlap.noting(begin)
-        self.hooks = ModelHooks(self.stages, self.shards, begin, self.reduce.averaged)
+        self.hooks = ModelHooks(self._called, self.shards, begin, self.reduce.averaged)
         self._casts: list[Any] = [
-            handle for stage in self.stages for handle in self.precision.install_casts(stage)
+            handle for root in self._called for handle in self.precision.install_casts(root)
         ]
 
     def _unhook(self) -> None:

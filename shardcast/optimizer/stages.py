@@ -37,6 +37,15 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
     return root
 
 
+def called_by_script(module: nn.Module) -> list[nn.Module]:
+    """``module``, or the modules in it where it has no forward, as a list of models has not."""
+    children = list(module.children())
+    owns = any(True for _ in module.parameters(recurse=False))
+    if type(module).forward is not nn.Module.forward or owns or not children:
+        return [module]
+    return [inner for child in children for inner in called_by_script(child)]
+
+
 def _graft(target: nn.Module, source: nn.Module, prefix: str) -> None:
     params = dict(target.named_parameters(recurse=False))
     buffers = dict(target.named_buffers(recurse=False))

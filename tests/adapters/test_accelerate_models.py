@@ -1,0 +1,194 @@
+"""Accelerate with several models, in the shapes of the examples of Accelerate and diffusers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+
+from shardcast.accelerate import ShardcastAccelerator
+from shardcast.testing import SpawnedWorld
+
+pytestmark = pytest.mark.timeout(90)
+STEPS = 6
+
+
+def accelerator_of(kind: str, config: Any = None, **options: Any) -> Any:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if kind == "ddp":
+        return Accelerator(cpu=True, **options)
+    return ShardcastAccelerator(cpu=True, shardcast_config=config or {}, **options)
+
+
+def net(seed: int, *widths: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+    return nn.Sequential(*(it for layer in layers for it in (layer, nn.LeakyReLU(0.2))))
+
+
+def batch(accelerator: Any, step: int, width: int) -> torch.Tensor:
+    rank = accelerator.process_index
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Gan:
+    """As the DCGAN of torch's examples: two models, two optimizers, a loss of each."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        models = net(1, 5, 9, 4), net(2, 4, 8, 1)  # noise to samples, samples to a verdict
+        optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.5, 0.999)) for m in models]
+        self.models = models
+        self.generator, self.critic, self.of_generator, self.of_critic = accelerator.prepare(
+            *models, *optimizers
+        )
+
+    def step(self, step: int) -> list[float]:
+        accelerator, generator, critic = self.accelerator, self.generator, self.critic
+        real, noise = batch(accelerator, step, 4), batch(accelerator, step + 1000, 5)
+        ones, zeros = torch.ones(6, 1), torch.zeros(6, 1)
+        self.of_critic.zero_grad()
+        on_real = bce(critic(real), ones)
+        accelerator.backward(on_real)
+        fake = generator(noise)
+        on_fake = bce(critic(fake.detach()), zeros)
+        accelerator.backward(on_fake)
+        self.of_critic.step()
+        self.of_generator.zero_grad()
+        fooled = bce(critic(fake), ones)
+        accelerator.backward(fooled)  # brings the critic gradients, too, which zero_grad drops
+        self.of_generator.step()
+        return [float(it.detach()) for it in (on_real, on_fake, fooled)]
+
+
+class DreamBooth:
+    """As train_dreambooth.py of diffusers: one optimizer of a UNet and its text encoder."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.models = net(3, 7, 9, 4), net(4, 5, 7)  # of the same names of parameters
+        optimizer = torch.optim.AdamW(
+            itertools.chain(*(it.parameters() for it in self.models)), lr=1e-2
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        self.unet, self.text, self.optimizer, self.schedule = accelerator.prepare(
+            *self.models, optimizer, schedule
+        )
+
+    def step(self, step: int) -> list[float]:
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.unet, self.text):
+            loss = self.unet(self.text(batch(accelerator, step, 5))).square().mean()
+            accelerator.backward(loss)
+            norm = 0.0
+            if accelerator.sync_gradients:
+                params = itertools.chain(self.unet.parameters(), self.text.parameters())
+                norm = float(accelerator.clip_grad_norm_(params, 0.05))
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        return [float(loss.detach()), norm]
+
+
+SCRIPTS = {"gan": Gan, "dreambooth": DreamBooth}
+
+
+def train(
+    group: Any, kind: str, name: str, options: dict[str, Any], config: Any = None
+) -> tuple[Any, Any]:
+    script: Any = SCRIPTS[name](accelerator_of(kind, config, **options))
+    log = [script.step(step) for step in range(STEPS)]
+    for prepared in getattr(script.accelerator, "sharded", ()):
+        prepared.optimizer.wait_sync()
+    weights = [p.detach().float().clone() for model in script.models for p in model.parameters()]
+    return torch.tensor(log), weights
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("options", "config", "tolerance"),
+    [
+        ({}, {}, 2e-6),
+        ({"gradient_accumulation_steps": 2}, {"overlap_sync": True}, 2e-6),
+        ({"mixed_precision": "bf16"}, {}, 3e-2),
+        ({"mixed_precision": "fp16"}, {"loss_scale": 128.0}, 3e-2),
+    ],
+)
+def test_several_models_train_as_under_ddp(
+    gloo: SpawnedWorld, name: str, options: dict[str, Any], config: Any, tolerance: float
+) -> None:
+    if name == "gan":
+        options = {k: v for k, v in options.items() if k != "gradient_accumulation_steps"}
+    plain = {k: v for k, v in options.items() if v != "fp16"}  # no CPU has a scaler for it
+    expected = gloo.run(train, "ddp", name, plain)
+    for rank, (log, weights) in enumerate(gloo.run(train, "ours", name, options, config)):
+        assert (log - expected[rank][0]).abs().max() <= tolerance
+        for ours, stock in zip(weights, expected[rank][1], strict=True):
+            assert (ours - stock).abs().max() <= tolerance
+
+
+def resumed(_group: Any, name: str, folder: str) -> tuple[Any, Any]:
+    options = {"mixed_precision": "bf16"}
+    whole: Any = SCRIPTS[name](accelerator_of("ours", **options))
+    log = []
+    for step in range(STEPS):
+        if step == 3:
+            whole.accelerator.save_state(folder)
+        log.append(whole.step(step))
+    again: Any = SCRIPTS[name](accelerator_of("ours", **options))
+    again.accelerator.load_state(folder)
+    rest = [again.step(step) for step in range(3, STEPS)]
+    weights = [[*map(torch.clone, it.parameters())] for it in (*whole.models, *again.models)]
+    return (log[3:], weights[:2]), (rest, weights[2:])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_state_of_several_models_is_resumed_exactly(
+    gloo: SpawnedWorld, name: str, tmp_path: Path
+) -> None:
+    for (log, weights), (again, loaded) in gloo.run(resumed, name, str(tmp_path)):
+        assert log == again
+        pairs = zip(itertools.chain(*weights), itertools.chain(*loaded), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_state_of_fewer_models_is_refused(tmp_path: Path) -> None:
+    gan = Gan(accelerator_of("ours"))
+    gan.accelerator.save_state(str(tmp_path))
+    one = accelerator_of("ours")
+    model = net(1, 5, 9, 4)
+    one.prepare(model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match="load_state: expected the states of 1"):
+        one.load_state(str(tmp_path))
+
+
+def test_several_loss_scales_that_change_are_refused() -> None:
+    with pytest.raises(ValueError, match="loss_scale: expected one fixed number"):
+        Gan(accelerator_of("ours", mixed_precision="fp16"))
+
+
+def test_one_norm_over_models_that_are_sharded_apart_is_refused() -> None:
+    gan = Gan(accelerator_of("ours"))
+    params = [*gan.generator.parameters(), *gan.critic.parameters()]
+    with pytest.raises(ValueError, match=r"clip_grad_norm_: .*once for each"):
+        gan.accelerator.clip_grad_norm_(params, 1.0)
+    with pytest.raises(RuntimeError, match="expected one sharded optimizer, got 2"):
+        _ = gan.accelerator.sharded_optimizer
+
+
+def test_a_model_is_not_sharded_with_two_optimizers_from_two_calls() -> None:
+    booth = DreamBooth(accelerator_of("ours"))
+    again = torch.optim.SGD(booth.text.parameters())
+    with pytest.raises(RuntimeError, match="the optimizers of a model in one call"):
+        booth.accelerator.prepare(again)
+    booth.accelerator.free_memory()
+    with pytest.raises(RuntimeError, match=r"free_memory\(model\)"):  # the optimizer is there still
+        accelerator_of("ours").prepare(booth.models[1], again)
