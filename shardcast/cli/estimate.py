@@ -16,6 +16,7 @@ from torch import nn
 from shardcast import estimate as estimates
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.parallel import plan_of, stages_of
+from shardcast.plan.algorithms import Topology
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
 
@@ -180,7 +181,8 @@ def rows_of(
     rows = []
     for size in sizes:
         each = [
-            estimates.estimate(m, o.optimizers, size, config, machine.fabric) for m, o in stages
+            estimates.estimate(m, o.optimizers, size, config, Topology.of(machine))
+            for m, o in stages
         ]
         found = max(each, key=lambda stage: stage.total)
         model, originals = stages[each.index(found)]
@@ -191,7 +193,7 @@ def rows_of(
         rows.append({
             "world_size": size,
             **{name: getattr(found, name) for name in (*BYTES, *COUNTS)},
-            "routes": _routes(found),
+            "algorithms": _algorithms(found),
             "others": estimates.peers(numel, moments, size),
             "machine": machine.name,
             "tokens": tokens,
@@ -211,13 +213,16 @@ def _moments(originals: Originals) -> float:
     return moments / max(1, elements)
 
 
-def _routes(found: estimates.Estimate) -> list[Row]:
+def _algorithms(found: estimates.Estimate) -> list[Row]:
     """Each way in which packs travel, of how many, and why the biggest of them does."""
     ways: dict[tuple[str, str], list[estimates.Traffic]] = {}
     for pack in found.traffic if found.layout.world_size > 1 else ():
-        ways.setdefault((pack.route.reduce, pack.route.sync), []).append(pack)
+        ways.setdefault((pack.algorithms.reduce, pack.algorithms.sync), []).append(pack)
     return [
-        {"packs": len(packs), "route": str(max(packs, key=lambda pack: pack.stored).route)}
+        {
+            "packs": len(packs),
+            "algorithms": str(max(packs, key=lambda pack: pack.stored).algorithms),
+        }
         for packs in ways.values()
     ]
 
@@ -248,7 +253,7 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
         return {name: f"{1e3 * value:,.2f}" for name, value in values.items()}
 
     holds = f"{title}; bytes of the rank that holds most, in {unit}"
-    ways = [(row["world_size"], way) for row in rows for way in row["routes"]]
+    ways = [(row["world_size"], way) for row in rows for way in row["algorithms"]]
     where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
     return [
         *block(holds, lambda row: sizes({n: row[n] for n in BYTES if n != "sent"}))[1:],
@@ -256,7 +261,7 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
         *block(f"what a step sends; bytes in {unit}, of the rank that sends most", sends),
         "",
         "how packs travel, and why (rough costs of the biggest one)",
-        *(f"{size:>14,} {way['packs']:>14,}  {way['route']}" for size, way in ways),
+        *(f"{size:>14,} {way['packs']:>14,}  {way['algorithms']}" for size, way in ways),
         *block(f"predicted milliseconds of a step; {where}", lambda row: milliseconds(row["time"])),
         *block(
             "predicted milliseconds of others' steps",

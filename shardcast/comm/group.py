@@ -24,7 +24,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm.agreement import raise_together, told
 from shardcast.comm.waiting import Waiting, Works
-from shardcast.plan.routes import GROUPED, Fabric
+from shardcast.plan.algorithms import GROUPED, Topology
 
 REMEDY_INIT = (
     "call torch.distributed.init_process_group(...) on every rank before shardcast.shard(...)"
@@ -346,11 +346,11 @@ class Comm:
         mine = self.together(lambda: pickle.dumps(fn()), device, call)
         return [pickle.loads(value) for value in self.exchange(mine, device)]
 
-    def fabric(self, device: torch.device) -> Fabric:
+    def topology(self, device: torch.device) -> Topology:
         """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
         backend, on_host = self.backend(device), device.type == "cpu"
         if self.size == 1:
-            return Fabric(backend, on_host=on_host)
+            return Topology(backend, on_host=on_host)
         digest = hashlib.sha256(machine().encode()).digest()[:7]
         mine = torch.tensor([int.from_bytes(digest, "little")], device=device)
         gathered = mine.repeat(self.size)
@@ -360,7 +360,7 @@ class Comm:
         firsts = machines[::node]
         apart = len(set(firsts)) == len(firsts)
         apart &= machines == [first for first in firsts for _ in range(node)]
-        return Fabric(backend, node if apart else 1, on_host)
+        return Topology(backend, node if apart else 1, on_host)
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""

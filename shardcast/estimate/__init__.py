@@ -7,10 +7,9 @@ peers       the same of other systems
 """
 
 from shardcast.estimate.memory import Estimate, StateOf, Traffic, estimate, state_of
-from shardcast.estimate.network import PRESETS, Group, Machine
 from shardcast.estimate.peers import peer_times, peers, units_of
 from shardcast.estimate.time import StepTime, step_time
-from shardcast.plan.prices import Protocol
+from shardcast.plan.costs import PRESETS, Group, Machine, Protocol
 
 __all__ = [
     "PRESETS",

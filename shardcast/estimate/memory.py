@@ -14,12 +14,12 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory import forms
 from shardcast.memory.shard import FILL, SPLITTING
 from shardcast.optimizer.setup import Plan, plan_for
+from shardcast.plan.algorithms import GROUPED, Algorithms, Topology
 from shardcast.plan.layout import Layout, PackLayout, Slot
 from shardcast.plan.originals import Originals
-from shardcast.plan.packing import routed
+from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
-from shardcast.plan.routes import GROUPED, Fabric, Route
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 from shardcast.step.update.several import Updates
 
@@ -35,14 +35,14 @@ class Traffic:
         stored: of all its parameters.
         received: of gradients, on the rank that owns most of it, once they are reduced.
         owners: ranks that have something of it to sync.
-        route: how it is reduced and synced; empty for a world of one.
+        algorithms: how it is reduced and synced; empty for a world of one.
     """
 
     wire: int
     stored: int
     received: int
     owners: int
-    route: Route
+    algorithms: Algorithms
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def estimate(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
-    fabric: Fabric = Fabric("nccl", 8),  # noqa: B008, it is a constant
+    topology: Topology = Topology("nccl", 8),  # noqa: B008, it is a constant
 ) -> Estimate:
     """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
@@ -111,7 +111,7 @@ def estimate(
         optimizer: an elementwise one of torch over its parameters, or Muon, or a list of them;
             unchanged.
         config: a config or a mapping; ``None`` reads the environment.
-        fabric: for which routes are chosen: the backend, and how many ranks share a node.
+        topology: for which algorithms are chosen: the backend, and how many ranks share a node.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -131,8 +131,8 @@ def estimate(
         config = ShardcastConfig.load(config)
     Updates(originals, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, originals, config, world_size)
-    fabric = Fabric(fabric.backend, min(world_size, fabric.node))
-    layout = routed(plan.layout, config, fabric)
+    topology = Topology(topology.backend, min(world_size, topology.node))
+    layout = with_algorithms(plan.layout, config, topology)
     ranks = [_Rank() for _ in range(world_size)]
     traffic = [
         _add(ranks, pack, plan, originals.owner(pack.group), originals.group(pack.group))
@@ -155,7 +155,7 @@ def estimate(
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
         sent=max(sent),
         sender=sent.index(max(sent)),
-        collectives=_launches(trained, fabric.backend) if world_size > 1 else 0,
+        collectives=_launches(trained, topology.backend) if world_size > 1 else 0,
         imbalance=_over_mean(held),
         cost_imbalance=_over_mean([rank.cost for rank in ranks]),
         traffic=tuple(trained),
@@ -245,12 +245,12 @@ def _add(
     for span in pack.spans:
         rank, count = ranks[span.owner], elements[span.owner]
         rank.gradients += span.numel * grad
-        if pack.route.reduce == "two_level":  # sums are twice as long as what is summed
-            near, nodes = pack.route.node, size // pack.route.node
+        if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
+            near, nodes = pack.algorithms.node, size // pack.algorithms.node
             rank.sent += ((near - 1) * nodes + 2 * (nodes - 1)) * span.numel * wire
         else:
             rank.sent += (pack.numel - span.numel) * wire
-        if count or pack.route.sync == "all_gather":
+        if count or pack.algorithms.sync == "all_gather":
             rank.sent += (size - 1) * span.numel * stored
         if count:
             own = state.nbytes(pack, span.numel, count, config)
@@ -266,7 +266,7 @@ def _add(
         stored=pack.numel * stored,
         received=max(span.numel for span in pack.spans) * grad,
         owners=sum(map(bool, elements)),
-        route=pack.route,
+        algorithms=pack.algorithms,
     )
 
 
@@ -274,8 +274,8 @@ def _launches(packs: Sequence[Traffic], backend: str) -> int:
     """Of a step, the small all-reduce included."""
     found = 1
     for pack in packs:
-        found += 2 if pack.route.reduce == "two_level" else 1
-        alone = pack.route.sync == "broadcast" and backend not in GROUPED  # Comm.broadcast_all
+        found += 2 if pack.algorithms.reduce == "two_level" else 1
+        alone = pack.algorithms.sync == "broadcast" and backend not in GROUPED  # Comm.broadcast_all
         found += pack.owners if alone else 1
     return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.memory import Estimate, Traffic
-from shardcast.estimate.network import Group, Machine
+from shardcast.plan.costs import Group, Machine
 
 FORWARD, BACKWARD = 2.0, 4.0  # operations per parameter and token
 
@@ -99,17 +99,17 @@ def reduce_time(pack: Traffic, group: Group) -> float:
         "all_to_all": group.exchange,
         "two_level": group.two_level,
     }
-    return ways[pack.route.reduce](pack.wire)
+    return ways[pack.algorithms.reduce](pack.wire)
 
 
 def sync_times(packs: Sequence[Traffic], group: Group) -> list[float]:
     """Seconds for each pack in which its owners' spans travel to everybody."""
     found: list[float] = []
     for pack in packs if group.size > 1 else ():
-        if pack.route.sync == "messages":  # of all packs at once
+        if pack.algorithms.sync == "messages":  # of all packs at once
             begun = group.exchange(0) if found else 0.0
             found.append(group.exchange(pack.stored) - begun)
-        elif pack.route.sync == "broadcast":
+        elif pack.algorithms.sync == "broadcast":
             found.append(group.broadcasts(pack.stored, pack.owners))
         else:
             found.append(group.gather(pack.stored))
@@ -120,7 +120,7 @@ def _summed(pack: Traffic, size: int) -> int:
     """Bytes that the fp32 sum of what arrived reads and writes."""
     if size == 1:
         return 0
-    pieces = 1 if pack.route.reduce == "reduce_scatter" else size
+    pieces = 1 if pack.algorithms.reduce == "reduce_scatter" else size
     return pack.received * (pieces + 1)
 
 

@@ -29,7 +29,7 @@ from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import Originals
-from shardcast.plan.packing import describe, plan_packs, routed
+from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
 from shardcast.plan.sharing import Axes, Sharing, Tie
@@ -173,7 +173,7 @@ def _costs(
 
 
 def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: str) -> Plan:
-    """What all ranks planned alike, with the routes of packs; nothing is changed.
+    """What all ranks planned alike, with the algorithms of packs; nothing is changed.
 
     Args:
         planned: plans what is here, and may raise, of which all ranks hear.
@@ -215,8 +215,8 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
         unmatched, stages = zip(*everywhere, strict=True)
         validate.check_matched(sorted(set(plan.unmatched).intersection(*unmatched)))
         grid.everyone.together(partial(validate.check_tied, stages), device)
-    experts = {dim: grid.group(dim).fabric(device) for dim in grid.axes.experts}
-    layout = routed(plan.layout, plan.config, grid.cut.fabric(device), experts)
+    experts = {dim: grid.group(dim).topology(device) for dim in grid.axes.experts}
+    layout = with_algorithms(plan.layout, plan.config, grid.cut.topology(device), experts)
     new = layout.packs[len(layout.packs) - len(plan.new) :]
     return dataclasses.replace(plan, layout=layout, new=new)
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardcast.plan.routes import Route
+from shardcast.plan.algorithms import Algorithms
 from shardcast.plan.sharing import Sharing
 
 SHOWN = 8  # lengths of spans that are shown one by one
@@ -128,7 +128,7 @@ class PackLayout:
     numel: int
     slots: tuple[Slot, ...]
     spans: tuple[Span, ...]
-    route: Route = Route()
+    algorithms: Algorithms = Algorithms()
     partition: str = "even"
     sharing: Sharing = Sharing()
 
@@ -212,7 +212,7 @@ class Layout:
             for slot in pack.slots:
                 yield pack, slot
 
-    def lines(self, routes: bool = True) -> list[str]:
+    def lines(self, algorithms: bool = True) -> list[str]:
         """One line per pack and slot: what is compared across ranks and printed."""
         lines = [
             f"Layout: {sum(len(p.slots) for p in self.packs)} parameters in {len(self.packs)} "
@@ -227,21 +227,21 @@ class Layout:
             whole = " whole" if pack.partition == "whole" else ""
             sizes = [span.numel for span in pack.spans]
             spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)
-            if routes and len(set(sizes)) > 1 and len(sizes) > SHOWN:
+            if algorithms and len(set(sizes)) > 1 and len(sizes) > SHOWN:
                 spans = f"{len(sizes)} of {min(sizes)} to {max(sizes)}"
-            route = f", {pack.route}" if routes and pack.route.sync else ""
+            how = f", {pack.algorithms}" if algorithms and pack.algorithms.sync else ""
             lines.append(
                 f"  pack {pack.index}: {dtype} on {pack.device}, "
                 f"group {pack.group}{key}{frozen}{whole}, {pack.numel} elements "
-                f"({pack.padding} padding), spans {spans}{route}"
+                f"({pack.padding} padding), spans {spans}{how}"
             )
             for slot in pack.slots:
                 lines.append(f"    {slot.name} {tuple(slot.shape)} @ {slot.offset}")
         return lines
 
     def digest(self) -> bytes:
-        """32 bytes that differ wherever anything differs but the routes, which move no element."""
-        return hashlib.sha256("\n".join(self.lines(routes=False)).encode()).digest()
+        """32 bytes that differ where anything but the algorithms differs: they move no element."""
+        return hashlib.sha256("\n".join(self.lines(algorithms=False)).encode()).digest()
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

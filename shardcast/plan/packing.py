@@ -11,9 +11,9 @@ from torch import nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
+from shardcast.plan.algorithms import Algorithms, Topology, choose
 from shardcast.plan.layout import GroupId, Layout, PackLayout, ParamInfo
 from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
-from shardcast.plan.routes import Fabric, Route, choose
 from shardcast.plan.sharing import Axes, Sharing
 
 MIB = 1024 * 1024
@@ -65,11 +65,11 @@ def describe(
     return infos
 
 
-def routed(
-    layout: Layout, config: ShardcastConfig, fabric: Fabric,
-    experts: Mapping[str, Fabric] | None = None,
+def with_algorithms(
+    layout: Layout, config: ShardcastConfig, topology: Topology,
+    experts: Mapping[str, Topology] | None = None,
 ) -> Layout:  # fmt: skip
-    """``layout`` with a route on ``fabric`` for each pack that has none.
+    """``layout`` with algorithms on ``topology`` for each pack that has none.
 
     Args:
         experts: what joins the ranks of groups that cut packs of experts, by name.
@@ -79,12 +79,12 @@ def routed(
     """
     packs = []
     for pack in layout.packs:
-        if pack.route == Route() and len(pack.spans) > 1:
+        if pack.algorithms == Algorithms() and len(pack.spans) > 1:
             lengths = [span.numel for span in pack.spans]
             owned = [span.numel for span in pack.owned_spans()]
-            there = (experts or {}).get(pack.sharing.cut, fabric)
-            route = choose(config, there, lengths, owned, pack.dtype)
-            pack = dataclasses.replace(pack, route=route)
+            there = (experts or {}).get(pack.sharing.cut, topology)
+            chosen = choose(config, there, lengths, owned, pack.dtype)
+            pack = dataclasses.replace(pack, algorithms=chosen)
         packs.append(pack)
     return dataclasses.replace(layout, packs=tuple(packs))
 
@@ -96,7 +96,7 @@ def plan_packs(
     config: ShardcastConfig,
     first: int = 0,
 ) -> Layout:
-    """Plan the packs of ``params`` (in model order), without routes.
+    """Plan the packs of ``params`` (in model order), without algorithms.
 
     Args:
         world: so many ranks, or the dimensions of a mesh.

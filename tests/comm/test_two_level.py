@@ -12,9 +12,8 @@ from torch import Tensor
 
 from shardcast.comm import Comm, Exchanged, TwoLevel, group
 from shardcast.comm.flight import MANY
-from shardcast.estimate.network import PRESETS
+from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import PackLayout, Slot, Span
-from shardcast.plan.routes import Fabric, sync_costs
 from shardcast.testing import assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
@@ -93,14 +92,14 @@ def test_an_empty_pack_is_reduced_to_nothing():
     assert all(total.numel() == 0 for total, _ in ranks)
 
 
-def fabric(process_group: Any) -> Fabric:
-    return Comm(process_group).fabric(CPU)
+def topology(process_group: Any) -> Topology:
+    return Comm(process_group).topology(CPU)
 
 
 @pytest.mark.parametrize(("world", "ranks", "node"), [(4, 2, 2), (4, 4, 4), (6, 3, 3), (3, 2, 1)])
 def test_ranks_of_a_node_are_found(nodes: Any, world: int, ranks: int, node: int):
     nodes(ranks)
-    assert run_world(world, fabric)[0] == [Fabric("strict", node)] * world
+    assert run_world(world, topology)[0] == [Topology("strict", node)] * world
 
 
 @pytest.mark.parametrize("machines", ["abab", "aabc", "abba", "aaab"])
@@ -111,7 +110,7 @@ def test_ranks_that_are_not_node_by_node_are_taken_for_single_ones(
         return machines[int(threading.current_thread().name.removeprefix("rank "))]
 
     monkeypatch.setattr(group, "machine", machine)
-    assert run_world(4, fabric)[0] == [Fabric("strict", 1)] * 4
+    assert run_world(4, topology)[0] == [Topology("strict", 1)] * 4
 
 
 def trained(process_group: Any, case: str, fields: dict[str, Any]) -> Any:
@@ -122,7 +121,7 @@ def trained(process_group: Any, case: str, fields: dict[str, Any]) -> Any:
         CASES[case].loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return values(model), {pack.route.reduce for pack in optimizer.layout.packs}
+    return values(model), {pack.algorithms.reduce for pack in optimizer.layout.packs}
 
 
 @pytest.mark.parametrize("grads", ["full", "sharded"])
@@ -170,11 +169,3 @@ def test_pieces_of_many_ranks_are_summed_by_one_call_and_as_exactly(world: int):
     for rank, (total, by_rank) in enumerate(ranks):
         assert torch.equal(total, everything[rank * 3 : (rank + 1) * 3])
         assert by_rank == (world < MANY)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 16])
-def test_a_ring_takes_the_choice_of_routes_as_long_as_the_estimate(nodes: int):
-    machine, size, nbytes = PRESETS["h100"], 8 * nodes, 1 << 34  # so much that only bytes count
-    ring = machine.group(size).gather(nbytes)
-    chosen = sync_costs(nbytes, nbytes, size, size, True, machine.fabric)["all_gather"]
-    assert chosen == pytest.approx(ring, rel=0.1)

@@ -14,7 +14,7 @@ from torch import nn
 import shardcast
 from shardcast import ShardcastConfig
 from shardcast.estimate import Estimate, estimate, peer_times, step_time
-from shardcast.estimate.network import PRESETS
+from shardcast.plan.costs import PRESETS
 from shardcast.testing import ThreadedWorld
 
 Shapes = dict[str, tuple[int, ...]]

@@ -28,8 +28,8 @@ from shardcast.estimate import (
 )
 from shardcast.estimate.time import arrivals, exposed, hidden
 from shardcast.optimizer.setup import plan_for
-from shardcast.plan.packing import routed
-from shardcast.plan.routes import Fabric
+from shardcast.plan.algorithms import Topology
+from shardcast.plan.packing import with_algorithms
 from shardcast.testing import SpawnedWorld
 
 US, GB = 1e-6, 1e9
@@ -167,7 +167,7 @@ def stages(size: int, tokens: int = 1, **fields: Any) -> tuple[Any, Any]:
     model = Two()
     config = ShardcastConfig(pack_params=1, alignment=8, **fields)
     optimizer = torch.optim.AdamW(model.parameters())
-    found = estimate(model, optimizer, size, config, PLAIN.fabric)
+    found = estimate(model, optimizer, size, config, Topology.of(PLAIN))
     return found, step_time(found, config, PLAIN, 2000, tokens)
 
 
@@ -227,8 +227,8 @@ def test_messages_of_all_packs_begin_together():
     machine = replace(PLAIN, backend="gloo")
     model = Two()
     config = ShardcastConfig(pack_params=1, alignment=8)
-    found = estimate(model, torch.optim.AdamW(model.parameters()), 2, config, machine.fabric)
-    assert {pack.route.sync for pack in found.traffic} == {"messages"}
+    found = estimate(model, torch.optim.AdamW(model.parameters()), 2, config, Topology.of(machine))
+    assert {pack.algorithms.sync for pack in found.traffic} == {"messages"}
     time = step_time(found, config, machine, 2000, 1)
     assert time.sync == pytest.approx(machine.group(2).exchange(4000))
 
@@ -237,20 +237,22 @@ def test_routes_are_those_that_a_run_on_this_backend_takes():
     model = CASES["gpt"].build()
     optimizer = torch.optim.AdamW(model.parameters())
     config = ShardcastConfig(pack_params=4)
-    for fabric in (Fabric("strict", 1), Fabric("gloo", 2), H100.fabric):
-        found = estimate(model, optimizer, 2, config, fabric)
+    for topology in (Topology("strict", 1), Topology("gloo", 2), Topology.of(H100)):
+        found = estimate(model, optimizer, 2, config, topology)
         plan = plan_for(model, optimizer, config, 2)
-        assert found.layout == routed(
-            plan.layout, config, fabric._replace(node=min(2, fabric.node))
+        assert found.layout == with_algorithms(
+            plan.layout, config, topology._replace(node=min(2, topology.node))
         )
-        assert [pack.route for pack in found.traffic] == [p.route for p in found.layout.packs]
+        assert [pack.algorithms for pack in found.traffic] == [
+            p.algorithms for p in found.layout.packs
+        ]
 
 
 def test_owners_that_cannot_be_grouped_launch_one_by_one():
     model = CASES["gpt"].build()
     optimizer = torch.optim.AdamW(model.parameters())
     config = ShardcastConfig(sync="broadcast", pack_params=4)
-    found = [estimate(model, optimizer, 3, config, Fabric(b, 1)) for b in ("nccl", "mpi")]
+    found = [estimate(model, optimizer, 3, config, Topology(b, 1)) for b in ("nccl", "mpi")]
     packs = len(found[0].traffic)
     owners = sum(pack.owners for pack in found[1].traffic)
     assert [one.collectives for one in found] == [1 + 2 * packs, 1 + packs + owners]
@@ -403,8 +405,8 @@ def test_the_command_prints_times_for_the_machine_and_tokens(
     )
     assert main([*arguments, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    (way,) = row["routes"]
-    assert way["packs"] == 1 and "reduce all_to_all (rounded once), sync " in way["route"]
+    (way,) = row["algorithms"]
+    assert way["packs"] == 1 and "reduce all_to_all (rounded once), sync " in way["algorithms"]
     numel = 3000 * 3001
     assert row["time"]["compute"] == pytest.approx(6 * numel * 100 / A100.flops)
     assert row["other_times"].keys() == {"DDP + autocast", "FSDP2", "Megatron"}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardcast.comm import Comm
 from shardcast.memory.pack import Pack
-from shardcast.plan.routes import Fabric
+from shardcast.plan.algorithms import Topology
 from shardcast.testing import SpawnedWorld, fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -75,7 +75,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
         "optimizer.setup.convert_rest",
     ):
         monkeypatch.setattr(f"shardcast.{name}", lambda *_: None)
-    monkeypatch.setattr(Comm, "fabric", lambda *_: Fabric("nccl"))
+    monkeypatch.setattr(Comm, "topology", lambda *_: Topology("nccl"))
     monkeypatch.setattr(Pack, "check", lambda _: None)
 
 

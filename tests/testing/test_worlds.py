@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast.comm import Comm
+from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import Layout, ParamInfo
-from shardcast.plan.packing import MIB, PIECE, plan_packs, routed
-from shardcast.plan.routes import Fabric
+from shardcast.plan.packing import MIB, PIECE, plan_packs, with_algorithms
 from shardcast.testing import Collective, fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,11 +42,11 @@ def seven_billion() -> list[ParamInfo]:
 
 
 def layout_of(
-    world_size: int, partition: str = "even", fabric: Fabric | None = None, **fields: Any
+    world_size: int, partition: str = "even", topology: Topology | None = None, **fields: Any
 ) -> Layout:
     config = shardcast.ShardcastConfig(**fields)
     layout = plan_packs(seven_billion(), world_size, partition, config)
-    return routed(layout, config, fabric or Fabric("nccl", min(8, world_size)))
+    return with_algorithms(layout, config, topology or Topology("nccl", min(8, world_size)))
 
 
 def log_of_a_step(world_size: int, **fields: Any) -> tuple[Layout, list[Collective]]:
@@ -117,7 +117,7 @@ def test_no_message_of_a_7_b_model_is_shorter_than_256_kib(world_size: int):
     largest = max(pack.numel * 2 for pack in layout.packs)
     bound = max(16 * MIB, world_size * PIECE)
     assert largest < 2 * bound + 32000 * 4096 * 2, "no more memory than two of the least packs"
-    assert all(pack.route.sync == "all_gather" for pack in layout.packs)
+    assert all(pack.algorithms.sync == "all_gather" for pack in layout.packs)
 
 
 def test_pack_mb_is_honoured_in_every_world_and_makes_short_messages():
@@ -136,37 +136,37 @@ def test_launches_of_a_7_b_model_do_not_grow_with_the_world(world_size: int):
 
 def test_whole_parameters_take_one_launch_for_each_pack_too():
     layout = layout_of(64, "whole")
-    assert {pack.route.sync for pack in layout.packs} == {"broadcast"}
-    assert {pack.route.reduce for pack in layout.packs} == {"all_to_all"}
+    assert {pack.algorithms.sync for pack in layout.packs} == {"broadcast"}
+    assert {pack.algorithms.reduce for pack in layout.packs} == {"all_to_all"}
     for pack in layout.packs:
         owners = [span.owner for span in pack.owned_spans()]
         assert owners == [rank for rank in range(64) if pack.fragments(rank)]
 
 
 def test_nodes_are_summed_in_first_where_there_are_several():
-    assert {p.route.reduce for p in layout_of(8).packs} == {"all_to_all"}
+    assert {p.algorithms.reduce for p in layout_of(8).packs} == {"all_to_all"}
     for world_size in (64, 1024):
-        assert {p.route.reduce for p in layout_of(world_size).packs} == {"two_level"}
-    apart = layout_of(1024, fabric=Fabric("nccl", 1))
-    assert {p.route.reduce for p in apart.packs} == {"all_to_all"}
+        assert {p.algorithms.reduce for p in layout_of(world_size).packs} == {"two_level"}
+    apart = layout_of(1024, topology=Topology("nccl", 1))
+    assert {p.algorithms.reduce for p in apart.packs} == {"all_to_all"}
 
 
 @pytest.mark.parametrize(
-    ("partition", "fabric", "message"),
+    ("partition", "topology", "message"),
     [
-        ("whole", Fabric("nccl", 8), "two_level needs equal spans"),
-        ("even", Fabric("nccl", 1), "two_level needs several ranks on every node"),
+        ("whole", Topology("nccl", 8), "two_level needs equal spans"),
+        ("even", Topology("nccl", 1), "two_level needs several ranks on every node"),
     ],
 )
 def test_two_levels_that_are_asked_for_and_impossible_are_refused(
-    partition: str, fabric: Fabric, message: str
+    partition: str, topology: Topology, message: str
 ):
     with pytest.raises(ValueError, match=message):
-        layout_of(64, partition, fabric, reduce="two_level")
+        layout_of(64, partition, topology, reduce="two_level")
 
 
 def test_routes_are_shown_but_are_no_part_of_the_digest():
-    plain, apart = layout_of(64), layout_of(64, fabric=Fabric("gloo", 1))
+    plain, apart = layout_of(64), layout_of(64, topology=Topology("gloo", 1))
     assert plain.lines() != apart.lines() and plain.digest() == apart.digest()
     reduce = r"reduce two_level \(two_level \d+\.\d\d ms < all_to_all \d+\.\d\d ms\)"
     sync = r"sync all_gather \(all_gather \d+\.\d\d ms < broadcast \d+\.\d\d ms\)"
@@ -177,8 +177,8 @@ def test_routes_are_shown_but_are_no_part_of_the_digest():
 @pytest.mark.parametrize("sync", ["auto", "broadcast"])
 def test_gloo_sends_no_messages_from_the_memory_of_a_card(sync: str):
     """It would read the card's addresses as the host's, and lose the connection."""
-    here = layout_of(8, fabric=Fabric("gloo"), sync=sync)
-    card = layout_of(8, fabric=Fabric("gloo", on_host=False), sync=sync)
+    here = layout_of(8, topology=Topology("gloo"), sync=sync)
+    card = layout_of(8, topology=Topology("gloo", on_host=False), sync=sync)
     assert "sync messages" in here.lines()[1]
     assert "sync messages" not in card.lines()[1]
 

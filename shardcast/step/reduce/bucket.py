@@ -91,10 +91,10 @@ class Bucket:
         grads, pack, comm = self.grads, self.grads.pack.layout, self.grads.pack.comm
         sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
         buffer = partial(self._buffer, spare)
-        if pack.route.reduce == "reduce_scatter":
+        if pack.algorithms.reduce == "reduce_scatter":
             self.flight = Scattered(comm, pack, sent, buffer)
-        elif pack.route.reduce == "two_level":
-            self.flight = TwoLevel(comm, pack, sent, buffer, pack.route.node)
+        elif pack.algorithms.reduce == "two_level":
+            self.flight = TwoLevel(comm, pack, sent, buffer, pack.algorithms.node)
         else:
             self.flight = Exchanged(comm, pack, sent, buffer, grads.local)
 

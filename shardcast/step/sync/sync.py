@@ -1,4 +1,4 @@
-"""Sync: the owners' updated spans to everybody, each pack by the way of its route.
+"""Sync: the owners' updated spans to everybody, each pack by its algorithm.
 
 A call runs in the compute stream's order (PaddlePaddle PR 35878: then no further synchronisation is
 needed), so evaluation and saving always see coherent weights. ``start`` returns before the values
@@ -29,7 +29,7 @@ class Sync:
     def add(self, pack: Pack) -> None:
         """Sync ``pack`` too; every rank must add the same packs."""
         if pack.comm.size > 1:
-            self._ways[pack] = WAYS[pack.layout.route.sync](pack)
+            self._ways[pack] = WAYS[pack.layout.algorithms.sync](pack)
 
     def begin(self, packs: Iterable[Pack]) -> None:
         """Start those of ``packs`` alone, while others are updated; a call syncs the rest.

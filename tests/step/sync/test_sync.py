@@ -87,12 +87,12 @@ def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partiti
     fields = {"param_dtype": BF16, "partition": partition, "pack_params": 4, "alignment": 16}
     ranks, _ = run_world(3, log_of_a_step, "gpt", fields)
     layout: Any = ranks[0]["layout"]
-    ways = [pack.route.sync for pack in layout.packs]
+    ways = [pack.algorithms.sync for pack in layout.packs]
     assert set(ways) == {"all_gather" if partition == "even" else "broadcast"}
     shown = [line for line in layout.lines() if line.startswith("  pack ")]
     for pack, line in zip(layout.packs, shown, strict=True):
-        assert f"reduce all_to_all (rounded once), sync {pack.route.sync} (" in line
-        assert pack.route.sync_why in line
+        assert f"reduce all_to_all (rounded once), sync {pack.algorithms.sync} (" in line
+        assert pack.algorithms.sync_why in line
     _, *sync = ranks[0]["step"]
     assert len({call.launch for call in sync}) == len(layout.packs)
     assert {call.op.removesuffix("_single") for call in sync} == set(ways)
@@ -142,7 +142,7 @@ def test_one_rank_of_a_thousand_and_twenty_four(rank: int):
     (pack,) = optimizer.layout.packs
     span = pack.spans[rank]
     assert span.numel == -(-numel // 1024 // 64) * 64 == 640, "640 x 1024 covers 612,100 and gaps"
-    assert pack.route.sync == "all_gather"
+    assert pack.algorithms.sync == "all_gather"
     assert ops == ["all_to_all_single", "all_reduce", "all_gather_single"]
     report = optimizer.memory_report()
     assert report["parameters"] == report["gradients"] == 2 * 640 * 1024

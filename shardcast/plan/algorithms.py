@@ -1,7 +1,7 @@
 """How the gradients and the values of a pack travel: by which collective, and why.
 
 Chosen when the layout is planned, from facts that are equal on all ranks, so it is printed,
-compared and estimated like the rest of it. Ways to reduce a pack:
+compared and estimated like the rest of it. Algorithms that reduce a pack:
 
 * ``all_to_all``: every rank sends each owner its piece; the owner sums in higher precision.
 * ``two_level``: the same inside each node first, then between ranks of equal number on all nodes.
@@ -12,7 +12,7 @@ compared and estimated like the rest of it. Ways to reduce a pack:
   round once, but whether a call gets one depends on how its buffers were registered, on its size
   and on the topology, and cannot be asked for: so low precision is never left to them.
 
-Ways to sync it:
+Algorithms that sync it:
 
 * ``all_gather``: one call, in place; needs spans of equal length.
 * ``broadcast``: from each owner, all of them in one group of calls where the backend has groups.
@@ -22,19 +22,19 @@ Ways to sync it:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from shardcast.config import ShardcastConfig
+from shardcast.plan.costs import PRESETS, Group, Machine
 from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
-from shardcast.plan.prices import BETWEEN, COPY, INSIDE
 
 GROUPED = ("nccl", "fake", "strict")  # backends that launch a group of calls as one; mocks too
-WIDENED = 2  # bytes of a sum for each of what is summed, see sum_dtype
 
 
-class Fabric(NamedTuple):
+class Topology(NamedTuple):
     """What joins the ranks.
 
     Attributes:
@@ -47,20 +47,25 @@ class Fabric(NamedTuple):
     node: int = 1
     on_host: bool = True
 
+    @classmethod
+    def of(cls, machine: Machine) -> Topology:
+        """That of ranks that fill the nodes of ``machine``."""
+        return cls(machine.backend, machine.ranks_per_node)
+
     @property
     def sends_messages(self) -> bool:
         """Gloo copies a card's memory for its collectives; messages it would read as the host's."""
         return self.backend == "gloo" and self.on_host
 
 
-class Route(NamedTuple):
-    """How one pack is reduced and synced, and why so; empty for a world of one."""
+class Algorithms(NamedTuple):
+    """Which algorithms reduce and sync a pack, and why; empty for a world of one."""
 
     reduce: str = ""
     sync: str = ""
     reduce_why: str = ""
     sync_why: str = ""
-    node: int = 1  # ranks of each node, as in the fabric
+    node: int = 1  # ranks of each node, as in the topology
 
     def __str__(self) -> str:
         return f"reduce {self.reduce} ({self.reduce_why}), sync {self.sync} ({self.sync_why})"
@@ -68,12 +73,12 @@ class Route(NamedTuple):
 
 def choose(
     config: ShardcastConfig,
-    fabric: Fabric,
+    topology: Topology,
     lengths: Sequence[int],
     owned: Sequence[int],
     storage: torch.dtype,
-) -> Route:
-    """The route of a pack; pure, so equal on all ranks.
+) -> Algorithms:
+    """The algorithms of a pack; pure, so equal on all ranks.
 
     Raises:
         ValueError: ``reduce: two_level`` where ranks and nodes do not allow it.
@@ -84,38 +89,38 @@ def choose(
     """
     size, numel = len(lengths), sum(lengths)
     if size == 1:
-        return Route()
+        return Algorithms()
     equal = len(set(lengths)) == 1
     wire = wire_dtype(storage, config)
     if config.reduce == "two_level":
-        _check_two_level(size, equal, fabric)
-    if config.reduce == "two_level" and fabric.node >= size:
+        _check_two_level(size, equal, topology)
+    if config.reduce == "two_level" and topology.node >= size:
         reduce, why = "all_to_all", "there is one node"
     elif config.reduce != "auto":
         reduce, why = config.reduce, "as asked"
-    elif equal and wire == MASTER_DTYPE and fabric.backend == "nccl":
+    elif equal and wire == MASTER_DTYPE and topology.backend == "nccl":
         reduce, why = "reduce_scatter", "NCCL sums fp32 in fp32"
     else:
-        ways = reduce_costs(numel * wire.itemsize, size, equal, fabric)
-        reduce, why = _cheapest(ways, "rounded once")
+        possible = reduce_costs(numel * wire.itemsize, size, equal, topology)
+        reduce, why = _cheapest(possible, "rounded once")
     itemsize = storage.itemsize
-    costs = sync_costs(numel * itemsize, sum(owned) * itemsize, len(owned), size, equal, fabric)
+    costs = sync_costs(numel * itemsize, sum(owned) * itemsize, len(owned), size, equal, topology)
     if config.sync == "auto":
-        sends = fabric.sends_messages
+        sends = topology.sends_messages
         alone = "gloo copies what it gathers" if sends else "spans are not equal"
         sync, because = _cheapest(costs, alone)
     else:
-        messages = config.sync == "broadcast" and fabric.sends_messages
+        messages = config.sync == "broadcast" and topology.sends_messages
         sync, because = "messages" if messages else config.sync, "as asked"
-    return Route(reduce, sync, why, because, fabric.node)
+    return Algorithms(reduce, sync, why, because, topology.node)
 
 
-def _check_two_level(size: int, equal: bool, fabric: Fabric) -> None:
+def _check_two_level(size: int, equal: bool, topology: Topology) -> None:
     if not equal:
         raise ValueError(
             "reduce: two_level needs equal spans, which partition 'whole' does not have; use 'auto'"
         )
-    if fabric.node < size and not can_two_level(size, fabric):
+    if topology.node < size and not can_two_level(size, topology):
         raise ValueError(
             f"reduce: two_level needs several ranks on every node, the same number on each, "
             f"numbered one after another, which these {size} ranks are not; use 'auto', or start "
@@ -124,61 +129,56 @@ def _check_two_level(size: int, equal: bool, fabric: Fabric) -> None:
 
 
 def _cheapest(costs: Mapping[str, float], alone: str) -> tuple[str, str]:
-    """The way that takes least time, and how long all take; ``alone``: why there is but one."""
-    ways = sorted(costs, key=costs.__getitem__)
-    times = [f"{way} {1e3 * costs[way]:.2f} ms" for way in ways]
-    return ways[0], " < ".join(times) if len(times) > 1 else alone
+    """The algorithm that takes least time, and how long all take.
+
+    Args:
+        alone: why there is but one.
+    """
+    names = sorted(costs, key=costs.__getitem__)
+    times = [f"{name} {1e3 * costs[name]:.2f} ms" for name in names]
+    return names[0], " < ".join(times) if len(times) > 1 else alone
 
 
 def sync_costs(
-    nbytes: int, owned: int, owners: int, world_size: int, equal: bool, fabric: Fabric
+    nbytes: int, owned: int, owners: int, world_size: int, equal: bool, topology: Topology
 ) -> dict[str, float]:
-    """Seconds of each way in which a pack can be synced on ``fabric``.
+    """Seconds of each algorithm that can sync a pack on ``topology``.
 
     Args:
         nbytes: of the pack.
-        owned: of the spans that hold anything but padding.
+        owned: bytes of the spans that hold anything but padding.
         owners: the number of those spans.
         equal: whether all spans have one length.
     """
-    link = INSIDE
-    if fabric.node < world_size:  # rings between nodes use the network cards of all their ranks
-        link = BETWEEN._replace(byte=max(INSIDE.byte, BETWEEN.byte / fabric.node))
-    if fabric.sends_messages:
-        return {"messages": link.begin + (world_size - 1) * link.hop + owned * link.byte}
-    hops = link.begin + (world_size - 1) * link.hop
-    calls = owners * (link.call if fabric.backend in GROUPED else link.begin)
-    found = {"broadcast": hops + calls + owned * link.byte}
-    if equal:
-        crossing = nbytes * (world_size - 1) / world_size
-        found["all_gather"] = hops + link.call + crossing * link.byte
-    return found
+    group = _group(world_size, topology)
+    if topology.sends_messages:
+        return {"messages": group.exchange(owned)}
+    costs = {"all_gather": group.gather(nbytes)} if equal else {}
+    return {**costs, "broadcast": group.broadcasts(owned, owners)}
 
 
-def reduce_costs(nbytes: int, world_size: int, equal: bool, fabric: Fabric) -> dict[str, float]:
-    """Seconds of each way in which a pack can be reduced and rounded once on ``fabric``.
+def reduce_costs(nbytes: int, world_size: int, equal: bool, topology: Topology) -> dict[str, float]:
+    """Seconds of each algorithm that can reduce a pack, and round once, on ``topology``.
 
     Args:
         nbytes: of the pack on the wire.
         equal: whether all spans have one length.
     """
-    size, node = world_size, fabric.node
-    if node >= size:
-        link = INSIDE
-        crossing = nbytes * (size - 1) / size
-        return {"all_to_all": link.begin + (size - 1) * link.hop + crossing * link.byte}
-    near = (node - 1) * INSIDE.hop
-    far = (size - node) * BETWEEN.hop + nbytes * (size - node) / size * BETWEEN.byte
-    found = {"all_to_all": BETWEEN.begin + near + far}
-    if equal and can_two_level(size, fabric) and fabric.backend != "gloo":  # not measured there
-        nodes = size // node
-        first = INSIDE.begin + near + nbytes * ((node - 1) / node * INSIDE.byte + 2 * COPY)
-        sums = WIDENED * nbytes / node * (nodes - 1) / nodes
-        second = BETWEEN.begin + (nodes - 1) * BETWEEN.hop + sums * BETWEEN.byte
-        found["two_level"] = first + second
-    return found
+    group = _group(world_size, topology)
+    costs = {"all_to_all": group.exchange(nbytes)}
+    # Two levels have not been measured on gloo.
+    if equal and can_two_level(world_size, topology) and topology.backend != "gloo":
+        costs["two_level"] = group.two_level(nbytes)
+    return costs
 
 
-def can_two_level(world_size: int, fabric: Fabric) -> bool:
+def _group(world_size: int, topology: Topology) -> Group:
+    """The ranks on H100 nodes: a choice needs the order of magnitude, and to be one everywhere."""
+    machine = PRESETS["h100"]
+    call = machine.call if topology.backend in GROUPED else machine.launch
+    return replace(machine, ranks_per_node=topology.node, call=call).group(world_size)
+
+
+def can_two_level(world_size: int, topology: Topology) -> bool:
     """Whether there are several nodes of several ranks each."""
-    return 1 < fabric.node < world_size and world_size % fabric.node == 0
+    return 1 < topology.node < world_size and world_size % topology.node == 0

@@ -1,4 +1,7 @@
-"""What a collective costs: alpha (seconds to begin, and per hop) and beta (bytes per second).
+"""The cost model: what a collective takes on a machine, in seconds.
+
+The choice of algorithms and ``shardcast estimate`` use it: alpha (seconds to begin, and per hop)
+and beta (bytes per second).
 
 The formulas are those by which NCCL itself chooses an algorithm (``src/graph/tuning.cc``): a ring
 over ``W`` ranks on ``M`` nodes makes ``W - M`` hops inside nodes and ``M - 1`` between them, and
@@ -15,11 +18,47 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardcast.plan import prices
-from shardcast.plan.prices import GB, US, Protocol
-from shardcast.plan.routes import WIDENED, Fabric
+US, GB = 1e-6, 1e9
+
+# Bandwidths of one rank in each direction, as nccl-tests report them for large sizes ("busbw"); its
+# issues are NVIDIA's own words where a maintainer answers.
+NVLINK4 = 370 * GB  # of 450 (nccl-tests #212; nccl #1281: reduce-scatter 360, all-gather 350)
+NVLINK3 = 230 * GB  # of 300 (nccl-tests #149)
+NDR = 48 * GB  # 400 Gb/s, a card per GPU: 46 to 49 (nccl-tests #267, #290)
+HDR = 24 * GB  # 200 Gb/s, a card per GPU as in a DGX A100 (nccl-tests #119: 96 through four)
+# One card of 100 Gb/s for eight ranks, of which NCCL reaches three quarters (nccl #495: 600 of 800
+# Gb/s through eight such).
+ETHERNET = 0.75 * 12.5 * GB / 8
+
+
+class Protocol(NamedTuple):
+    """One way of moving bytes; a collective uses the one that is fastest for its size.
+
+    Attributes:
+        begin: seconds of every collective, whatever its size.
+        inside, between: seconds of a hop to a rank of the same node, and of another one.
+        share: of the bandwidth that it reaches.
+    """
+
+    begin: float
+    inside: float
+    between: float
+    share: float = 1.0
+
+
+# NCCL 2.18 to 2.28, src/graph/tuning.cc: baseLat and hwLat of rings (LL, LL128, Simple), for NVLink
+# and for the network, in microseconds; a hop of LL inside a node takes 1.8 times as long where
+# there are several, left out here. LL sends a flag with every 4 bytes, and loses as much again to
+# polling: a quarter of the bandwidth; LL128 sends 120 of 128 bytes.
+NCCL = (
+    Protocol(6.6 * US, 0.6 * US, 2.7 * US, 1 / 4),
+    Protocol(14.0 * US, 1.9 * US, 4.0 * US, 0.92),
+    Protocol(8.4 * US, 3.4 * US, 14.0 * US),
+)
+
+WIDENED = 2  # bytes of a sum for each of what is summed, see sum_dtype
 
 
 @dataclass(frozen=True)
@@ -47,10 +86,10 @@ class Machine:
     memory: float
     host: float
     flops: float
-    protocols: tuple[Protocol, ...] = prices.NCCL
+    protocols: tuple[Protocol, ...] = NCCL
     exchanged: int = 8  # NCCL: 16 elements of a work, a send and a receive for each peer
     backend: str = "nccl"
-    call: float = prices.INSIDE.call  # as the choice of routes takes it
+    call: float = 8 * US  # one of a group of calls
     launch: float = 15 * US  # assumed: torch's dispatch, c10d and cudaLaunchKernel
 
     @classmethod
@@ -102,11 +141,6 @@ class Machine:
             fields["protocols"] = (self.protocols[-1]._replace(**hops),)
         return dataclasses.replace(self, name=name, **fields)
 
-    @property
-    def fabric(self) -> Fabric:
-        """For which :func:`~shardcast.estimate.estimate` chooses routes."""
-        return Fabric(self.backend, self.ranks_per_node)
-
     def beside(self, tp: int) -> Machine:
         """As data-parallel ranks see it, of which each has ``tp`` neighbours' accelerators too."""
         return dataclasses.replace(self, ranks_per_node=max(1, self.ranks_per_node // tp))
@@ -130,12 +164,12 @@ PRESETS = {
     machine.name: machine
     for machine in (
         # SXM: 3.35 TB/s, 989 Tflop/s; PCIe 5.
-        Machine("h100", 8, prices.NVLINK4, prices.NDR, 0.85 * 3350 * GB, 50 * GB, 0.4 * 989e12),
+        Machine("h100", 8, NVLINK4, NDR, 0.85 * 3350 * GB, 50 * GB, 0.4 * 989e12),
         # 80 GB SXM: 2.04 TB/s, 312 Tflop/s; PCIe 4.
-        Machine("a100", 8, prices.NVLINK3, prices.HDR, 0.85 * 2039 * GB, 25 * GB, 0.4 * 312e12),
+        Machine("a100", 8, NVLINK3, HDR, 0.85 * 2039 * GB, 25 * GB, 0.4 * 312e12),
         # The nodes of h100 behind one Ethernet card.
         Machine(
-            "h100-ethernet", 8, prices.NVLINK4, prices.ETHERNET, 0.85 * 3350 * GB, 50 * GB,
+            "h100-ethernet", 8, NVLINK4, ETHERNET, 0.85 * 3350 * GB, 50 * GB,
             0.4 * 989e12,
         ),
         # Processes on one machine that talk over loopback: a guess for one rank of two cores;
