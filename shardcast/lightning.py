@@ -31,12 +31,12 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan.precision import Precision as Rules
 
 try:
+    from lightning.fabric.utilities.apply_func import apply_to_collection
     from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
     from lightning.pytorch.plugins.precision import HalfPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import grad_norm
-    from lightning.topology.utilities.apply_func import apply_to_collection
 except ImportError as error:
     raise ImportError(
         "shardcast.lightning needs lightning, which is not installed here: "
