@@ -5,25 +5,25 @@
     trainer = Trainer(strategy="shardcast", precision="bf16-true", ...)
     trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
 
-``precision`` decides ``param_dtype`` where the shardcast configuration does not name it. Several
-optimizers are sharded together under manual optimization. A Lightning checkpoint holds fp32 weights
-and the plain torch optimizer state, gathered on rank 0: it resumes at any world size, and under any
-other strategy. The norm of the last step is ``self.optimizers().grad_norm``.
+``precision`` decides ``param_dtype`` where the shardcast configuration does not name it. Under
+manual optimization, optimizers that train the same child of the LightningModule are sharded
+together, and those of different children, as of a GAN, apart. A Lightning checkpoint holds fp32
+weights and the plain torch optimizer state, gathered on rank 0: it resumes at any world size, and
+under any other strategy. The norm of the last step is ``self.optimizers().grad_norm``.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.messages import warn
+from shardcast.optimizer.apart import check_loss_scales, clusters
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.original import OptimizerHandle
@@ -32,11 +32,12 @@ from shardcast.plan.precision import Precision as Rules
 
 try:
     from lightning.fabric.utilities.apply_func import apply_to_collection
+    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
     from lightning.pytorch.plugins.precision import HalfPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import grad_norm
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
         "shardcast.lightning needs lightning, which is not installed here: "
@@ -52,7 +53,8 @@ class ShardcastPrecision(Precision):
     def __init__(self, precision: Any) -> None:
         self.precision = precision
         self.config = ShardcastConfig()  # the strategy's, from setup on
-        self.sharded: ShardedOptimizer | None = None  # kept after fit, to be saved
+        self.sharded: list[ShardedOptimizer] = []  # kept after fit, to be saved
+        self.accumulates = False  # within the micro-batches of a step but its last
         self._casts: list[Any] = []
         self._exact: list[tuple[Tensor, Tensor]] = []  # what was cast, and its values before
 
@@ -89,7 +91,29 @@ class ShardcastPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """The loss times the loss scale."""
         loss: Tensor = super().pre_backward(tensor, module)
-        return loss if self.sharded is None else self.sharded.scale_loss(loss)
+        scaled = [sharded.scale_loss(loss) for sharded in self.sharded]
+        return scaled[0] if scaled else loss  # all have one scale
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """As Lightning's; ``on_after_backward`` of the script sees the mean gradients of all."""
+        if not self.accumulates:
+            self._show_gradients(module, "on_after_backward")
+        loss: Tensor = super().post_backward(tensor, module)
+        return loss
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:  # Lightning's own
+        self._show_gradients(model, "on_before_optimizer_step", optimizer)
+        super()._after_closure(model, optimizer)
+
+    def _show_gradients(self, module: Any, hook: str, optimizer: Any = None) -> None:
+        """Have the mean in every ``.grad`` where a hook may log norms of it. Collective."""
+        hooked = is_overridden(hook, module) or any(
+            is_overridden(hook, callback, Callback) for callback in module.trainer.callbacks
+        )
+        if hooked and module.trainer.world_size > 1 and self.config.grads == "full":
+            for sharded in self.sharded:
+                if optimizer is None or _unwrapped(optimizer) in (sharded, *sharded.optimizers):
+                    sharded.gather_gradients()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """As Lightning's; a handle of several optimizers steps without a closure."""
@@ -110,22 +134,23 @@ class ShardcastPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """By the global norm over all ranks, in the coming step."""
-        if self.sharded is not None:
-            self.sharded.clip_grad_norm_(float(clip_val))
+        if self.sharded:
+            _unwrapped(optimizer).clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Each element of the averaged gradients."""
-        if self.sharded is not None:
-            self.sharded.clip_grad_value_(float(clip_val))
+        if self.sharded:
+            _unwrapped(optimizer).clip_grad_value_(float(clip_val))
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale."""
-        return {} if self.sharded is None else {"scaler": self.sharded.engine.decider.state_dict()}
+        """The loss scale of each sharded optimizer."""
+        scalers = [sharded.engine.decider.state_dict() for sharded in self.sharded]
+        return {"scalers": scalers} if scalers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        if self.sharded is not None and "scaler" in state_dict:
-            self.sharded.engine.decider.load_state_dict(state_dict["scaler"])
+        for sharded, scaler in zip(self.sharded, state_dict.get("scalers", ()), strict=False):
+            sharded.engine.decider.load_state_dict(scaler)
 
 
 class ShardcastStrategy(DDPStrategy):
@@ -143,6 +168,7 @@ class ShardcastStrategy(DDPStrategy):
     strategy_name = "shardcast"
     model: Any
     optimizers: list[Any]
+    _sharded_module: nn.Module | None = None
 
     def __init__(self, shardcast_config: Any = None, **kwargs: Any) -> None:
         for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
@@ -189,33 +215,45 @@ class ShardcastStrategy(DDPStrategy):
         if self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model_to_device()
-        self.precision_plugin.sharded = None  # of a fit before; its memory is needed now
+        self.precision_plugin.sharded = []  # of a fit before; its memory is needed now
         self.setup_optimizers(trainer)
-        module, originals = self.lightning_module, self.optimizers
+        module = self.lightning_module
         for name, param in module.named_parameters():
             if _compat.is_dtensor(param):
                 _refuse_parallel(f"parameter {name!r} is a DTensor")
-        if not originals[0].param_groups:  # configure_optimizers returned None: nothing is trained
+        if not self.optimizers[0].param_groups:  # configure_optimizers returned None
             self.precision_plugin.convert_module(module)
         else:
-            sharded = shard(module, originals, config)
-            for handle, original in zip(sharded.optimizers, originals, strict=True):
-                vars(handle)["optimizer"] = original  # LearningRateMonitor takes it for the same
-            self.optimizers = list(sharded.optimizers)
-            self.precision_plugin.sharded = sharded
-            if self.world_size > 1:
-                _warn_of_local_norms([module, *trainer.callbacks])
+            self._shard(module, config)
         self.setup_precision_plugin()
+
+    def _shard(self, module: nn.Module, config: ShardcastConfig) -> None:
+        parts = _parts(module, self.optimizers)
+        check_loss_scales([config] * len(parts))
+        handles: dict[Any, Any] = {}
+        for part, optimizers in parts:
+            sharded = shard(part, optimizers, config)
+            for handle, original in zip(sharded.optimizers, optimizers, strict=True):
+                vars(handle)["optimizer"] = original  # LearningRateMonitor takes it for the same
+                handles[original] = handle
+            self.precision_plugin.sharded.append(sharded)
+            if part is not module:  # of its own buffers, a new one where it was cast
+                module._buffers.update(part._buffers)
+        self.optimizers = [handles[original] for original in self.optimizers]
+        self._sharded_module = module
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within it gradients accumulate locally; Trainer's accumulation uses it."""
-        sharded = self.precision_plugin.sharded
-        if sharded is None:
-            yield
-        else:
-            with sharded.no_sync():
+        plugin = self.precision_plugin
+        with ExitStack() as stack:
+            for sharded in plugin.sharded:
+                stack.enter_context(sharded.no_sync())
+            before, plugin.accumulates = plugin.accumulates, True
+            try:
                 yield
+            finally:
+                plugin.accumulates = before
 
     # -- state: Trainer asks every rank, and writes what rank 0 answers -------------------------
 
@@ -225,14 +263,16 @@ class ShardcastStrategy(DDPStrategy):
         A parameter that was written since the last step, by weight averaging or the best
         checkpoint's load, is saved as the module has it.
         """
-        found: dict[str, Any] = super().lightning_module_state_dict()
-        sharded = self.precision_plugin.sharded
-        if sharded is not None and sharded.engine.model is self.lightning_module:
-            for name, exact in sharded.full_parameters().items():
-                mine = found.get(name)  # a module may leave parameters out of its state
-                if mine is not None and torch.equal(exact.to(mine.dtype), mine.to(exact.device)):
-                    found[name] = exact
-        return found
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        if self._sharded_module is self.lightning_module:
+            for sharded in self.precision_plugin.sharded:
+                for name, exact in sharded.full_parameters().items():
+                    value = state.get(name)  # a module may leave parameters out of its state
+                    if value is not None and torch.equal(
+                        exact.to(value.dtype), value.to(exact.device)
+                    ):
+                        state[name] = exact
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the unsharded optimizer, on rank 0. Collective."""
@@ -243,20 +283,25 @@ class ShardcastStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """The inverse of :meth:`optimizer_state`, of all optimizers. Collective."""
-        sharded = self.precision_plugin.sharded
-        if sharded is None or len(self.optimizers) == 1:
+        states = checkpoint["optimizer_states"]
+        if not self.precision_plugin.sharded:
             super().load_optimizer_state_dict(checkpoint)
-        else:
-            sharded.load_state_dict(checkpoint["optimizer_states"])
+        for sharded in self.precision_plugin.sharded:
+            own = [
+                state
+                for optimizer, state in zip(self.optimizers, states, strict=True)
+                if optimizer in sharded.optimizers
+            ]
+            sharded.load_state_dict(own if len(own) > 1 else own[0])
 
     def teardown(self) -> None:
         """Take the hooks off the module, which may then be trained again.
 
         The state stays for ``trainer.save_checkpoint``, until the next fit or the trainer's end.
         """
-        sharded = self.precision_plugin.sharded
-        if sharded is not None and is_marked(sharded.engine.model):
-            sharded.close()
+        for sharded in self.precision_plugin.sharded:
+            if is_marked(sharded.engine.model):
+                sharded.close()
         optimizers, self.optimizers = self.optimizers, []  # no part of them moves to the host
         super().teardown()
         self.optimizers = optimizers
@@ -278,21 +323,28 @@ def _refuse_parallel(found: str) -> None:
     )
 
 
-def _warn_of_local_norms(hooked: Sequence[Any]) -> None:
-    """Warn of hooks that log Lightning's ``grad_norm``, which would be this rank's part."""
-    for owner in hooked:
-        for hook in ("on_before_optimizer_step", "on_after_backward"):
-            function = getattr(type(owner), hook)
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            if code is None or "grad_norm" not in code.co_names:
-                continue
-            imported = any(name.startswith("lightning.") for name in code.co_names)
-            if imported or function.__globals__.get("grad_norm") is grad_norm:
-                warn(
-                    f"{type(owner).__name__}.{hook} calls Lightning's grad_norm, which sees only "
-                    "the part of the averaged gradients that this rank owns, and differs between "
-                    "ranks; log self.optimizers().grad_norm, the global norm of the last step"
-                )
+def _parts(
+    module: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> list[tuple[nn.Module, list[torch.optim.Optimizer]]]:
+    """``module`` with all optimizers; or parts of it with theirs, if they train no common child.
+
+    A part has the children under their own names. The first one has what no optimizer trains, too.
+    """
+    children = dict(module.named_children())
+    groups = clusters(optimizers, list(children.values()))
+    if len(groups) == 1 or any(True for _ in module.parameters(recurse=False)):
+        return [(module, optimizers)]
+    parts = []
+    trained = {child for group in groups for child in group.models}
+    for number, group in enumerate(groups):
+        part = nn.Module()
+        for name, child in children.items():
+            if child in group.models or (number == 0 and child not in trained):
+                part.add_module(name, child)
+        if number == 0:
+            part._buffers.update(module._buffers)
+        parts.append((part, group.optimizers))
+    return parts
 
 
 def _unwrapped(optimizer: Any) -> Any:

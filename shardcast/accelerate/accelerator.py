@@ -31,6 +31,7 @@ from shardcast import _compat
 from shardcast.accelerate import guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.config import ShardcastConfig
+from shardcast.optimizer.apart import check_loss_scales, clusters, models_of
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -74,6 +75,10 @@ class ShardcastAccelerator(Accelerator):
     def sharded(self) -> tuple[ShardcastOptimizer, ...]:
         """What was prepared and is sharded, in the order of its models."""
         return tuple(dict.fromkeys(self._owners.values()))
+
+    @property
+    def _bare_models(self) -> list[nn.Module]:
+        return [*dict.fromkeys(map(_compat.unwrapped, self._models))]
 
     @property
     def is_sharding(self) -> bool:
@@ -122,7 +127,7 @@ class ShardcastAccelerator(Accelerator):
             )
         args = tuple(self._shard(it) if _is_list(it) else it for it in args)
         handles: dict[int, ShardcastHandle] = {}
-        for optimizers in guards.sharing_models(filter(_is_plain, args), self._models):
+        for optimizers, _ in clusters(filter(_is_plain, args), self._bare_models):
             if len(optimizers) > 1:
                 prepared = self._shard(optimizers)
                 for one, handle in zip(optimizers, prepared.optimizer.optimizers, strict=True):
@@ -171,7 +176,7 @@ class ShardcastAccelerator(Accelerator):
             self._optimizers = [it for it in self._optimizers if it is not optimizer.prepared]
             return optimizer
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
-            models = guards.models_of(optimizer.optimizer, self._models)
+            models = models_of(optimizer.optimizer, self._bare_models)
             guards.refuse_second(self._owners, models, optimizer.optimizer)
             super().prepare_optimizer(optimizer)
             self._owners |= dict.fromkeys(models, optimizer)
@@ -182,9 +187,9 @@ class ShardcastAccelerator(Accelerator):
 
     def _shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> ShardcastOptimizer:
         first = optimizers[0]
-        models = list(
-            dict.fromkeys(m for it in optimizers for m in guards.models_of(it, self._models))
-        )
+        for optimizer in optimizers:
+            guards.check_prepared(optimizer, self._bare_models)
+        models = [*dict.fromkeys(m for it in optimizers for m in models_of(it, self._bare_models))]
         guards.refuse_second(self._owners, models, first)
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         if isinstance(first, ShardedOptimizer):  # by hand, with shardcast.shard
@@ -192,7 +197,7 @@ class ShardcastAccelerator(Accelerator):
         else:
             guards.refuse_sharded(models)
             config = guards.with_fp32_heads(self.shardcast_config, models)
-            guards.refuse_loss_scales([config, *(it.optimizer.config for it in self.sharded)])
+            check_loss_scales([config, *(it.optimizer.config for it in self.sharded)])
             sharded = shard(model, optimizers, config, **mesh.options(self, model))
         for each in models:
             watch = self._unsharded.pop(each, None)

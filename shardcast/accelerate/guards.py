@@ -11,9 +11,9 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.messages import warn
+from shardcast.optimizer.apart import models_of
 from shardcast.optimizer.model_hooks import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -158,55 +158,14 @@ def refuse_second(
         )
 
 
-def refuse_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
-    """Optimizers that are sharded apart, whose losses Accelerate cannot tell from one another."""
-    scales = {
-        "dynamic" if it.loss_scale is None and it.param_dtype == torch.float16 else it.loss_scale
-        for it in configs
-    }
-    if len(configs) > 1 and (len(scales) > 1 or "dynamic" in scales):
-        raise ValueError(
-            "loss_scale: expected one fixed number beside several optimizers that are sharded "
-            f"apart, got {', '.join(map(str, scales))}: each would change a scale of its own, and "
-            "accelerator.backward(loss) does not know whose loss it gets. Set loss_scale in the "
-            "shardcast configuration, or train in bf16"
-        )
-
-
-def models_of(
-    optimizer: torch.optim.Optimizer, prepared: Iterable[nn.Module]
-) -> tuple[nn.Module, ...]:
-    """The bare ones of the ``prepared`` models that ``optimizer`` trains.
-
-    Raises:
-        ValueError: there is none.
-    """
-    params = {p for group in optimizer.param_groups for p in group["params"]}
-    models = dict.fromkeys(_compat.unwrapped(model) for model in prepared)
-    trained = tuple(model for model in models if not params.isdisjoint(model.parameters()))
-    if not trained:
+def check_prepared(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+    """Raise ValueError unless one of the prepared ``models`` has the optimizer's parameters."""
+    if not models_of(optimizer, models):
         raise ValueError(
             f"prepare: expected the {type(optimizer).__name__}'s parameters in a prepared model, "
             f"found them in none of {len(models)}; prepare model and optimizer in one call, "
             "accelerator.prepare(model, optimizer, ...)"
         )
-    return trained
-
-
-def sharing_models(
-    optimizers: Iterable[torch.optim.Optimizer], prepared: Sequence[nn.Module]
-) -> list[list[torch.optim.Optimizer]]:
-    """The ``optimizers``, those together that have a model in common."""
-    clusters: list[tuple[list[torch.optim.Optimizer], set[nn.Module]]] = []
-    for optimizer in optimizers:
-        models = set(models_of(optimizer, prepared))
-        together = [optimizer]
-        for cluster in [it for it in clusters if it[1] & models]:
-            clusters.remove(cluster)
-            together = cluster[0] + together
-            models |= cluster[1]
-        clusters.append((together, models))
-    return [together for together, _ in clusters]
 
 
 def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _args: Any) -> None:

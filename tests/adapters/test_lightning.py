@@ -7,7 +7,6 @@ import importlib
 import io
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -258,19 +257,20 @@ def test_other_precisions_are_refused(tmp_path: Path, precision: str):
 
 
 class Monitored(Net):
-    """Logs as many modules do; ``trained=False`` has no optimizer."""
+    """Logs as many modules do."""
 
-    def __init__(self, trained: bool = True) -> None:
+    def __init__(self, sharded: bool = True, trained: bool = True) -> None:
         super().__init__()
-        self.trained = trained
+        self.sharded, self.trained = sharded, trained
         self.global_norms: list[float] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.trained:
-            self.global_norms.append(float(self.optimizers().grad_norm))  # type: ignore[union-attr]
+        norm: Any = self.optimizers().grad_norm if self.sharded else None  # type: ignore
+        if norm is not None and self.trainer.global_step > len(self.global_norms):
+            self.global_norms.append(float(norm))
 
     def configure_optimizers(self) -> Any:
         return super().configure_optimizers() if self.trained else None
@@ -290,29 +290,30 @@ def rates(group: Any, folder: str) -> list[list[str]]:
     return found
 
 
-def norms(group: Any, folder: str) -> tuple[list[float], list[float], list[str]]:
-    """The local norms, the global ones, and what was warned of."""
-    module = Monitored()
-    options = {"accumulate_grad_batches": 1, "max_epochs": 1, "enable_checkpointing": False}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer_of(folder, group.size(), callbacks=[], **options).fit(module, loader())
-    told = [str(w.message).split(",")[0] for w in caught if "grad_norm" in str(w.message)]
-    return module.norms, module.global_norms, told
+def norms(group: Any, folder: str, strategy: str) -> tuple[list[float], list[float]]:
+    """Norms as a hook of the module computes them, and those of the sharded optimizer."""
+    module = Monitored(strategy == "shardcast")
+    options = {"accumulate_grad_batches": 2, "max_epochs": 1, "enable_checkpointing": False}
+    trainer_of(folder, group.size(), callbacks=[], strategy=strategy, **options).fit(
+        module, loader()
+    )
+    return module.norms, module.global_norms
 
 
-def test_rates_are_logged_once_and_local_norms_are_warned_of(tmp_path: Path, gloo: SpawnedWorld):
+def test_rates_are_logged_once(tmp_path: Path, gloo: SpawnedWorld):
     for ours, ddp in gloo.run(rates, str(tmp_path), timeout=100):
         assert ours == ddp == ["lr-AdamW"]
-    both = gloo.run(norms, str(tmp_path), timeout=100)
-    for _, whole, told in both:
-        assert told == ["Monitored.on_before_optimizer_step calls Lightning's grad_norm"]
-        assert whole == both[0][1]
-    assert both[0][0] != both[1][0], "the control: what each rank would log"
+
+
+def test_a_hook_before_the_step_sees_the_gradients_of_ddp(tmp_path: Path, gloo: SpawnedWorld):
+    ddp = gloo.run(norms, str(tmp_path), "ddp", timeout=100)
+    for hooked, of_steps in gloo.run(norms, str(tmp_path), "shardcast", timeout=100):
+        assert hooked == pytest.approx(ddp[0][0], abs=1e-4)  # logged with four digits
+        assert hooked == pytest.approx(of_steps, abs=1e-4)
 
 
 def test_a_module_without_an_optimizer_runs(tmp_path: Path):
-    module = Monitored(trained=False)
+    module = Monitored(sharded=False, trained=False)
     before = [p.detach().clone() for p in module.parameters()]
     trainer_of(str(tmp_path), 1, precision="bf16-true", max_epochs=1).fit(module, loader())
     assert len(module.losses) == 12

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from models import exact_muon
 from test_lightning import Net, loader, trainer_of
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.optim.lr_scheduler import ExponentialLR
 
 from shardcast.lightning import ShardcastStrategy
@@ -128,3 +130,92 @@ def test_rates_of_both_are_logged_under_the_names_of_their_classes(tmp_path: Pat
         warnings.filterwarnings("error", message=".*lr_scheduler.step")
         trainer_of(str(tmp_path), 1, **MANUAL, **options).fit(Two(), loader())
     assert sorted(monitor.lrs) == ["lr-AdamW", "lr-Muon"]
+
+
+# -- a GAN ----------------------------------------------------------------------------------------
+
+
+class Gan(LightningModule):
+    """As Lightning's example: manual optimization, a loss and an optimizer of each network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(2)
+        self.judge = nn.Linear(1, 1).requires_grad_(False)  # such as a perceptual loss
+        self.generator = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+        self.critic = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        options = {"lr": 1e-2, "betas": (0.5, 0.999)}
+        return [
+            torch.optim.Adam(net.parameters(), **options) for net in (self.generator, self.critic)
+        ], []
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        of_generator, of_critic = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(of_generator)
+        loss = bce(self.judge(self.critic(self.generator(batch[0]))), torch.ones(4, 1))
+        self.manual_backward(loss)
+        of_generator.step()
+        of_generator.zero_grad()
+        self.untoggle_optimizer(of_generator)
+
+        self.toggle_optimizer(of_critic)
+        real = bce(self.critic(batch[1].expand(-1, 3)), torch.ones(4, 1))
+        fake = bce(self.critic(self.generator(batch[0]).detach()), torch.zeros(4, 1))
+        self.manual_backward((real + fake) / 2)
+        if self.trainer.strategy.world_size > 1:
+            self.clip_gradients(of_critic, 0.02, "norm")
+        of_critic.step()
+        of_critic.zero_grad()
+        self.untoggle_optimizer(of_critic)
+        self.losses += [float(it.detach()) for it in (loss, real, fake)]
+
+
+def fit_gan(group: Any, folder: str, options: dict[str, Any], resume: str | None = None) -> Any:
+    module = Gan()
+    trainer = trainer_of(folder, group.size(), **MANUAL, **options)
+    trainer.fit(module, loader(), ckpt_path=resume)
+    return module.losses, {
+        name: p.detach().float().clone() for name, p in module.named_parameters()
+    }
+
+
+def test_a_gan_trains_as_under_ddp(tmp_path: Path, gloo: SpawnedWorld):
+    stock = {"strategy": "ddp_find_unused_parameters_true"}
+    ddp = gloo.run(fit_gan, str(tmp_path / "ddp"), stock, timeout=100)
+    for options, tolerance in (({}, 2e-6), ({"precision": "bf16-true"}, 5e-2)):
+        runs = gloo.run(fit_gan, str(tmp_path / "ours"), options, timeout=100)
+        for ours, plain in zip(runs, ddp, strict=True):
+            assert len(ours[0]) == 36
+            assert ours[0] == pytest.approx(plain[0], abs=tolerance)
+            for name, value in ours[1].items():
+                assert (value - plain[1][name]).abs().max() <= tolerance, name
+
+
+def test_a_gan_resumes_exactly_and_its_checkpoint_goes_on_under_ddp(
+    tmp_path: Path, gloo: SpawnedWorld
+):
+    options = {"precision": "bf16-true"}
+    whole = gloo.run(fit_gan, str(tmp_path / "a"), options, timeout=100)
+    middle = str(tmp_path / "a" / "epoch=0.ckpt")
+    again = gloo.run(fit_gan, str(tmp_path / "b"), options, middle, timeout=100)
+    for ours, first in zip(again, whole, strict=True):
+        assert ours[0] == first[0][18:]
+        assert all(torch.equal(value, first[1][name]) for name, value in ours[1].items())
+    saved = torch.load(middle, weights_only=True)
+    trained = [value for name, value in saved["state_dict"].items() if "judge" not in name]
+    assert {value.dtype for value in trained} == {torch.float32}
+    stock = {"strategy": "ddp_find_unused_parameters_true"}
+    ddp = gloo.run(fit_gan, str(tmp_path / "c"), stock, middle, timeout=100)
+    assert ddp[0][0] == pytest.approx(whole[0][0][18:], abs=5e-2)
+
+
+def test_a_gan_with_changing_loss_scales_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="loss_scale: expected one fixed number"):
+        trainer_of(str(tmp_path), 1, precision="16-true", **MANUAL).fit(Gan(), loader())
+    strategy = ShardcastStrategy({"loss_scale": 128.0})
+    options = {"precision": "16-true", "strategy": strategy, "max_steps": 4}
+    trainer_of(str(tmp_path), 1, **MANUAL, **options).fit(Gan(), loader())
