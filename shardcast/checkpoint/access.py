@@ -155,7 +155,7 @@ class Snapshot:
         Args:
             decode: without it, to count them, what is kept in another form is on the meta device.
         """
-        self._engine.hooks.resync()  # weights that load_state_dict put behind the masters
+        self._engine.absorb()  # weights that the script wrote
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)

@@ -40,6 +40,7 @@ class Pack:
         self.comm = comm
         self.in_model = params
         self.params: list[Any] = [as_packed(param) for param in params]
+        self._has_dtensors = any(map(_compat.is_dtensor, params))
         self.own = layout.spans[comm.rank]
         self.data = torch.empty(0)
         self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
@@ -97,20 +98,42 @@ class Pack:
         """The elements of one span, 1-d."""
         return self.data[span.start : span.stop]
 
-    def check(self) -> None:
-        """Raise if a parameter is no longer a view of this pack.
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter was written as autograd counts; writes to ``data`` are not."""
+        counts = [param._version for param in self.in_model]
+        if self._has_dtensors:  # ``to_local()`` has the local tensor's counter
+            counts += [local._version for local in self.locals]
+        return counts
+
+    @torch.no_grad()
+    def take_moved(self) -> bool:
+        """Take values that were assigned as ``param.data``; whether there were any.
 
         Raises:
-            RuntimeError: names it.
+            RuntimeError: names a parameter that has another dtype, device or shape now.
         """
-        start, size = self.data.data_ptr(), self.data.element_size()
+        start, size, expected = self.data.data_ptr(), self.data.element_size(), self.layout.dtype
+        moved = False
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            if slot.numel and param.data_ptr() != start + slot.offset * size:
+            if not slot.numel or param.data_ptr() == start + slot.offset * size:
+                continue
+            if (param.dtype, param.device) != (expected, self.data.device) or (
+                tuple(param.shape) != slot.shape
+            ):
                 raise RuntimeError(
-                    f"parameter {slot.name!r} was moved out of its pack after shardcast.shard (by "
-                    "model.to, model.half, load_state_dict(assign=True) or the like); do that "
-                    "before sharding"
+                    f"parameter {slot.name!r} was moved out of its pack after shardcast.shard: "
+                    f"expected {expected} of {slot.shape} on {self.data.device}, got {param.dtype} "
+                    f"of {tuple(param.shape)} on {param.device}; convert the model (model.to, "
+                    "model.half) before sharding, and set weights with `with torch.no_grad(): "
+                    "param.copy_(values)`, not with `param.data = values`"
                 )
+            self.wait()
+            begin = self.data[slot.offset : slot.end].view(slot.shape)
+            begin.copy_(param.data)
+            param.data = _compat.own_storage(begin)
+            moved = True
+        return moved
 
     @property
     def converted(self) -> bool:

@@ -111,6 +111,13 @@ class Shard:
             self.published.copy_(self.store.read(slice(None)))
 
     @torch.no_grad()
+    def edited(self) -> Tensor:
+        """Which published values are not the cast of their masters, 1-d bool."""
+        published = self.published
+        cast = self.store.read(slice(None)).to(published.dtype)
+        return (cast != published) & ~(cast.isnan() & published.isnan())
+
+    @torch.no_grad()
     def absorb(self) -> None:
         """Take published values that are not the cast of their masters as the new masters.
 
@@ -118,9 +125,8 @@ class Shard:
         by changing what is published, and what they keep beside it remains.
         """
         if self.casts:
-            exact, published = self.store.read(slice(None)), self.published
-            same = exact.to(published.dtype) == published
-            self.store.write(slice(None), torch.where(same, exact, published.to(MASTER_DTYPE)))
+            exact, published = self.store.read(slice(None)), self.published.to(MASTER_DTYPE)
+            self.store.write(slice(None), torch.where(self.edited(), published, exact))
 
 
 def build_shard(

@@ -12,6 +12,7 @@ from shardcast import _compat
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
+from shardcast.memory.weight_edits import WeightEdits
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for
 from shardcast.optimizer.stages import called_by_script
@@ -61,12 +62,15 @@ class Engine:
         self.reduce: Reducer | AveragedReducer = (
             AveragedReducer(plan.config) if plan.averaged else Reducer(grid, plan.config, at_step)
         )
+        self.edits = WeightEdits(self.shards, self.device)
         self.decider = Decider(
-            self.reduce.grads, grid, plan.config, self.device, originals, self.reduce.divisor
-        )
+            self.reduce.grads, grid, plan.config, self.device, originals, self.reduce.divisor,
+            self.edits,
+        )  # fmt: skip
         self.sync, self._buffers = Sync(), Buffers(self.stages, grid.dp)
         self.update = Updates(originals, plan.config, grid.dp, self.sync.begin)
         self._add(shards)
+        self.edits.note()
         for module in {*self.stages, *self._called}:
             mark(module)
         self._hook()
@@ -85,10 +89,11 @@ class Engine:
             self.grid, self.device, "add_param_group",
         )  # fmt: skip
         shards = allocate(plan, self.grid)
-        self.hooks.resync()
+        self.absorb()
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
         self._add(shards)
+        self.edits.note()
         self._hook()
 
     def _add(self, shards: Sequence[Shard]) -> None:
@@ -152,9 +157,7 @@ class Engine:
     def finish_reduce(self) -> None:
         """Have the mean of all gradients in the own spans. Every rank must call it."""
         self.originals.check()
-        for shard in self.shards:
-            shard.pack.check()
-        self.hooks.resync()  # weights that were loaded
+        self.edits.take()
         self._wake()  # packs that were unfrozen
         self.decider.before_reduce(self.reduce.touched)
         self.reduce.finish()
@@ -172,6 +175,7 @@ class Engine:
                 if there
             ]
         )
+        self.edits.note()
         self.decider.conclude(decision)
         self.reduce.show(decision.present)
         self.reduce.used()
@@ -190,10 +194,12 @@ class Engine:
         everything()
 
     def absorb(self) -> None:
-        """Take parameters that were changed by hand as masters."""
+        """Take parameters that were changed by hand as masters. Local."""
         self.sync.wait()
         for shard in self.shards:
+            shard.pack.take_moved()
             shard.absorb()
+        self.edits.note()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by kind."""
@@ -221,7 +227,7 @@ class Engine:
         if self.config.overlap_sync and self.comm.size > 1:
             self._overlap = Overlap(self.model, self.sync)
             begin = self._overlap.noting(begin)
-        self.hooks = ModelHooks(self._called, self.shards, begin, self.reduce.averaged)
+        self.hooks = ModelHooks(self._called, self.shards, self.edits, begin, self.reduce.averaged)
         self._casts: list[Any] = [
             handle for root in self._called for handle in self.precision.install_casts(root)
         ]

@@ -1,8 +1,8 @@
 """ModelHooks: hooks on the model that notice what the optimizer cannot see by itself.
 
 A backward that begins (so that the outermost one flushes the reduction), weights that
-``load_state_dict`` changes behind the masters, a model that was converted, and a DDP wrapper put
-around a sharded one.
+``load_state_dict`` has in full precision, a model that was converted, and a DDP wrapper put around
+a sharded one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.hook import Hook
 from shardcast.memory.shard import Shard
+from shardcast.memory.weight_edits import WeightEdits
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -43,6 +44,7 @@ class ModelHooks:
     Args:
         stages: the unwrapped root module, or those of the pipeline stages that are here.
         shards: those of all packs; the list may grow.
+        edits: of their weights.
         begin: called when a backward reaches an output of the model.
         averaged: a DDP wrapper was there first, and is to stay.
     """
@@ -51,12 +53,12 @@ class ModelHooks:
         self,
         stages: Sequence[nn.Module],
         shards: Sequence[Shard],
+        edits: WeightEdits,
         begin: Callable[[], None],
         averaged: bool,
     ) -> None:
-        self._stages, self._shards = stages, shards
+        self._shards, self._edits = shards, edits
         self._begin, self._averaged = begin, averaged
-        self._stale = False
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
         for stage in stages:
@@ -65,24 +67,10 @@ class ModelHooks:
                 stage.register_forward_pre_hook(Hook(self._before_forward)),
                 stage.register_forward_hook(Hook(self._after_forward)),
             ]
-            for module in stage.modules():
-                self._handles += [
-                    module.register_load_state_dict_pre_hook(Hook(self._before_load)),
-                    module.register_load_state_dict_post_hook(Hook(self._after_load)),
-                ]
-
-    def resync(self) -> None:
-        """Take loaded weights as masters, if there was a ``load_state_dict`` since. Local."""
-        if self._stale:
-            self._stale = False
-            here = {param for stage in self._stages for param in stage.parameters()}
-            if any(param not in here for shard in self._shards for param in shard.pack.in_model):
-                raise RuntimeError(
-                    "model: load_state_dict(assign=True) replaced parameters of a sharded model; "
-                    "load without assign, or before shardcast.shard"
-                )
-            for shard in self._shards:
-                shard.absorb()
+            self._handles += [
+                module.register_load_state_dict_pre_hook(Hook(self._before_load))
+                for module in stage.modules()
+            ]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -99,10 +87,12 @@ class ModelHooks:
                 "model: a sharded model was wrapped in DistributedDataParallel, so gradients "
                 "would be averaged twice; use the model as shardcast.shard left it, without DDP"
             )
-        if module.training and torch.is_grad_enabled():  # else it may be converted to be used
-            for shard in self._shards:
-                if shard.pack.converted:
-                    shard.pack.check()
+        if not (module.training and torch.is_grad_enabled()):  # it may be converted to be used
+            self._edits.due = True
+            return
+        for shard in self._shards:
+            if shard.pack.converted:
+                shard.pack.take_moved()
 
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():  # the first gradient hook begins the backward then
@@ -132,13 +122,26 @@ class ModelHooks:
 
     @torch.no_grad()
     def _before_load(
-        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_rest: Any
+        self,
+        module: nn.Module,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        *_strictness: Any,
     ) -> None:
         """Give masters the loaded values in full precision; the model gets them cast.
 
         Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
         of a master whose cast they are: it stays, as in :meth:`Shard.absorb`.
+
+        Raises:
+            RuntimeError: ``assign=True``, which would replace parameters; nothing is changed.
         """
+        if metadata.get("assign_to_params_buffers"):  # torch's own key for it
+            raise RuntimeError(
+                "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
+                "load without assign, or before shardcast.shard"
+            )
         own = dict(module.named_parameters(recurse=False))
         wanted = {own[name]: state_dict.get(prefix + name) for name in own}
         for param, shard, fragment in self._fragments(wanted):
@@ -152,9 +155,6 @@ class ModelHooks:
                     kept = shard.exact(fragment)
                     exact = torch.where(kept.to(value.dtype) == exact, kept, exact)
                 shard.set_exact(fragment, exact)
-
-    def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
-        self._stale = True
 
     def _fragments(
         self, params: Mapping[nn.Parameter, Any]

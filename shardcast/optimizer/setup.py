@@ -118,7 +118,6 @@ def plan_for(
     rest = {name: p for p, name in names.items() if name not in groups} if before is None else {}
     validate.check_kinds(params)
     precision = Precision(inner, config)
-    validate.check_embeddings(inner, params, precision.storage_dtype, config)
     if averaged:
         validate.check_ddp(params, precision.storage_dtype, config)
     partitions = {n: partition_of(owner, config) for n, owner, _ in originals.numbered()}

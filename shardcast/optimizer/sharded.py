@@ -108,6 +108,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if decision is None:
             self._reduce()
             decision = engine.decider.decide(self.config.max_grad_norm, None)
+        else:
+            engine.edits.take()  # what was written after the clip
         engine.sync.wait()  # what an overlapped one still sends is what the update writes
         engine.update(decision, engine.present(decision))  # casts into the packs
         engine.send()  # owners -> everybody
@@ -377,10 +379,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.sync.wait()
 
     def resync_masters(self) -> None:
-        """Take model parameters that were changed by hand (surgery, EMA swap) as masters. Local.
+        """Take model parameters that were written through ``.data`` as masters. Local.
 
-        Without it the next step undoes the change. ``model.load_state_dict`` is noticed by itself.
-        Elements that did not change keep their full precision.
+        Other writes are noticed by themselves. Elements that did not change keep their full
+        precision.
         """
         self.engine.absorb()
 

@@ -66,7 +66,7 @@ class StateDict:
         """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
         engine = self._engine
         index = numbered(self._groups)
-        engine.sync.wait()
+        engine.absorb()
         return {
             "state": {
                 index[param]: {
@@ -229,7 +229,7 @@ class StateDict:
         Every rank must call it.
         """
         engine = self._engine
-        engine.sync.wait()
+        engine.absorb()
 
         def master(shard: Shard, number: int) -> dict[str, Tensor]:
             return {"master": shard.exact(shard.fragments[number])}

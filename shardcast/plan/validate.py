@@ -15,7 +15,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import is_elementwise
-from shardcast.plan.precision import MASTER_DTYPE, PACKABLE
+from shardcast.plan.precision import PACKABLE
 from shardcast.plan.sharing import Tie
 
 _NOT_PLAIN = object()
@@ -63,32 +63,6 @@ def check_materialised(named: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(
                 f"model: {name!r} is on the meta device and was never materialised; let "
                 "materialize= give every parameter and buffer its storage, frozen ones too"
-            )
-
-
-def check_embeddings(
-    model: nn.Module,
-    named: Mapping[str, nn.Parameter],
-    storage_dtype: Callable[[nn.Parameter], torch.dtype],
-    config: ShardcastConfig,
-) -> None:
-    """Raise ValueError for an embedding whose forward rescales weights that are not the masters."""
-    if config.master == "split16":  # what is published is a part of the masters
-        return
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
-            continue
-        weight = module._parameters.get("weight")
-        if weight is None or all(weight is not param for param in named.values()):
-            continue
-        dtype = storage_dtype(weight)
-        if dtype != MASTER_DTYPE:
-            kind = "Embedding" if isinstance(module, nn.Embedding) else "EmbeddingBag"
-            raise ValueError(
-                f"model: {name!r} has max_norm={module.max_norm}, whose forward rescales the "
-                f"weight in place; it is to be stored as {dtype}, and the fp32 masters would undo "
-                f"that in every step; pass keep_fp32=(torch.nn.{kind},), or master='split16' with "
-                "bf16"
             )
 
 

@@ -119,38 +119,6 @@ def test_views_of_one_storage_that_do_not_overlap_and_empty_parameters_are_not_r
     assert torch.cat([model.first, model.second]).tolist() == flat.tolist()
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_rows_that_are_rescaled_in_low_precision_are_refused_before_anything_is_cast(kind: Any):
-    model = nn.Sequential(kind(9, 4, max_norm=1.0), nn.Linear(4, 3))
-    expected = (
-        rf"'0' has max_norm=1\.0.*keep_fp32=\(torch\.nn\.{kind.__name__},\), or master='split"
-    )
-    with pytest.raises(ValueError, match=expected):
-        shardcast.shard(model, adamw(model))
-    assert all(param.dtype == torch.float32 for param in model.parameters())
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("remedy", ["kept", "split", "fp32", "outside"])
-def test_rows_that_are_rescaled_stay_so_with_what_the_error_advises(kind: Any, remedy: str):
-    torch.manual_seed(0)
-    model = nn.Sequential(kind(9, 4, max_norm=0.5), nn.Linear(4, 3))
-    fields: dict[str, Any] = {
-        "kept": {"keep_fp32": (kind,)},
-        "split": {"master": "split16"},
-        "fp32": {"param_dtype": "fp32"},
-        "outside": {},
-    }[remedy]
-    trained = model[1] if remedy == "outside" else model
-    inner = torch.optim.SGD(trained.parameters(), lr=1e-3)
-    optimizer = shardcast.shard(model, inner, **fields)
-    for _ in range(3):
-        model(torch.arange(9).view(9, 1)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model[0].weight.float().norm(dim=1).max() < 0.51
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_sparse_gradients_are_refused_by_name(size: int):
     def train(group: Any) -> None:

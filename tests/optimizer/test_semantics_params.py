@@ -160,11 +160,9 @@ def test_a_group_that_cannot_be_packed_leaves_everything_as_it_was():
     inner = torch.optim.AdamW(model[0].parameters())
     optimizer = shardcast.shard(model, inner)
     before = optimizer.layout
-    model.append(nn.Embedding(4, 3, max_norm=1.0))
     model.append(nn.Linear(3, 3, device="meta"))
-    for layer, told in ((model[-2], "max_norm=1.0"), (model[-1], "on the meta device")):
-        with pytest.raises(ValueError, match=told):
-            optimizer.add_param_group({"params": list(layer.parameters())})
+    with pytest.raises(ValueError, match="on the meta device"):
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
     assert len(optimizer.param_groups) == len(inner.param_groups) == 1
     assert optimizer.layout == before
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import GradPack
+from shardcast.memory.weight_edits import WeightEdits, unseen_error
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
 from shardcast.step.decide.decision import ControlVector, Decision, Presence
@@ -33,6 +34,7 @@ class Decider:
         device: where the scalars live.
         originals: the optimizers, whose groups it reads.
         divisor: of the mean, which all ranks must have alike.
+        edits: of weights, of which all ranks must know those that no counter saw.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class Decider:
         device: torch.device,
         originals: Originals,
         divisor: Divisor,
+        edits: WeightEdits,
     ) -> None:
         self._grads, self._grid, self._device, self._originals = grads, grid, device, originals
-        self._divisor = divisor
+        self._divisor, self._edits = divisor, edits
         self._clip_value: float | None = None  # of the coming step
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
@@ -53,8 +56,9 @@ class Decider:
         self._presence = Presence(grads, grid, device)
         self._options = OptionCheck(originals.option_names(), grid, device)
         self.skips = SkipReport(
-            grads, grid.dp, device, self._options, config.max_skipped_steps, self.loss_scale.dynamic
-        )
+            grads, grid.dp, device, self._options, edits, config.max_skipped_steps,
+            self.loss_scale.dynamic,
+        )  # fmt: skip
 
     def before_reduce(self, backward: bool) -> None:
         """Look at the gradients that are here, before they are taken for means. Local.
@@ -82,9 +86,9 @@ class Decider:
                 new factors hold for both.
 
         Raises:
-            RuntimeError: on every rank, if on one of them the loss was not scaled, or if they
-                differ in options of groups. On an accelerator the step is skipped for it, and
-                :meth:`SkipReport.poll` raises.
+            RuntimeError: on every rank, if on one of them the loss was not scaled or weights were
+                written unseen, or if they differ in options of groups. On an accelerator the step
+                is skipped for it, and :meth:`SkipReport.poll` raises.
         """
         limits = {
             # Some classes have an option of that name.
@@ -104,12 +108,13 @@ class Decider:
                 self._presence.counts(local),
                 self._presence.copies(),
                 self._options.pairs(self._originals.groups, arguments),
+                self._edits.unseen(),
             )
         )
         differing, powers = control.options.bool(), control.powers
-        self._refuse(control.unscaled, differing)
+        self._refuse(control.unscaled, differing, control.unseen)
         skip = ~self._norm.root(powers, scale).isfinite()
-        skip = skip | control.unscaled.any() | differing[0]
+        skip = skip | control.unscaled.any() | differing[0] | control.unseen.any()
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, self.loss_scale.inverse())
         if pending is not None:
             factors.update(pending.factors)
@@ -126,6 +131,7 @@ class Decider:
             first_nonfinite=control.first_nonfinite,
             unscaled=control.unscaled,
             differing=differing,
+            unseen=control.unseen,
         )
 
     def _agree(self, local: ControlVector) -> ControlVector:
@@ -141,11 +147,11 @@ class Decider:
         comm, axes = self._grid.model, self._grid.axes
         if comm.size == 1:
             return agreed
-        parts = [powers, agreed.unscaled, control.options, differing]
+        parts = [powers, agreed.unscaled, control.options, differing, control.unseen]
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
-        all_powers, unscaled, options, differing_rows = gathered.split(
+        all_powers, unscaled, options, differing_rows, unseen = gathered.split(
             [part.numel() for part in parts], 1
         )
         # Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
@@ -158,10 +164,13 @@ class Decider:
             powers=self._norm.merge(all_powers),
             unscaled=by_dim.flatten(1, -2).amax(1).amin(0),
             options=torch.maximum(differing_rows.amax(0), across),
+            unseen=unseen.amax(0),
         )
 
-    def _refuse(self, unscaled: Tensor, differing: Tensor) -> None:
+    def _refuse(self, unscaled: Tensor, differing: Tensor, unseen: Tensor) -> None:
         """Raise on every rank for a mistake of some rank, where the host can read the vector."""
+        if self._device.type == "cpu" and bool(unseen.any()):
+            raise unseen_error(self._grid.everyone.exchange(self._edits.first_name(), self._device))
         if self._grid.everyone.size == 1 and self.loss_scale.missing:
             raise unscaled_error([0])
         if self._grid.everyone.size == 1 or self._device.type != "cpu":

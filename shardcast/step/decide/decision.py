@@ -31,6 +31,8 @@ class Decision:
             element of its spans, counted over all packs; 0 for none.
         unscaled: fp64, per data-parallel rank 1 if its loss was not scaled, else 0.
         differing: bool, whether ranks differ in options, and in what they train.
+        unseen: fp64, how many data-parallel ranks have weights that were written unseen, 1-d; see
+            :class:`WeightEdits`.
     """
 
     norm: Tensor
@@ -40,12 +42,13 @@ class Decision:
     first_nonfinite: Tensor
     unscaled: Tensor
     differing: Tensor
+    unseen: Tensor
 
 
 class ControlVector(NamedTuple):
     """The doubles of the one small all-reduce of a step; parts are 1-d.
 
-    That is ``8 * (groups + 2 * ranks + slots + 6)`` bytes: 19 KB for AdamW with 2 groups and 300
+    That is ``8 * (groups + 2 * ranks + slots + 7)`` bytes: 19 KB for AdamW with 2 groups and 300
     parameters on 1,024 ranks, 2.5 KB on 2.
 
     Attributes:
@@ -54,6 +57,7 @@ class ControlVector(NamedTuple):
         presence: per slot, how many ranks have a gradient.
         copies: the same over all copies, of slots whose copies' gradients are added up.
         options: pairs of :class:`.options.OptionCheck`.
+        unseen: see :class:`Decision`.
     """
 
     powers: Tensor
@@ -62,6 +66,7 @@ class ControlVector(NamedTuple):
     presence: Tensor
     copies: Tensor
     options: Tensor
+    unseen: Tensor
 
     def reduced(self, comm: Comm) -> ControlVector:
         """The sum over ranks, all of which must call it; waits for no device."""

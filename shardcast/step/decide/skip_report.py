@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.memory.gradients import GradPack
+from shardcast.memory.weight_edits import WeightEdits, unseen_error
 from shardcast.messages import warn
 from shardcast.plan.layout import Slot
 from shardcast.step.decide.decision import Decision
@@ -75,16 +76,19 @@ class SkipReport:
         comm: Comm,
         device: torch.device,
         options: OptionCheck,
+        edits: WeightEdits,
         bound: int,
         usual: bool,
     ) -> None:
         self._grads, self._comm, self._device = grads, comm, device
-        self._options, self._bound, self._usual = options, bound, usual
+        self._options, self._edits = options, edits
+        self._bound, self._usual = bound, usual
         # Totals: steps skipped so far and in a row, then of the last skipped step
-        # Decision.first_nonfinite and Decision.unscaled, then Decision.differing of any step.
-        self._totals = torch.zeros(4 + 2 * comm.size, dtype=torch.float64, device=device)
-        sizes = [1, 1, 2 * comm.size, 2]
-        self._skipped, self._in_row, self._cause, self._differing = self._totals.split(sizes)
+        # Decision.first_nonfinite and Decision.unscaled, then of any step
+        # Decision.differing and Decision.unseen.
+        self._totals = torch.zeros(5 + 2 * comm.size, dtype=torch.float64, device=device)
+        sizes = [1, 1, 2 * comm.size, 3]
+        self._skipped, self._in_row, self._cause, self._mistakes = self._totals.split(sizes)
         self._host = HostCopy(device)
         self._reported = 0.0
         self._starts = torch.empty(0, dtype=torch.float64, device=device)
@@ -129,7 +133,8 @@ class SkipReport:
         self._in_row.copy_((self._in_row + 1) * skip)
         cause = torch.cat([decision.first_nonfinite, decision.unscaled])
         self._cause.copy_(torch.where(skip, cause, self._cause))
-        self._differing.copy_(torch.maximum(self._differing, decision.differing))
+        mistakes = torch.cat([decision.differing, decision.unseen])
+        self._mistakes.copy_(torch.maximum(self._mistakes, mistakes))
         self._host.send(self._totals)
 
     def poll(self, groups: Groups) -> None:
@@ -137,8 +142,9 @@ class SkipReport:
 
         Raises:
             RuntimeError: as many steps in a row as the bound were skipped; names the first
-                non-finite element. On an accelerator also: a loss was not scaled, or the ranks
-                differ in options of ``groups``, for which nothing was changed since.
+                non-finite element. On an accelerator also: a loss was not scaled, weights were
+                written unseen, or the ranks differ in options of ``groups``; nothing was changed
+                since.
         """
         totals = self._host.read()
         if totals is None:
@@ -147,9 +153,12 @@ class SkipReport:
         skipped, in_row = totals[:2]
         nonfinite, unscaled = totals[2 : 2 + size], totals[2 + size : 2 + 2 * size]
         news, self._reported = skipped != self._reported, skipped
-        if self._device.type != "cpu" and any(totals[-2:]):
-            self._differing.zero_()
-            self._options.report([bool(differs) for differs in totals[-2:]], groups)
+        *differing, unseen = totals[-3:]
+        if self._device.type != "cpu" and (unseen or any(differing)):
+            self._mistakes.zero_()
+            if unseen:
+                raise unseen_error([self._edits.first_name()])
+            self._options.report([bool(differs) for differs in differing], groups)
         if not news:
             return
         if ranks := [rank for rank, missing in enumerate(unscaled) if missing]:

@@ -1,0 +1,108 @@
+"""Weights that a script writes between two steps: clamps, renorms, loads, switched averages.
+
+Version counters of the parameters count every write that autograd can see. Packs have storages of
+their own, so our updates do not count. What was written becomes the owner's master before the next
+update, where it is not the cast of that master already: other elements keep their full precision.
+
+A write through ``param.data`` is not counted. To find it, packs are compared with the cast of
+their masters: in the first steps, after a forward that trains nothing (an average is usually
+switched in to be evaluated), and now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shardcast.memory.pack import Pack
+from shardcast.memory.shard import Shard
+
+FIRST = 16  # steps that are all compared
+PERIOD = 127  # a prime: meets a script that writes in every sixth step
+
+
+class WeightEdits:
+    """Notices writes to the parameters of some packs. Local.
+
+    Args:
+        shards: those of all packs; the list may grow.
+
+    Attributes:
+        steps: made so far.
+        due: compare in the next one.
+    """
+
+    def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
+        self._shards = shards
+        self._versions: dict[Pack, list[int]] = {}
+        self.steps = 0
+        self._first = torch.zeros((), dtype=torch.float64, device=device)
+        self.due = False
+
+    def note(self) -> None:
+        """What was written until now is our own, or taken."""
+        self._versions = {shard.pack: shard.pack.versions for shard in self._shards}
+
+    def edited(self) -> list[Shard]:
+        """Shards of packs that were written to since :meth:`note`.
+
+        Raises:
+            RuntimeError: names a parameter that has another dtype, device or shape now.
+        """
+        return [
+            shard
+            for shard in self._shards
+            # Both are looked at: a parameter that was moved has to come back.
+            if shard.pack.take_moved() | (shard.pack.versions != self._versions[shard.pack])
+        ]
+
+    def take(self) -> None:
+        """Make what was written the masters."""
+        edited = self.edited()
+        for shard in edited:
+            shard.absorb()
+        if edited:
+            self.note()
+
+    def unseen(self) -> Tensor:
+        """1 if there are writes that no counter saw, fp64, 1-d; compares in some steps only.
+
+        Call it after :meth:`take`. Waits for no device.
+        """
+        self.steps += 1
+        due = self.due or self.steps <= FIRST or self.steps % PERIOD == 0
+        self.due = False
+        capturing = self._first.is_cuda and torch.cuda.is_current_stream_capturing()
+        begins = accumulate((shard.pack.layout.numel for shard in self._shards), initial=1)
+        for begin, shard in zip(
+            begins, self._shards if due and not capturing else (), strict=False
+        ):
+            # A pack that is frozen is never written over.
+            if shard.casts and shard.grads is not None and shard.published.numel():
+                edited = shard.edited()
+                position = begin + shard.pack.own.start + edited.to(torch.uint8).argmax()
+                self._first = torch.where(edited.any(), position.double(), self._first)
+        return (self._first > 0).double().view(1)
+
+    def first_name(self) -> str | None:
+        """The parameter in which :meth:`unseen` found a write; waits for the device. Forgets it."""
+        position = int(self._first.item()) - 1
+        self._first.zero_()
+        for shard in self._shards if position >= 0 else ():
+            if position < shard.pack.layout.numel:
+                return next(s.name for s in shard.pack.layout.slots if position < s.end)
+            position -= shard.pack.layout.numel
+        return None
+
+
+def unseen_error(names: Sequence[str | None]) -> RuntimeError:
+    """What every rank raises where some found a write that no counter saw."""
+    name = next((repr(name) for name in names if name), "on another rank, which names it,")
+    return RuntimeError(
+        f"step: parameter {name} was written through .data, which shardcast cannot see, so that "
+        "its fp32 master would undo it: write `with torch.no_grad(): param.copy_(...)`, without "
+        ".data, or call optimizer.resync_masters() after the write"
+    )
