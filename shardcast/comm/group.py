@@ -1,4 +1,4 @@
-"""A process group as shardcast uses it: tensors of a step, and values of set-up.
+"""A process group as shardcast uses it.
 
 Tensor collectives run on the current stream: with ``async_op=False`` the process group launches
 on the stream that computes (torch >= 2.8, PyTorch PR 148590), so no event, no ``record_stream``
@@ -8,22 +8,20 @@ beside it until the work is waited for.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
-import pickle
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm.agreement import raise_together, told
-from shardcast.comm.waiting import Waiting, Works
+from shardcast.comm.objects import ObjectCollectives
 from shardcast.plan.algorithms import GROUPED, Topology
 
 REMEDY_INIT = (
@@ -35,12 +33,11 @@ BROADCAST = (
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 
-T = TypeVar("T")
 TAG, TURNS = 0x5C000000, 1 << 16  # our sends, apart from those of a script
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Comm:
+class Comm(ObjectCollectives):
     """The ranks that share one model: a process group, or this process alone.
 
     Ranks here are group ranks, ``0 .. size-1``. Every method must be called by all ranks of the
@@ -250,102 +247,6 @@ class Comm:
             work = _compat.reduce_scatter_flat(output, input, group=self.group, async_op=True)
         return Works([work], waiting)
 
-    # -- values, for set-up and errors: never in a step ----------------------------------------
-
-    def exchange(self, value: Any, device: torch.device) -> list[Any]:
-        """All ranks' picklable values, in rank order; small ones, every rank gets all of them."""
-        if self.size == 1:
-            return [value]
-        data = _bytes(value, device)
-        lengths = self._lengths(data)
-        padded = data.new_zeros(max(lengths))
-        padded[: data.numel()] = data
-        gathered = padded.new_empty(padded.numel() * self.size)
-        self.all_gather(gathered, padded, "values")
-        rows = gathered.cpu().view(self.size, -1)
-        return _unpickled(row[:length] for row, length in zip(rows, lengths, strict=True))
-
-    def gather(self, value: Any, device: torch.device) -> list[Any]:
-        """All ranks' picklable values, in rank order, on rank 0; nothing on the others."""
-        if self.size == 1:
-            return [value]
-        data = _bytes(value, device)
-        lengths = self._lengths(data)
-        sent = [data.numel()] + [0] * (self.size - 1)
-        received = lengths if self.rank == 0 else [0] * self.size
-        gathered = data.new_empty(sum(received))  # not padded: one rank may have nearly everything
-        self.all_to_all(gathered, data, received, sent, "values").wait()
-        if self.rank != 0:
-            return []
-        gathered[: data.numel()] = data
-        return _unpickled(gathered.cpu().split(lengths))
-
-    def share(self, value: T, device: torch.device) -> T:
-        """Rank 0's picklable value on every rank; what the others give is not looked at."""
-        if self.size == 1:
-            return value
-        data = _bytes(value, device) if self.rank == 0 else None
-        length = torch.tensor([0 if data is None else data.numel()], device=device)
-        self.broadcast(length, 0, "values")
-        if data is None:
-            data = torch.empty(int(length), dtype=torch.uint8, device=device)
-        self.broadcast(data, 0, "values")
-        shared: T = _unpickled([data.cpu()])[0]
-        return shared
-
-    def _lengths(self, data: Tensor) -> list[int]:
-        lengths = torch.empty(self.size, dtype=torch.int64, device=data.device)
-        mine = torch.tensor([data.numel()], device=data.device)
-        self.all_gather(lengths, mine, "values")
-        return [int(length) for length in lengths.tolist()]
-
-    def together(self, fn: Callable[[], T], device: torch.device, call: str = "") -> T:
-        """Run ``fn`` on this rank; what it returns if all ranks succeed, else all ranks raise.
-
-        The one way in which something that may fail on one rank alone is done on all of them: a
-        rank that raised by itself would leave the others waiting in their next collective. All
-        ranks must call it, for their own ``fn``, which must not contain collectives of this
-        group. Where all succeed it costs one collective of 16 bytes per rank.
-
-        Args:
-            device: where the flags are exchanged, of a kind that the group's backend serves.
-            call: what is being done, for example ``"save"``; ranks that meet here in different
-                calls all raise an error that names each rank's.
-
-        Raises:
-            Exception: on a rank whose ``fn`` raised: that very exception.
-            ValueError, TypeError, RuntimeError: on the other ranks, with the ranks that failed
-                and their messages; of the kind that was raised there if that is ValueError or
-                TypeError, else RuntimeError.
-        """
-        error: Exception | None = None
-        try:
-            value = fn()
-        except Exception as raised:  # whatever it is, the other ranks must hear of it
-            error = raised
-        if self.size > 1:
-            known = hashlib.sha256(call.encode()).digest()[:7]
-            mine = torch.tensor(
-                [error is not None, int.from_bytes(known, "little")], dtype=torch.int64
-            ).to(device)
-            flags = mine.repeat(self.size)
-            self.all_gather(flags, mine, call)
-            everyone = flags.view(self.size, 2).tolist()
-            if any(failed or theirs != everyone[0][1] for failed, theirs in everyone):
-                raise_together(self.exchange((call, told(error)), device), error)
-        if error is not None:
-            raise error
-        return value
-
-    def collect(self, fn: Callable[[], T], device: torch.device, call: str = "") -> list[T]:
-        """:meth:`together` for values that all ranks need: those of all ranks, in rank order.
-
-        Args:
-            fn: what it returns should be small: every rank gets all of it, pickled.
-        """
-        mine = self.together(lambda: pickle.dumps(fn()), device, call)
-        return [pickle.loads(value) for value in self.exchange(mine, device)]
-
     def topology(self, device: torch.device) -> Topology:
         """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
         backend, on_host = self.backend(device), device.type == "cpu"
@@ -394,13 +295,53 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def _bytes(value: Any, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+class Waiting:
+    """A context within which an error of the backend says what this rank was waiting for.
+
+    Args:
+        op: the collective.
+        about: whose it is; turned into text only for an error.
+    """
+
+    __slots__ = ("_about", "_comm", "_op")
+
+    def __init__(self, comm: Comm, op: str, about: object) -> None:
+        self._comm, self._op, self._about = comm, op, about
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        # Subclasses, such as one for a lack of memory, say themselves what is the matter.
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            return
+        comm = self._comm
+        of = f" of {self._about}" if self._about else ""
+        raise RuntimeError(
+            f"rank {comm.rank} of {comm.size} waited for the other ranks in {self._op}{of}, "
+            f"after {comm.steps} steps, and the process group gave up: {error}. Usually another "
+            "rank made other calls (one more batch, two steps, or clip_grad_norm_, "
+            "full_state_dict, save or the like on some ranks only), raised an error of its own, or "
+            "ended: look at what the others were doing. See 'waited for the other ranks' in "
+            "docs/troubleshooting.md"
+        ) from error
 
 
-def _unpickled(pieces: Iterable[Tensor]) -> list[Any]:
-    """Values of contiguous bytes on the host."""
-    return [
-        pickle.loads(ctypes.string_at(piece.data_ptr(), piece.numel()))  # needs no numpy
-        for piece in pieces
-    ]
+class Works:
+    """Several pieces of asynchronous work, waited for as one."""
+
+    __slots__ = ("_waiting", "_works")
+
+    def __init__(self, works: Sequence[Any], waiting: Waiting) -> None:
+        self._works, self._waiting = works, waiting
+
+    def wait(self) -> None:
+        """Return when all are done; on an accelerator it is the current stream that waits."""
+        with self._waiting:
+            for work in self._works:
+                work.wait()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, Grid, is_dense, same_everywhere
+from shardcast.comm import Comm, Grid, is_dense
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
@@ -192,9 +192,9 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
     plan = grid.everyone.together(ready, device, call)
     if grid.is_flat:
         if grid.dp.size > 1:
-            same_everywhere(grid.dp, plan.facts(), device)
+            grid.dp.check_equal(plan.facts(), device)
     else:
-        same_everywhere(grid.everyone, plan.options, device)
+        grid.everyone.check_equal(plan.options, device)
         # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
         alike = [(grid.dp, plan.facts())]
         for dim in grid.axes.copying:  # what is held as copies
@@ -207,7 +207,7 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
             ]
             alike.append((grid.group(dim), facts))
         for comm, facts in alike:
-            grid.everyone.together(partial(same_everywhere, comm, facts, device), device)
+            grid.everyone.together(partial(comm.check_equal, facts, device), device)
     if grid.axes.in_pipeline:
         line = grid.group(grid.axes.pipeline)
         everywhere = line.exchange((plan.unmatched, plan.tied(grid.axes)), device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import run_world
 
-from shardcast.comm import Comm, same_everywhere
+from shardcast.comm import Comm
 from shardcast.testing import SpawnedWorld, fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -94,7 +94,7 @@ def test_the_backend_is_named_for_real_and_mock_groups(gloo: SpawnedWorld):
 
 def compared(group: Any, lines: dict[int, list[str]]) -> str | None:
     try:
-        same_everywhere(Comm(group), lines.get(group.rank(), ["total 3", "    a (2,)"]), CPU)
+        Comm(group).check_equal(lines.get(group.rank(), ["total 3", "    a (2,)"]), CPU)
     except RuntimeError as error:
         return str(error)
     return None
@@ -114,10 +114,10 @@ def test_a_line_that_one_rank_lacks_is_shown_as_nothing():
     assert ranks[0] is not None and "rank 0: total 3; rank 1: (nothing)" in ranks[0]
 
 
-def test_equal_descriptions_cost_one_collective_of_32_bytes_per_rank():
+def test_equal_descriptions_cost_one_collective_of_8_bytes_per_rank():
     ranks, world = run_world(3, compared, {})
     assert ranks == [None] * 3
-    assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 96)]
+    assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 24)]
 
 
 def traded(group: Any, copies: int) -> list[Any]:
@@ -160,10 +160,10 @@ def act(group: Any, errors: dict[int, Exception], calls: dict[int, str], method:
         return error
 
 
-def test_what_succeeds_on_all_ranks_costs_one_collective_of_16_bytes_per_rank():
+def test_what_succeeds_on_all_ranks_costs_one_collective_of_8_bytes_per_rank():
     ranks, world = run_world(3, act, {}, {}, "together")
     assert ranks == [0, 10, 20]
-    assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 48)]
+    assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 24)]
 
 
 @pytest.mark.parametrize("method", ["together", "collect"])
