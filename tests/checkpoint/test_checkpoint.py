@@ -174,7 +174,9 @@ def mixed(group: Any, folder: str, load: bool) -> Any:
     torch.manual_seed(group.rank() + 10 * load)
     model = Mixed()
     params = [*model.body.parameters(), *model.frozen.parameters(), *model.norm.parameters()]
-    optimizer = sharded(model, group, lambda _: torch.optim.AdamW(params), param_dtype=BF16)
+    optimizer = sharded(
+        model, group, lambda _: torch.optim.AdamW(params), param_dtype=BF16, broadcast_buffers=False
+    )
     if load:
         checkpoint.load(folder, model, optimizer)
     else:
