@@ -9,8 +9,10 @@ import ctypes
 import functools
 import inspect
 import math
+import re
 import subprocess
 import sys
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 
@@ -274,6 +276,58 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     if getattr(step, "hooked", False):  # torch's mark of its wrapper
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step.__get__(optimizer)  # type: ignore[no-any-return]
+
+
+class CollectiveError(RuntimeError):
+    """A collective was called where none may be."""
+
+
+# Operations on every element by itself, or on none, to which torch gives no such tag.
+POINTWISE = re.compile(
+    r"aten::(_foreach_(?!norm|max\b|powsum)|_fused_|new_|(zeros|ones|full|empty)_like|copy_|_to_copy|"
+    r"detach_|fill_|zero_|abs_|neg_|masked_fill_)"
+).match
+
+
+class StepObserver(TorchDispatchMode):
+    """Sees the operations that this thread calls within, and refuses collectives.
+
+    ``torch.compile`` gives up for good on what it first meets within: use ``force_eager`` around.
+
+    Attributes:
+        mixing: operations in which elements of a tensor may meet, such as norms and products.
+
+    Raises:
+        CollectiveError: in place of a collective; at the end, too, where it was caught.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mixing: set[str] = set()
+        self._collective = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective = name
+            raise CollectiveError(name)
+        pointwise = torch.Tag.pointwise in func.tags or func.is_view or POINTWISE(name)
+        inputs = () if pointwise else tree_iter((args, kwargs))
+        if any(isinstance(value, Tensor) and value.numel() > 1 for value in inputs):
+            self.mixing.add(name)
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._collective and error[0] is None:
+            raise CollectiveError(self._collective)
+
+
+def raised_in_distributed(error: BaseException) -> bool:
+    """Whether ``torch.distributed`` raised it, as it does where there is no process group."""
+    frames = traceback.walk_tb(error.__traceback__)
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+    return names[-1].startswith("torch.distributed.")
 
 
 def coalesced(group: dist.ProcessGroup, device: torch.device, async_op: bool = False) -> Any:

@@ -84,11 +84,11 @@ class ShardcastConfig:
     partition: str = _option(
         "auto",
         "even: equal spans (elementwise optimizers); whole: one owner per parameter (any "
-        "optimizer); auto: even where the optimizer is known to be elementwise",
+        "optimizer); auto: even where the optimizer is elementwise",
         _one_of("auto", "even", "whole"),
     )
     elementwise: bool | None = _option(
-        None, "declare whether the optimizer's update is elementwise; null: known classes only"
+        None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
     )
     pack_mb: float | None = _option(
         None,

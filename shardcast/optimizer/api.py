@@ -25,11 +25,6 @@ from shardcast.step.update.several import Updates
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
 
-REFUSED: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.LBFGS: "it needs the whole gradient as one vector",
-    torch.optim.SparseAdam: "it works on sparse gradients",
-}
-
 
 def shard(
     model: nn.Module | Sequence[nn.Module],
@@ -177,12 +172,6 @@ def _check(
                 f"{type(optimizer).__name__}; build one over model.parameters() and pass the "
                 "object, not the class"
             )
-        for refused, reason in REFUSED.items():
-            if isinstance(optimizer, refused):
-                raise TypeError(
-                    f"optimizer: {type(optimizer).__name__} cannot be sharded ({reason}); use a "
-                    "first-order optimizer on dense gradients, such as AdamW"
-                )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
                 "optimizer: differentiable=True cannot be sharded, the update runs without "

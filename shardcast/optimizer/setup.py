@@ -26,7 +26,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
 from shardcast.memory.shard import Shard, build_shard
-from shardcast.plan import validate
+from shardcast.plan import probe, validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
@@ -120,13 +120,20 @@ def plan_for(
     precision = Precision(inner, config)
     if averaged:
         validate.check_ddp(params, precision.storage_dtype, config)
-    partitions = {n: partition_of(owner, config) for n, owner, _ in originals.numbered()}
+    elementwise = _elementwise(originals, config, axes)
+    partitions = {
+        number: partition_of(owner, elementwise[number.optimizer], config)
+        for number, owner, _ in originals.numbered()
+    }
     unmatched = (*precision.unmatched, *axes.unmatched(params)) if before is None else ()
     if axes.in_pipeline:
         validate.check_staged(config)
     else:
         validate.check_matched(unmatched)
     sharings = axes.sharings({**params, **rest})
+    for name, param in params.items():
+        if _compat.is_dtensor(param) and not elementwise[groups[name].optimizer]:
+            validate.check_whole(name, param, originals.owner(groups[name]))
     costs = _costs(params, groups, originals, config)
     infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
     if len(stages) > 1:  # each can be reduced as soon as its own backwards are done
@@ -146,6 +153,17 @@ def plan_for(
     )  # fmt: skip
 
 
+def _elementwise(originals: Originals, config: ShardcastConfig, axes: Axes) -> list[bool]:
+    """Whether each optimizer is elementwise; TypeError for one that cannot be sharded."""
+    traits = [probe.traits_of(optimizer) for optimizer in originals.optimizers]
+    ranks = max(axes.world_size, *axes.sizes.values(), 1)
+    for trait in traits:
+        if trait.entangled and ranks > 1:
+            raise TypeError(trait.entangled)
+    declared = config.elementwise
+    return [trait.elementwise if declared is None else declared for trait in traits]
+
+
 def _costs(
     params: Mapping[str, nn.Parameter],
     groups: Mapping[str, GroupId],
@@ -153,9 +171,6 @@ def _costs(
     config: ShardcastConfig,
 ) -> dict[str, float]:
     """Of the updates that cost something else than the parameter's elements."""
-    for name, param in params.items():
-        if _compat.is_dtensor(param):
-            validate.check_whole(name, param, originals.owner(groups[name]), config)
     muon = any(isinstance(optimizer, torch.optim.Muon) for optimizer in originals.optimizers)
     if not muon and config.cost_fn is None:
         return {}

@@ -32,18 +32,12 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 ELEMENT = 20.0  # floating-point operations per element of an elementwise update, about
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> bool:
-    """Whether its update of an element needs nothing but that element."""
-    if config.elementwise is None:
-        return type(optimizer) in ELEMENTWISE
-    return config.elementwise
-
-
-def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> str:
+def partition_of(
+    optimizer: torch.optim.Optimizer, elementwise: bool, config: ShardcastConfig
+) -> str:
     """``auto``: even only where the update of an element needs nothing but that element."""
     chosen = (("sync", config.sync), ("reduce", config.reduce))
     equal = [(name, way) for name, way in chosen if way in ("all_gather", "reduce_scatter")]
-    elementwise = is_elementwise(optimizer, config)
     partition = config.partition
     if partition == "auto":
         partition = "even" if elementwise else "whole"
@@ -54,9 +48,9 @@ def partition_of(optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> s
         )
     if config.partition == "even" and not elementwise:
         raise ValueError(
-            f"partition: 'even' cuts parameters, and {type(optimizer).__name__} is not known to "
-            "be elementwise; use 'whole' or 'auto', or declare elementwise=True if its update of "
-            "an element depends on nothing but that element's gradient and state"
+            f"partition: 'even' cuts parameters, and {type(optimizer).__name__} is not "
+            "elementwise; use 'whole' or 'auto', or declare elementwise=True if its update of an "
+            "element depends on nothing but that element's gradient and state"
         )
     return partition
 

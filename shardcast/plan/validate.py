@@ -14,7 +14,6 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
-from shardcast.plan.partition import is_elementwise
 from shardcast.plan.precision import PACKABLE
 from shardcast.plan.sharing import Tie
 
@@ -92,12 +91,10 @@ def check_matrices(
         )
 
 
-def check_whole(
-    name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer, config: ShardcastConfig
-) -> None:
-    """Raise TypeError for a part of a parameter under an optimizer that needs all of it."""
+def check_whole(name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for a part of a parameter; the optimizer is not elementwise."""
     cut = [dim for dim, p in _compat.placements(param).items() if not p.is_replicate()]
-    if cut and not is_elementwise(optimizer, config):
+    if cut:
         raise TypeError(
             f"optimizer: parameter {name!r} is cut over mesh dimension {cut[0]!r}, and "
             f"{type(optimizer).__name__} needs whole parameters; give it to an elementwise "

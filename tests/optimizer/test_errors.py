@@ -7,6 +7,7 @@ import pickle
 import re
 from typing import Any
 
+import foreign
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,20 +19,6 @@ import shardcast
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Factored(torch.optim.Optimizer):
-    """An optimizer whose update of an element needs its whole row."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    with torch.no_grad():
-                        param -= group["lr"] * param.grad / (1 + param.grad.norm())
 
 
 def test_parameters_that_are_not_the_models_are_refused():
@@ -151,24 +138,13 @@ def test_a_class_instead_of_an_optimizer_is_refused():
 
 def test_cutting_parameters_of_an_optimizer_that_is_not_elementwise_is_refused():
     model = MLP()
-    with pytest.raises(ValueError, match="Factored is not known to be elementwise; use 'whole'"):
-        shardcast.shard(model, Factored(model.parameters()), partition="even")
-    optimizer = shardcast.shard(model, Factored(model.parameters()), partition="auto")
+    with pytest.raises(ValueError, match="Normalized is not elementwise; use 'whole'"):
+        shardcast.shard(model, foreign.Normalized(model.parameters()), partition="even")
+    optimizer = shardcast.shard(model, foreign.Normalized(model.parameters()), partition="auto")
     assert optimizer.layout.partition == "whole"
     model = MLP()
     with pytest.raises(ValueError, match="all_gather needs equal spans"):
-        shardcast.shard(model, Factored(model.parameters()), sync="all_gather")
-
-
-def test_a_subclass_is_not_taken_for_the_elementwise_class_it_extends():
-    class Trusting(torch.optim.AdamW):
-        pass
-
-    model = MLP()
-    assert sharded(model, optimizer=lambda m: Trusting(m.parameters())).layout.partition == "whole"
-    model = MLP()
-    optimizer = sharded(model, optimizer=lambda m: Trusting(m.parameters()), elementwise=True)
-    assert optimizer.layout.partition == "even"
+        shardcast.shard(model, foreign.Normalized(model.parameters()), sync="all_gather")
 
 
 def test_sharding_twice_is_refused():

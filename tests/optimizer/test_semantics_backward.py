@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import foreign
 import pytest
 import torch
 from oracle import BATCH, check, mlp, set_grads
@@ -326,39 +327,26 @@ def test_hooks_of_all_optimizers_run_once_per_step(kind: Any):
     assert seen == ["ShardedOptimizer"]
 
 
-class WholeStep(torch.optim.SGD):
-    """As Prodigy: a step size in the group, computed from all parameters' gradients."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            norms = [param.grad.norm() for param in group["params"] if param.grad is not None]
-            if norms:  # a rank that owns nothing knows nothing of it, and raises all the same
-                group["d"] = float(sum(norms))
-        super().step(closure)
-
-
-def test_a_class_whose_step_size_comes_from_all_parameters_is_refused():
+def test_a_class_that_no_trial_could_measure_is_watched_in_its_first_steps():
     def run(group: Any) -> None:
         model = mlp()
-        optimizer = shardcast.shard(
-            model, WholeStep(model.parameters(), lr=0.1), process_group=group, pack_params=1
-        )
+        inner = foreign.Unmeasured(model.parameters())
+        optimizer = shardcast.shard(model, inner, process_group=group, pack_params=1)
         set_grads(model, 0)
         optimizer.step()
 
     ThreadedWorld(1).run(run)
-    with pytest.raises(RuntimeError, match=r"WholeStep computed 'd' of group 0 as .* with DDP"):
-        ThreadedWorld(2).run(run)
-    told = []
+    messages = []
 
     def caught(group: Any) -> None:
-        try:
+        with pytest.raises(
+            RuntimeError, match=r"Unmeasured computed 'd' of group 0 as .* with DDP"
+        ):
             run(group)
-        except RuntimeError as error:
-            told.append(str(error))
+        messages.append(group.rank())
 
-    ThreadedWorld(8).run(caught)
-    assert len(told) == 8 and len(set(told)) == 1
+    ThreadedWorld(8).run(caught)  # some ranks own nothing, and raise all the same
+    assert len(messages) == 8
 
 
 def odd_buffers(group: Any) -> list[Tensor]:

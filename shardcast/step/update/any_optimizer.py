@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
+from shardcast.plan import probe, twins
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
@@ -39,18 +39,11 @@ class AnyOptimizerUpdate:
     ) -> None:
         self._optimizer, self._comm = optimizer, comm
         self.elementwise = elementwise
-        foreign = not type(optimizer).__module__.startswith("torch.optim")
-        self._unproven = PROBATION if foreign else 0  # steps after which options are compared
+        self._watched = 0 if probe.is_known(optimizer) else PROBATION  # steps
         self._ready = ready
         self._shards: list[Shard] = []  # on all ranks the same, own parts or not
         self._params: dict[Shard, list[nn.Parameter]] = {}
-        self._inner = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
-        self._inner.__dict__.update(optimizer.__dict__)
-        self._inner.__dict__.pop("step", None)  # a scheduler's wrapper steps the original
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(self._inner, hooks, OrderedDict())  # they run on the sharded optimizer
-        self._inner.state = defaultdict(dict)
-        self._inner.param_groups = []
+        self._inner = twins.bare_twin(optimizer)
         if isinstance(optimizer, torch.optim.Muon):
             self._step: Callable[[], Any] = partial(muon.step_, self._inner)
         else:
@@ -125,10 +118,11 @@ class AnyOptimizerUpdate:
                     grad = exact[shard.local(part.start, part.stop)]
                     param.grad = grad.view(param.shape)
         with torch.enable_grad():  # some optimizers compute with autograd
-            self._step()
-        if self._unproven and self._comm.size > 1:
-            self._unproven -= 1
-            self._compare_options(decision.skip.device)
+            if self._watched and self._comm.size > 1:
+                self._watched -= 1
+                self._step_watched(decision.skip.device)
+            else:
+                self._step()
         for shard in mine:
             for param in self._params[shard]:
                 param.grad = None
@@ -142,23 +136,31 @@ class AnyOptimizerUpdate:
                 del outer[key]
             outer.update((key, value) for key, value in inner.items() if key != "params")
 
-    def _compare_options(self, device: torch.device) -> None:
-        """Raise if what the class keeps in its groups differs between ranks.
+    def _step_watched(self, device: torch.device) -> None:
+        """Step a class that torch does not have; what its probe could not see is seen here.
 
-        Then it was computed from all of a rank's parameters, as the step size of Prodigy and
-        D-Adaptation is, and no partition can be right. Such classes are not known by name. Whole
-        numbers are counts: of steps, or of a rank's parameters (heavyball).
+        Raises:
+            TypeError: on every rank: the step called a collective.
+            RuntimeError: on every rank: a number in the groups differs between ranks, so it was
+                computed from all of a rank's parameters and no partition can be right.
         """
-        mine = {
-            f"{key!r} of group {number}": float(value)
-            for number, group in enumerate(self._inner.param_groups)
-            for key, value in group.items()
-            if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
-        }
-        everyone = self._comm.exchange(mine, device)
-        # Of all ranks: one that owns nothing may know fewer, and has to raise with the others.
-        for option in dict.fromkeys(option for theirs in everyone for option in theirs):
-            values = [theirs[option] for theirs in everyone if option in theirs]
+
+        def stepped() -> dict[str, float]:
+            try:  # compiled functions would not be compiled again under a StepObserver
+                with torch.compiler.set_stance("force_eager"), _compat.StepObserver():
+                    self._step()
+            except _compat.CollectiveError as error:
+                raise probe.collective_refusal(self._optimizer) from error
+            return {
+                f"{name!r} of group {number}": value
+                for number, group in enumerate(self._inner.param_groups)
+                for name, value in probe.numbers(group).items()
+            }
+
+        numbers_of_ranks = self._comm.collect(stepped, device, "step")
+        # A rank that owns no parameters may have fewer numbers, and raises with the others.
+        for option in dict.fromkeys(name for numbers in numbers_of_ranks for name in numbers):
+            values = [numbers[option] for numbers in numbers_of_ranks if option in numbers]
             if any(value != values[0] for value in values):
                 raise RuntimeError(
                     f"optimizer: {type(self._optimizer).__name__} computed {option} as "
@@ -178,11 +180,9 @@ class AnyOptimizerUpdate:
 
     def switch(self, mode: str) -> bool:
         """Of schedule-free optimizers; whether masters may have changed and were published."""
-        method = getattr(self._inner, mode, None)
-        if not callable(method):
-            return False
         self._read_groups()
-        method()
+        if not twins.switch(self._inner, mode):
+            return False
         self._write_groups()
         for shard in self._params:
             self._publish(shard)

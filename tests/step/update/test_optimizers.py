@@ -73,7 +73,7 @@ def test_every_class_of_torch_is_sharded_or_refused_with_a_reason(name: str):
 
 def test_cutting_the_parameters_of_muon_is_refused():
     model = mlp()
-    with pytest.raises(ValueError, match="Muon is not known to be elementwise; use 'whole'"):
+    with pytest.raises(ValueError, match="Muon is not elementwise; use 'whole'"):
         shardcast.shard(model, builder("Muon")(model), partition="even")
 
 
@@ -83,7 +83,7 @@ def test_cutting_them_all_the_same_would_be_wrong():
         check(builder("Adafactor"), steps(5), worlds=(2,), elementwise=True)
 
 
-@pytest.mark.parametrize("elementwise", [None, True])
+@pytest.mark.parametrize("elementwise", [None, False])
 def test_a_third_party_lion_equals_itself_unsharded(elementwise: bool | None):
     check(
         lambda model: lion_pytorch.Lion(model.parameters(), lr=1e-2, weight_decay=0.1),
@@ -92,7 +92,7 @@ def test_a_third_party_lion_equals_itself_unsharded(elementwise: bool | None):
     )
 
 
-@pytest.mark.parametrize("elementwise", [None, True])
+@pytest.mark.parametrize("elementwise", [None, False])
 def test_a_schedule_free_optimizer_equals_itself_in_both_modes(elementwise: bool | None):
     def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
         for _ in range(2):
@@ -105,15 +105,6 @@ def test_a_schedule_free_optimizer_equals_itself_in_both_modes(elementwise: bool
         script,
         elementwise=elementwise,
     )
-
-
-def test_an_unknown_class_is_not_cut():
-    class Mine(torch.optim.SGD):
-        pass
-
-    model = mlp()
-    optimizer = shardcast.shard(model, Mine(model.parameters(), lr=0.1))
-    assert optimizer.layout.partition == "whole"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import foreign
 import pytest
 import torch
 from oracle import BATCH, Optimizers, difference, mlp, pair, set_grads
@@ -242,7 +243,9 @@ def test_packs_that_muon_is_done_with_are_synced_beside_the_others(
 ):
     def run(group: Any) -> tuple[list[Tensor], list[bool]]:
         model = mlp()
-        optimizer = shard(model, pair(model), group, pack_params=1, overlap_sync=overlap)
+        optimizer = shard(
+            model, pair(model), group, pack_params=1, overlap_sync=overlap, sync="broadcast"
+        )
         train(model, optimizer.optimizers, 3)
         model(BATCH).sum().backward()
         del group.log[:]
@@ -693,49 +696,20 @@ def test_ranks_that_assign_differently_all_raise(other: str):
     assert "rank" in first
 
 
-class FromAll(torch.optim.Optimizer):
-    """The step size depends on all parameters that it holds, as Prodigy's does."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"d": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            held = [param for param in group["params"] if param.grad is not None]
-            group["d"] = 1.0 + sum(float(param.grad.norm()) for param in held)
-            for param in held:
-                param.sub_(param.grad, alpha=0.01 / group["d"])
-
-
 def test_an_optimizer_that_wants_all_parameters_is_named_on_every_rank():
     def run(group: Any) -> None:
         model = mlp()
         muon, adamw = pair(model)
-        optimizer = shard(model, [FromAll(muon.param_groups[0]["params"]), adamw], group)
-        set_grads(model, 0)
-        with pytest.raises(RuntimeError, match=r"FromAll computed 'd' of group 0 as .* on"):
-            optimizer.step()
+        with pytest.raises(TypeError, match="StepSizeOfAll cannot be sharded"):
+            shard(model, [foreign.StepSizeOfAll(muon.param_groups[0]["params"]), adamw], group)
 
     ThreadedWorld(2).run(run)
-
-
-class Counts(FromAll):
-    """Keeps the number of its parameters, as heavyball does, and uses it for nothing."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] = len(group["params"])
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=0.01)
 
 
 def test_an_optimizer_that_counts_its_parameters_is_no_such_one():
     def build(model: nn.Module) -> Optimizers:
         muon, adamw = pair(model)
-        return [Counts(muon.param_groups[0]["params"]), adamw]
+        return [foreign.Counts(muon.param_groups[0]["params"]), adamw]
 
     assert differences(build) == 0
 

@@ -1,0 +1,291 @@
+"""What the update of an optimizer class needs, measured by steps of a twin of the optimizer.
+
+A twin has the class, the attributes and the group options of the optimizer, and tiny parameters on
+the host in place of the model's. It answers four questions at :func:`shardcast.shard`::
+
+    alone        no other optimizer works inside it
+    local        its step calls no collective
+    separable    the update of a parameter is the same without the other parameters
+    elementwise  the update of a tensor is that of its parts bit for bit, and no operation, such as
+                 a norm, lets elements meet: a class may use one in rare cases only
+
+The classes of torch are known and not measured. A class whose twin cannot run here (it needs a
+closure or an accelerator, or draws random numbers) counts as separable and not elementwise; its
+first steps are watched, see :mod:`shardcast.step.update.any_optimizer`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.plan.partition import ELEMENTWISE
+from shardcast.plan.twins import Samples, Twins, unnoticed
+
+# Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
+# one, which is above any bound in one step and below it in another.
+SCALES = ((1.0, 1e-3, 1.0, 30.0), (1e4, 1.0, 1e-4, 1.0))
+# Rows, columns and further lengths of parameters. Some classes factor only from 128 columns on.
+SMALL, LARGE = (6, 4, 3), (160, 128, 1)
+BATCHING = 0.05  # of an update: how much kernels for several matrices round bf16 differently
+ATTRIBUTES = 10_000  # objects and tensor elements that a twin may copy
+REACH = 4  # attributes of attributes that are looked at
+
+
+class Traits(NamedTuple):
+    """What a class needs.
+
+    Attributes:
+        elementwise: the update of an element needs nothing but that element.
+        entangled: why several ranks cannot share its parameters; empty if they can.
+    """
+
+    elementwise: bool
+    entangled: str = ""
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of a class of ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
+    """Measure ``optimizer``, which stays as it is. Local; equal on ranks with equal optimizers.
+
+    Raises:
+        TypeError: its class cannot be sharded over any number of ranks; names the remedy.
+    """
+    _refuse_kind(optimizer)
+    if is_known(optimizer):
+        return Traits(type(optimizer) in ELEMENTWISE)
+    _refuse_holder(optimizer)
+    if not _can_be_copied(optimizer):
+        return Traits(elementwise=False)
+    try:
+        with unnoticed() as draws:
+            traits = _measured(optimizer)
+            is_random = draws()
+    except _compat.CollectiveError as error:
+        raise collective_refusal(optimizer) from error
+    except _RefusedError as refusal:
+        raise TypeError(str(refusal)) from None
+    except Exception as error:  # the class cannot run on tiny host tensors
+        if _compat.raised_in_distributed(error):  # there is no process group yet
+            raise collective_refusal(optimizer) from error
+        return Traits(elementwise=False)
+    return Traits(elementwise=False) if is_random else traits
+
+
+# -- refused without a step ---------------------------------------------------------------------
+
+
+def _refuse_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for a class whose step needs more than dense gradients."""
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        reason = "it works on sparse gradients"
+    elif any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
+        reason = "its step needs arguments, such as a closure that evaluates the loss again"
+    else:
+        return
+    raise TypeError(
+        f"optimizer: {type(optimizer).__name__} cannot be sharded ({reason}); use a first-order "
+        "optimizer on dense gradients, such as AdamW"
+    )
+
+
+def _refuse_holder(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for an optimizer with another one inside, which knows no masters."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    for path, value in _attributes(optimizer):
+        if not isinstance(value, torch.optim.Optimizer) or value is optimizer:
+            continue
+        shared = any(param in params for group in value.param_groups for param in group["params"])
+        if shared or path.count(".") == 1:
+            outer, inner = type(optimizer).__name__, type(value).__name__
+            raise TypeError(
+                f"optimizer: {outer} holds another optimizer, {inner}, which would update the "
+                f"model's parameters and not their masters; shard that one, "
+                f"shardcast.shard(model, {path}), and leave {outer} out or build it around the "
+                "result"
+            )
+
+
+def _attributes(root: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Every object that attributes and containers lead to, nearest first, with its path."""
+    seen = {id(root)}
+    level: list[tuple[str, Any]] = [("optimizer", root)]
+    for _ in range(REACH):
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            for name, part in _parts(value):
+                if id(part) not in seen and len(seen) < ATTRIBUTES:
+                    seen.add(id(part))
+                    below.append((f"{path}.{name}", part))
+        yield from below
+        level = below
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, (Tensor, nn.Module, type, torch.Generator)) or callable(value):
+        return []
+    if isinstance(value, Mapping):
+        return [(str(key), part) for key, part in list(value.items())]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(str(number), part) for number, part in enumerate(value)]
+    parts = getattr(value, "__dict__", {})
+    return [(name, part) for name, part in parts.items() if name not in ("state", "param_groups")]
+
+
+def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a twin of its attributes is small, and separate from the script's objects."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    elements = 0
+    for _, value in _attributes(optimizer):
+        if isinstance(value, (nn.Module, torch.Generator)):  # a generator makes it random
+            return False
+        if isinstance(value, Tensor) and value not in params:
+            elements += value.numel()
+    return elements < ATTRIBUTES
+
+
+# -- measured -----------------------------------------------------------------------------------
+
+
+class _RefusedError(Exception):
+    """What is wrong with the class."""
+
+
+def _measured(optimizer: torch.optim.Optimizer) -> Traits:
+    twins = Twins(optimizer)
+    samples = twins.samples(SMALL, SCALES)
+    with _compat.StepObserver() as small:
+        together = twins.stepped(samples)
+    fits = _has_state_of_elements(together)
+    params = [param for group in together.param_groups for param in group["params"]]
+    if not all(bool(param.isfinite().all()) for param in params):
+        return Traits(elementwise=False)
+    dependence = _dependence(twins, samples, together)
+    if dependence:
+        return Traits(False, _entangled(optimizer, dependence))
+    if not fits or small.mixing or not _is_sum_of_parts(twins, samples, together):
+        return Traits(elementwise=False)
+    with _compat.StepObserver() as large:
+        whole = twins.stepped(twins.samples(LARGE, [(1.0, 30.0)]))
+    return Traits(_has_state_of_elements(whole) and not large.mixing)
+
+
+def _dependence(twins: Twins, samples: Samples, together: torch.optim.Optimizer) -> str:
+    """What differs if every second parameter is left out; empty if nothing does."""
+    for turn in (0, 1):
+        alone = twins.stepped([of_group[turn::2] for of_group in samples])
+        triples = zip(together.param_groups, alone.param_groups, samples, strict=True)
+        for group, lonely, of_group in triples:
+            for name, value in numbers(group).items():
+                if not math.isclose(value, numbers(lonely).get(name, value), rel_tol=1e-3):
+                    return f"{name!r}, which it keeps in its groups,"
+            pairs = zip(group["params"][turn::2], lonely["params"], of_group[turn::2], strict=True)
+            for param, same, sample in pairs:
+                update = (param.detach() - sample.value).abs().max()
+                if (param.detach() - same.detach()).abs().max() > BATCHING * update:
+                    return "its update of a parameter"
+    return ""
+
+
+def numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """What a class computes and keeps in a group; whole numbers are counts."""
+    return {
+        name: float(value)
+        for name, value in group.items()
+        if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def _entangled(optimizer: torch.optim.Optimizer, dependence: str) -> str:
+    name = type(optimizer).__name__
+    clips = {
+        option: value
+        for option, value in {**optimizer.defaults, **optimizer.param_groups[0]}.items()
+        if ("norm" in option or "clip" in option) and isinstance(value, (int, float)) and value
+    }
+    remedy = "use it with DDP, or use another optimizer"
+    for option, bound in clips.items():
+        off = next((o for o in (None, 0.0, False) if _is_separable(optimizer, {option: o})), ...)
+        if off is not ...:
+            remedy = f"build it with {option}={off} and pass max_grad_norm={bound} to shard()"
+            break
+    return (
+        f"optimizer: {name} cannot be sharded: {dependence} depends on all parameters, and each "
+        f"rank has some of them; {remedy}"
+    )
+
+
+def _is_separable(optimizer: torch.optim.Optimizer, changes: Mapping[str, Any]) -> bool:
+    twins = Twins(optimizer, **changes)
+    samples = twins.samples(SMALL, SCALES)
+    try:
+        return not _dependence(twins, samples, twins.stepped(samples))
+    except Exception:  # no such value of the option
+        return False
+
+
+def _is_sum_of_parts(twins: Twins, samples: Samples, whole: torch.optim.Optimizer) -> bool:
+    """Whether parameters that are cut into flat parts end, and keep state, as in one piece."""
+    cuts = [[sample.parts() for sample in of_group] for of_group in samples]
+    cut = twins.stepped([[part for parts in of_group for part in parts] for of_group in cuts])
+    for group, cut_group, of_group in zip(whole.param_groups, cut.param_groups, cuts, strict=True):
+        pieces = iter(cut_group["params"])
+        for param, parts in zip(group["params"], of_group, strict=True):
+            own = [next(pieces) for _ in parts]
+            pairs = [(param, own)]
+            for name, value in whole.state[param].items():
+                pairs.append((value, [cut.state[piece].get(name) for piece in own]))
+            if not all(_is_joined(value, values) for value, values in pairs):
+                return False
+    return True
+
+
+def _is_joined(value: Any, parts: Sequence[Any]) -> bool:
+    if isinstance(value, Tensor) and value.dim():
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        return torch.equal(value.reshape(-1), flat)
+    if not isinstance(value, (Tensor, int, float, str, type(None))):
+        return False
+    return all(bool(part == value) for part in parts)
+
+
+def _has_state_of_elements(twin: torch.optim.Optimizer) -> bool:
+    """Whether every tensor of the state is one number, or has one for each element.
+
+    Raises:
+        _RefusedError: a tensor is of a subclass, which cannot be cut, cast or copied in general.
+    """
+    fits = True
+    for param in (param for group in twin.param_groups for param in group["params"]):
+        for name, value in twin.state[param].items():
+            if not isinstance(value, Tensor):
+                continue
+            if type(value) not in (Tensor, nn.Parameter):
+                raise _RefusedError(
+                    f"optimizer: {type(twin).__name__} cannot be sharded: its state {name!r} is a "
+                    f"{type(value).__name__}, a subclass of Tensor that checkpoints cannot hold; "
+                    "use torch.optim.AdamW, with moments='int8' for state of one byte each"
+                )
+            fits = fits and (value.dim() == 0 or value.shape == param.shape)
+    return fits
+
+
+def collective_refusal(optimizer: torch.optim.Optimizer) -> TypeError:
+    """The error for a class that calls collectives in its step."""
+    name = type(optimizer).__name__
+    remedy = "torch.optim.Muon" if "muon" in name.lower() else "a class for one process"
+    return TypeError(
+        f"optimizer: {name} cannot be sharded: its step calls collectives, as if every rank had "
+        f"all parameters; use {remedy}, whose parameters shardcast distributes"
+    )

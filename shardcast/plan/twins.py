@@ -1,0 +1,191 @@
+"""Twins of an optimizer: its class, attributes and group options over tiny parameters on the host.
+
+Stepping one shows how the class updates, and changes nothing that the script can see.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+
+# What a twin has of its own: torch's, and the step that a scheduler put around that of the class.
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+OWN = ("state", "param_groups", "step", *HOOKS)
+RATE = 0.1  # in place of lr, which a schedule may have set to 0
+GROUPS = 6  # groups with different options that are tried
+
+
+def bare_twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the same class and attributes, without groups, state and hooks."""
+    twin = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
+    twin.__dict__.update((k, v) for k, v in vars(optimizer).items() if k not in OWN)
+    for hooks in HOOKS:
+        setattr(twin, hooks, OrderedDict())
+    twin.state, twin.param_groups = defaultdict(dict), []
+    return twin
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A parameter of a twin: its value before the first step, its gradient of each step."""
+
+    value: Tensor
+    grads: tuple[Tensor, ...]
+
+    @classmethod
+    def drawn(
+        cls, shape: tuple[int, ...], scales: Sequence[float], generator: torch.Generator
+    ) -> Sample:
+        """A random one; ``scales`` are of its gradients."""
+
+        def draw() -> Tensor:
+            return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+        direction = draw()  # gradients agree by half, since some classes then grow their step size
+        return cls(draw(), tuple(scale * (direction + draw()) for scale in scales))
+
+    def parts(self) -> list[Sample]:
+        """Two flat parts of unequal length, or itself where it has one element."""
+        if self.value.numel() == 1:
+            return [self]
+        at = self.value.numel() // 3
+        flat = [tensor.reshape(-1) for tensor in (self.value, *self.grads)]
+        cuts = [[f[:at] for f in flat], [f[at:] for f in flat]]
+        return [Sample(value, tuple(grads)) for value, *grads in cuts]
+
+
+Samples = list[list[Sample]]  # of each group
+
+
+class Twins:
+    """Twins of one optimizer, with each kind of its groups once.
+
+    Args:
+        changes: options that are tried in place of the optimizer's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **changes: Any) -> None:
+        self._optimizer, self._changes = optimizer, changes
+        self._groups: list[Mapping[str, Any]] = []
+        dims_of_kinds: dict[tuple[Any, ...], set[int]] = {}
+        for group in optimizer.param_groups:
+            kind = tuple((name, _kind(name, value)) for name, value in group.items())
+            dims = {param.dim() for param in group["params"]}
+            if dims and kind not in dims_of_kinds and len(dims_of_kinds) < GROUPS:
+                dims_of_kinds[kind] = set()
+                self._groups.append(group)
+            dims_of_kinds.get(kind, set()).update(dims)
+        self._dims = [sorted(dims) for dims in dims_of_kinds.values()]
+
+    def samples(self, lengths: tuple[int, int, int], scales: Sequence[Sequence[float]]) -> Samples:
+        """For every group and number of dimensions a parameter with each of ``scales``.
+
+        Args:
+            lengths: of the first two dimensions, and of each further one.
+        """
+        generator = torch.Generator("cpu").manual_seed(0)
+        rows, columns, more = lengths
+
+        def shape(dim: int) -> tuple[int, ...]:
+            return (rows, columns, *[more] * (dim - 2)) if dim > 1 else (rows * columns,) * dim
+
+        return [
+            [Sample.drawn(shape(dim), each, generator) for dim in dims for each in scales]
+            for dims in self._dims
+        ]
+
+    def stepped(self, samples: Samples) -> torch.optim.Optimizer:
+        """A twin over ``samples`` after a step with each of their gradients."""
+        params = (param for group in self._optimizer.param_groups for param in group["params"])
+        # Attributes may hold the model's parameters, which a step must not reach.
+        stand_ins: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in params}
+        twin = bare_twin(self._optimizer)
+        twin.__dict__.update(copy.deepcopy(vars(twin), stand_ins))
+        twin.defaults.update(self._changes)
+        for group, of_group in zip(self._groups, samples, strict=True):
+            own = [nn.Parameter(sample.value.clone()) for sample in of_group]
+            twin.param_groups.append({**_options(group), **self._changes, "params": own})
+        switch(twin, "train")
+        step = _compat.bare_step(twin)
+        for number in range(len(samples[0][0].grads)):
+            for group, of_group in zip(twin.param_groups, samples, strict=True):
+                for param, sample in zip(group["params"], of_group, strict=True):
+                    param.grad = sample.grads[number].clone()
+            with torch.enable_grad():  # some classes compute with autograd
+                step()
+        switch(twin, "eval")
+        return twin
+
+
+def switch(optimizer: torch.optim.Optimizer, mode: str) -> bool:
+    """Call ``train`` or ``eval`` of a schedule-free class; whether it has it."""
+    method = getattr(optimizer, mode, None)
+    if not callable(method):
+        return False
+    method()
+    return True
+
+
+def _kind(name: str, value: Any) -> Any:
+    """Equal for options with which a class, in all likelihood, updates in the same way."""
+    if name == "lr" or isinstance(value, (list, tuple, dict)):  # rates, names, parameters
+        return type(value)
+    if isinstance(value, (bool, str)) or value is None:
+        return value
+    if isinstance(value, (int, float)):
+        return value == 0  # a decay, say
+    return type(value)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group for a twin of it."""
+    options = {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+    rate = options.get("lr")
+    if rate is not None:
+        options["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
+    if "capturable" in options:  # needs an accelerator
+        options["capturable"] = False
+    return options
+
+
+@contextmanager
+def unnoticed() -> Iterator[Callable[[], bool]]:
+    """Step twins without a trace: eagerly, on the host, and random generators get their state back.
+
+    Gives a function that tells whether a generator of the host has been used.
+    """
+    numpy = sys.modules.get("numpy")
+
+    def states() -> list[Any]:
+        of_numpy = numpy.random.get_state(legacy=False) if numpy else None
+        return [random.getstate(), of_numpy, torch.get_rng_state().tolist()]
+
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    host = torch.get_default_device().type == "cpu"
+    with (
+        torch.random.fork_rng(devices),
+        nullcontext() if host else torch.device("cpu"),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        before = states()
+        try:
+            yield lambda: repr(states()) != repr(before)
+        finally:
+            random.setstate(before[0])
+            if numpy:
+                numpy.random.set_state(before[1])

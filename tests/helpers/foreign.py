@@ -1,0 +1,205 @@
+"""Optimizer classes as third parties write them, in a few lines each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Rule(torch.optim.Optimizer):
+    """Subclasses say what to subtract from a parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * self.direction(param, param.grad, group))
+
+
+class Signs(Rule):
+    """Lion, nearly."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+        average.mul_(0.9).add_(grad, alpha=0.1)
+        return (0.5 * average + 0.5 * grad).sign()
+
+
+class Normalized(Rule):
+    """An element's update needs its tensor's norm."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        return grad / (1 + grad.norm())
+
+
+class RarelyNormalized(Rule):
+    """Only gradients that the first element of the parameter says need a norm."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        norm = grad.norm()
+        return grad / norm if param.reshape(-1)[0] == 12345.0 else grad
+
+
+class Factored(Rule):
+    """One second moment a row for matrices of 128 columns or more, one an element for others."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        square = grad * grad
+        if param.dim() == 2 and param.shape[1] >= 128:
+            square = square.mean(1, keepdim=True)
+        return grad / (square.sqrt() + 1e-8)
+
+
+class DecaysMatrices(Rule):
+    """No decay of vectors, which pieces of a matrix are."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        return grad + 0.1 * param if param.dim() > 1 else grad
+
+
+class Noisy(Rule):
+    """Langevin dynamics, by torch's, Python's or numpy's generator."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        return grad + group["draw"](param)
+
+
+class ByOwnNorm(torch.optim.AdamW):
+    """Clips by the norm of all of its parameters, unless its option is None; as timm's Lamb."""
+
+    def __init__(self, params: Any, lr: float = 0.1, max_grad_norm: float | None = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["max_grad_norm"] = max_grad_norm
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if params and self.defaults["max_grad_norm"] is not None:
+            nn.utils.clip_grad_norm_(params, self.defaults["max_grad_norm"])
+        super().step()
+
+
+class StepSizeOfAll(Rule):
+    """A step size that all parameters make grow, kept in the group; as Prodigy's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:  # a rank that owns nothing knows nothing of it
+                group["d"] = 1.0 + sum(float(param.grad.norm()) for param in params)
+            for param in params:
+                param.sub_(param.grad, alpha=0.01 / group["d"])
+
+
+class Unmeasured(StepSizeOfAll):
+    """The same of a class that does not run on its twin's parameters."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.module = nn.Linear(1, 1)  # which a twin may not have
+
+
+class Counts(Rule):
+    """Keeps the number of its parameters, as heavyball does, and uses it for nothing."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        group["count"] = len(group["params"])
+        return grad
+
+
+class GathersMatrices(Rule):
+    """Each rank updates every n-th parameter and all gather; as Keller Jordan's Muon."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        for group in self.param_groups:
+            params = group["params"]
+            padded = params + [torch.empty_like(params[-1])] * (size - len(params) % size)
+            for start in range(0, len(params), size):
+                if start + rank < len(params):
+                    param = params[start + rank]
+                    param.sub_(group["lr"] * param.grad)
+                dist.all_gather(padded[start : start + size], padded[start + rank])
+
+
+class UnmeasuredGathersMatrices(GathersMatrices):
+    """It gathers in real steps alone."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.module = nn.Linear(1, 1)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every ``k`` steps the weights go back half of the way."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.k, self.count = optimizer, k, 0
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.slow = [[p.detach().clone() for p in g["params"]] for g in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for param, weight in zip(group["params"], slow, strict=True):
+                    weight.lerp_(param, 0.5)
+                    param.copy_(weight)
+        return loss
+
+
+class InList(Rule):
+    """Optimizers in a list; as composed ones."""
+
+    def __init__(self, inner: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([p for one in inner for g in one.param_groups for p in g["params"]])
+        self.chained = list(inner)
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.chained:
+            one.step()
+
+
+class Wrapped(Tensor):
+    """A subclass, as of quantized state."""
+
+
+class QuantizedState(Rule):
+    """State of large parameters in a subclass of Tensor; as torchao's."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+        if param.numel() >= 4096 and type(average) is Tensor:
+            average = self.state[param]["exp_avg"] = average.as_subclass(Wrapped)
+        average.lerp_(grad, 0.1)
+        return average.as_subclass(Tensor)
+
+
+class OwnShapes(Rule):
+    """Moments of rows and columns, without the dimension that was reduced; as Adafactor's."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[param]
+        if param.dim() < 2:
+            return grad
+        for name, dim in (("row", -1), ("column", -2)):
+            state.setdefault(name, torch.ones_like(param.sum(dim)))
+            state[name].lerp_((grad * grad).sum(dim), 0.1)
+        assert state["row"].shape == param.shape[:-1]  # else it would be broadcast
+        assert state["column"].shape == param.shape[:-2] + param.shape[-1:]
+        return grad / (state["row"].unsqueeze(-1) * state["column"].unsqueeze(-2)).sqrt()
