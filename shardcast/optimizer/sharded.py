@@ -183,13 +183,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if before is not None:
             self._clip.note(before)
 
-    def clip_grad_norm_(self, *args: Any, **options: Any) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        parameters: validate.Parameters | float | None = None,
+        max_norm: float | Tensor | None = None,
+        norm_type: float | None = None,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
         """Clip the global gradient norm in the coming step; every rank must call it.
 
-        ``clip_grad_norm_(max_norm)``, or as the function of ``torch.nn.utils``, with all trained
-        parameters and the configuration's ``norm_type``. Finishes the reduction now; the clipping
-        itself is folded into the update. Wins over ``max_grad_norm`` for this step. Called again
-        it clips what is clipped already.
+        Finishes the reduction now; the clipping itself is folded into the update. It wins over
+        ``max_grad_norm`` for this step. Called again it clips what is clipped already.
+
+        Args:
+            parameters: all trained parameters, as for ``torch.nn.utils.clip_grad_norm_``, or
+                ``max_norm`` alone: ``clip_grad_norm_(1.0)``.
+            max_norm: bound of the norm, above 0.
+            norm_type: that of the configuration, or left out.
+            error_if_nonfinite: must be False; steps with such gradients are skipped.
+            foreach: has no effect.
 
         Returns:
             The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
@@ -198,22 +211,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: ``max_norm``, or a group's ``max_grad_norm``, is not a number
                 above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
-        engine, norm_type = self.engine, self.config.norm_type
-        bound = validate.clip_bound("clip_grad_norm_", engine.originals, norm_type, args, options)
+        engine, call = self.engine, "clip_grad_norm_"
+        params, max_norm = validate.clip_arguments(parameters, max_norm)
+        bound = validate.clip_bound(call, engine.originals, params, "max_norm", max_norm)
+        validate.check_norm(call, norm_type, self.config.norm_type, error_if_nonfinite)
         before = self._clip.pending()
         self._reduce()
         decision = engine.decider.decide(bound, before)
         self._clip.note(decision)
         return decision.norm.float()
 
-    def clip_grad_value_(self, *args: Any, **options: Any) -> None:
+    def clip_grad_value_(
+        self,
+        parameters: validate.Parameters | float | None = None,
+        clip_value: float | Tensor | None = None,
+        foreach: bool | None = None,
+    ) -> None:
         """Clamp every element of the averaged gradients; every rank must call it.
 
-        ``clip_grad_value_(clip_value)``, or as the function of ``torch.nn.utils``, whose errors are
-        those of :meth:`clip_grad_norm_`. Non-finite gradients still skip the step.
+        Args and errors are those of :meth:`clip_grad_norm_`, with ``clip_value`` for ``max_norm``.
+        Non-finite gradients still skip the step.
         """
         engine = self.engine
-        bound = validate.clip_bound("clip_grad_value_", engine.originals, 2.0, args, options)
+        params, clip_value = validate.clip_arguments(parameters, clip_value)
+        bound = validate.clip_bound(
+            "clip_grad_value_", engine.originals, params, "clip_value", clip_value
+        )
         before = self._clip.pending()
         self._reduce()
         engine.decider.clip_value(bound, before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -17,6 +16,7 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.precision import PACKABLE
 from shardcast.plan.sharing import Tie
 
+Parameters = Iterable[Tensor] | Tensor
 _NOT_PLAIN = object()
 OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of Muon's rates
@@ -132,45 +132,46 @@ def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterabl
         )
 
 
+def clip_arguments(parameters: Any, bound: Any) -> tuple[Any, Any]:
+    """Parameters, if they are given, and bound of a clip that may be called with a bound alone."""
+    numeric = isinstance(parameters, (Real, str)) or (
+        isinstance(parameters, Tensor) and not isinstance(parameters, nn.Parameter)
+    )
+    return (None, parameters) if bound is None and numeric else (parameters, bound)
+
+
 def clip_bound(
-    call: str,
-    originals: Originals,
-    norm_type: float,
-    args: Sequence[Any],
-    options: Mapping[str, Any],
+    call: str, originals: Originals, parameters: Parameters | None, name: str, bound: Any
 ) -> float:
-    """The bound of a clip that is called as ours, ``call(bound)``, or as torch's function.
+    """The bound of a clip of all trained parameters.
+
+    Args:
+        name: of the bound, for errors.
 
     Raises:
-        TypeError: arguments that torch's function of that name does not take either.
         TypeError, ValueError: a bound, or one of a group, is not a number above 0.
-        ValueError: it asks for another clip than that of all trained parameters by ``norm_type``.
+        ValueError: ``parameters`` are not all trained ones.
     """
     for number, optimizer, group in originals.numbered():
         check_limit(group, optimizer.defaults, number)
-    first = args[0] if args else None
-    listed = isinstance(first, Iterable) and not isinstance(first, (Tensor, str))
-    told = listed or isinstance(first, nn.Parameter) or "parameters" in options
-    try:
-        torchs = inspect.signature(getattr(nn.utils, call))
-        asked = torchs.bind(*args if told else ([], *args), **options).arguments
-    except TypeError as error:
-        raise TypeError(f"{call}: {error}") from None
-    if told:
-        params = asked["parameters"]
-        check_clipped(call, originals.groups, [params] if isinstance(params, Tensor) else params)
-    if asked.get("norm_type", norm_type) != norm_type:
+    if parameters is not None:
+        params = [parameters] if isinstance(parameters, Tensor) else parameters
+        check_clipped(call, originals.groups, params)
+    return _bound(name, bound)
+
+
+def check_norm(call: str, asked: float | None, norm_type: float, error_if_nonfinite: bool) -> None:
+    """Raise ValueError for a clip by another norm, or one that is to raise for NaN."""
+    if asked not in (None, norm_type):
         raise ValueError(
-            f"{call}: expected norm_type {norm_type}, got {asked['norm_type']}; set norm_type: "
-            f"{asked['norm_type']} in the shardcast configuration"
+            f"{call}: expected norm_type {norm_type}, got {asked}; set norm_type: {asked} in the "
+            "shardcast configuration"
         )
-    if asked.get("error_if_nonfinite"):
+    if error_if_nonfinite:
         raise ValueError(
             f"{call}: expected error_if_nonfinite=False, got True; a step with a non-finite "
             "gradient is skipped on all ranks, and max_skipped_steps of them in a row raise"
         )
-    name = "max_norm" if "max_norm" in asked else "clip_value"
-    return _bound(name, asked[name])
 
 
 def check_groups(
