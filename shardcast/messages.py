@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable
 
 SHOWN = 8  # ranks, or facts, that a message lists one by one
+DCP_STATE = "torch.distributed.checkpoint.state_dict"  # has get_optimizer_state_dict and its like
 INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
 
 
@@ -17,6 +18,20 @@ def warn(message: str) -> None:
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def caller_of(function: str) -> tuple[str, str]:
+    """Module and name of the code that called ``function``, beyond wrappers of the same name.
+
+    To be called in that function itself.
+    """
+    frame = inspect.currentframe()
+    frame = None if frame is None else frame.f_back
+    while frame is not None and frame.f_code.co_name == function:
+        frame = frame.f_back
+    return (
+        ("", "") if frame is None else (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+    )
 
 
 def by_rank(facts: Iterable[tuple[int, object]]) -> str:

@@ -7,7 +7,8 @@ in place of ``Trainer``, or the mixin before a Trainer class of one's own::
     class MyShardcastTrainer(ShardcastTrainerMixin, MyTrainer): ...
 
 ``bf16=True`` and ``fp16=True`` of the arguments decide ``param_dtype``. A checkpoint directory has
-every rank's shard in ``shardcast/`` in place of ``optimizer.pt``, and loads at any world size.
+every rank's shard in ``shardcast/`` in place of ``optimizer.pt``, and loads at any world size;
+``optimizer.pt.txt`` in it says how the stock Trainer, too, resumes from it.
 
 Where Trainer takes an optimizer it may be a list of them. The schedule that Trainer makes drives
 the groups of all, each from its own learning rate; or give a list of schedulers of your own:
@@ -48,6 +49,11 @@ except ImportError as error:
 
 FOLDER = "shardcast"  # of a checkpoint directory
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # Trainer's own names
+NOTE = """The optimizer's state of this checkpoint is in {folder}/, which ShardcastTrainer loads.
+The stock Trainer does not look there, and would resume with a fresh optimizer. For it, first
+
+    shardcast export {folder} exported && mv exported/{optimizer} .
+"""
 
 
 class ShardcastTrainerMixin:
@@ -249,6 +255,9 @@ def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
     # Trainer may save a step a second time; a committed checkpoint is never overwritten.
     number = max(steps(folder), default=-1) + 1
     checkpoint.save(folder, *_pair(trainer), step=number, keep=1)
+    if trainer.args.should_save:
+        note = NOTE.format(folder=FOLDER, optimizer=OPTIMIZER)
+        Path(output_dir, f"{OPTIMIZER}.txt").write_text(note)
 
 
 def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], None]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shardcast.plan.originals import Originals
+from shardcast.messages import DCP_STATE, caller_of
+
+if TYPE_CHECKING:  # it imports this module
+    from shardcast.optimizer.sharded import ShardedOptimizer
 
 # Attributes in which a torch optimizer keeps the hooks that users registered on it.
 HOOKS = (
@@ -64,20 +67,18 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     def __init__(
         self,
-        originals: Originals,
+        sharded: ShardedOptimizer,
         place: int,
         handles: Sequence[OptimizerHandle],
-        grad_version: Callable[[], int],
-        step: Callable[[], Any],
         add_group: Callable[[int, dict[str, Any]], None],
         gather: Callable[[int], dict[str, Any]],
     ) -> None:
-        self._originals, self._place, self._handles = originals, place, handles
-        self._grad_version, self._add_group, self._gather = grad_version, add_group, gather
-        self._step_all = step
+        self._sharded, self._place, self._handles = sharded, place, handles
+        self._add_group, self._gather = add_group, gather
         self._stepped_with: int | None = None  # version of the gradients, until all have stepped
         self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
-        original = originals.optimizers[place]
+        self._originals = sharded.engine.originals
+        original = self._originals.optimizers[place]
         self.name = type(original).__name__
         super().__init__(original.param_groups, original.defaults)
         self._ready = True
@@ -112,7 +113,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
-        version = self._grad_version()
+        version = self._sharded.engine.reduce.grad_version
         if any(handle._stepped_with != version for handle in stepped):
             raise RuntimeError(
                 f"step() of the handle of {self.name} came after a backward, a clip or "
@@ -124,7 +125,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         if waiting == [self]:
             for handle in self._handles:
                 handle._stepped_with = None
-            self._step_all()
+            self._sharded.step()
             for handle in self._handles:
                 set_to_none, handle._zero_grad_after = handle._zero_grad_after, None
                 if set_to_none is not None:
@@ -140,6 +141,19 @@ class OptimizerHandle(torch.optim.Optimizer):
     def full_state_dict(self) -> dict[str, Any]:
         """As of :class:`ShardedOptimizer`, of this optimizer alone. Every rank must call it."""
         return self._gather(self._place)
+
+    @property
+    def state(self) -> Any:
+        """That of all optimizers; see :attr:`ShardedOptimizer.state`."""
+        module, _ = caller_of("state")
+        if module == DCP_STATE:  # its next call makes a step, to begin the state
+            self._refuse("state_dict")
+        return self._sharded.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._ready:
+            self._sharded.state = value
 
     def state_dict(self) -> Any:
         """Refused; the state is one."""

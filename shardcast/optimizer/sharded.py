@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
+from shardcast.messages import DCP_STATE, caller_of, warn
 from shardcast.optimizer.clip import ClipAhead
 from shardcast.optimizer.copies import check_copies
 from shardcast.optimizer.engine import Engine
+from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.stages import overlap_stages
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout
+
+# Packages that keep the part of each rank on that rank, and load it there.
+KEEP_PARTS = ("shardcast", "accelerate", "transformers", "lightning", "pytorch_lightning")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,11 +43,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
     # would skip the step on the ranks that saw an infinity and leave the others waiting.
     _step_supports_amp_scaling = True
+    _warned = False
     _ready = False  # the base class fills in groups and state before ours are there
 
     def __init__(self, engine: Engine) -> None:
         self.engine, given = engine, engine.originals.optimizers
-        self._states = StateDict(engine)
+        self._states, self._full = StateDict(engine), FullState(engine)
         self._clip = ClipAhead(engine.reduce)
         self._last_norm: Tensor | None = None
         super().__init__(engine.originals.groups, {} if len(given) > 1 else given[0].defaults)
@@ -55,10 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._states.apply(self._states.plan_plain(state))
         self._handles: list[OptimizerHandle] = []
         for place in range(len(given) if len(given) > 1 else 0):
-            handle = OptimizerHandle(
-                engine.originals, place, self._handles, lambda: engine.reduce.grad_version,
-                self.step, self._add_group, self._states.gather,
-            )  # fmt: skip
+            handle = OptimizerHandle(self, place, self._handles, self._add_group, self._full.gather)
             self._handles.append(handle)
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (*self._handles,) or (self,)
         for original in given:
@@ -330,6 +333,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         What is assigned or removed in it is so from the next step on; do the same on every rank.
         Edits of a tensor in place count where moments are kept in fp32 on the device.
         """
+        module, function = caller_of("state")
+        if module == DCP_STATE:
+            return self._full.names_for_dcp(self, begins=function == "_init_optim_state")
         return StateView(self.engine.shards, self.engine.update)
 
     @state.setter
@@ -341,14 +347,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's shard: local, without collectives, tensors and plain scalars only.
 
         Per parameter of which this rank owns a part, torch's state of that part and its ``master``
-        (1-d fp32). Load it on the same rank of an equal layout; else there are checkpoints.
+        (1-d fp32). Load it on the same rank of an equal layout; else there are checkpoints. Warns
+        once where a script calls it on one of several ranks: a file of it has no other rank's part.
+
+        ``torch.distributed.checkpoint`` gets the full state, with names instead of the mark of this
+        rank; every rank must then call it, and all of it is in every rank's host memory.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = self._states.dump()
+        module, _ = caller_of("state_dict")
+        if module.startswith(DCP_STATE.rpartition(".")[0]):
+            result = self._full.gather_on_all()
+        else:
+            self._warn_of_a_part(module)
+            result = self._states.dump()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
         return result
+
+    def _warn_of_a_part(self, module: str) -> None:
+        comm = self.engine.grid.everyone
+        if comm.size > 1 and not self._warned and module.split(".")[0] not in KEEP_PARTS:
+            self._warned = True
+            warn(
+                f"state_dict: this is the part of rank {comm.rank} of {comm.size} alone, without "
+                "which the others cannot resume: save with shardcast.checkpoint.save, or call "
+                "full_state_dict() on every rank, which gives rank 0 the state of all"
+            )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -374,7 +399,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Every rank must call it.
         """
-        return self._states.gather_masters()
+        return self._full.masters()
 
     def full_state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's ``state_dict``, on rank 0; empty elsewhere. All must call it.
@@ -382,12 +407,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Groups of several optimizers are numbered through; :meth:`full_state_dicts` has one state
         for each.
         """
-        return self._states.gather()
+        return self._full.gather()
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
         """:meth:`full_state_dict` of each of the optimizers that were given; empty off rank 0."""
         places = range(len(self.engine.originals.optimizers))
-        return [state for state in map(self._states.gather, places) if state]
+        return [state for state in map(self._full.gather, places) if state]
 
     # -- the rest ---------------------------------------------------------------------------
 

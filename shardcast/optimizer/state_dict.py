@@ -1,27 +1,27 @@
 """A sharded optimizer's state as plain dictionaries, out and in.
 
-Three forms: this rank's own (:meth:`StateDict.dump`, local and without collectives), the plain
-``torch.optim`` one taken in (each rank keeps its part), and the plain one gathered on rank 0.
+Two forms: this rank's own (:meth:`StateDict.dump`, local and without collectives), and the plain
+``torch.optim`` one, of which each rank takes its part. :mod:`.full_state` gathers the plain one.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.state_view import check_numel, check_sizes
-from shardcast.plan.layout import Fragment, Slot
-from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.layout import Fragment
 
 FORMAT = 1  # of the local state
+MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -43,12 +43,14 @@ class Loading:
         pieces: of this rank's fragments.
         decider: the loss scale and the count of skipped steps, of a local state.
         groups: options of the parameter groups.
+        masters: masters are among it, on every rank.
     """
 
     active: frozenset[int]
     pieces: list[Piece]
     decider: Mapping[str, Any] | None = None
     groups: Groups = ()
+    masters: bool = False
 
 
 class StateDict:
@@ -71,7 +73,7 @@ class StateDict:
             "state": {
                 index[param]: {
                     "master": shard.exact(fragment).clone(),
-                    **_copied(engine.update.fragment_state(shard, number)),
+                    **copied(engine.update.fragment_state(shard, number)),
                 }
                 for shard in engine.shards
                 for number, fragment, param in shard.owned()
@@ -124,12 +126,14 @@ class StateDict:
         check_groups(self._groups, groups)
         head = loaded.get("shardcast")
         if head is None:
-            params = list(numbered(self._groups))
+            # By their order in the groups, as torch does: DCP has names in place of numbers.
+            keys = chain.from_iterable(group["params"] for group in groups)
+            params = dict(zip(keys, numbered(self._groups), strict=True))
             plain = self.plan_plain({params[n]: value for n, value in loaded["state"].items()})
-            return Loading(plain.active, plain.pieces, None, groups)
+            return replace(plain, groups=groups)
         self._check_head(head)
         pieces = self._plan_local(loaded["state"])
-        return Loading(frozenset(head["active"]), pieces, head["scaler"], groups)
+        return Loading(frozenset(head["active"]), pieces, head["scaler"], groups, masters=True)
 
     def _head(self) -> dict[str, Any]:
         engine, axes = self._engine, self._engine.grid.axes
@@ -170,21 +174,22 @@ class StateDict:
 
     def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> Loading:
         """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
-        shards, elementwise = self._engine.shards, self._engine.update.elementwise
-        pieces = [
-            Piece(
-                shard,
-                number,
-                {
-                    name: _cut(value, fragment, name, elementwise(shard))
+        pieces = []
+        for shard in self._engine.shards:
+            elementwise = self._engine.update.elementwise(shard)
+            for number, fragment, param in shard.owned():
+                values = {
+                    name: _cut(value, fragment, name, elementwise)
                     for name, value in state.get(param, {}).items()
-                },
-            )
-            for shard in shards
-            for number, fragment, param in shard.owned()
-        ]
-        used = (s for s in shards if any(state.get(param) for param in s.pack.params))
-        return Loading(frozenset(shard.pack.layout.index for shard in used), pieces)
+                }
+                exact = values.pop(MASTER, None)
+                pieces.append(Piece(shard, number, values, exact))
+        active = frozenset(
+            shard.pack.layout.index
+            for shard in self._engine.shards
+            if any(state.get(param) for param in shard.pack.params)
+        )
+        return Loading(active, pieces, masters=any(MASTER in values for values in state.values()))
 
     def apply(self, loading: Loading) -> None:
         """Write what was planned. Every rank must call it, for a plan of the same kind."""
@@ -196,77 +201,9 @@ class StateDict:
             engine.update.load_fragment(shard, number, values)
         if loading.decider is not None:
             engine.decider.load_state_dict(dict(loading.decider))
+        if loading.masters:
             engine.publish()
         load_groups(self._groups, loading.groups)
-
-    def gather(self, place: int | None = None) -> dict[str, Any]:
-        """The whole state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
-
-        Every rank must call it. Pack by pack, through pickled copies on the host: for hand-over,
-        not for a loop.
-
-        Args:
-            place: of one of several optimizers, whose state alone is wanted.
-        """
-        index, places = numbered(self._groups), self._engine.originals.places
-        shards = [
-            shard for shard in self._engine.shards
-            if place in (None, shard.pack.layout.group.optimizer)
-        ]  # fmt: skip
-        state = {
-            index[param]: values
-            for _, param, values in self._joined(shards, self._engine.update.fragment_state)
-            if values
-        }
-        if self._engine.grid.everyone.rank != 0:
-            return {}
-        found = {"state": dict(sorted(state.items())), "param_groups": plain_groups(self._groups)}
-        return found if place is None else split_state(found, places)[place]
-
-    def gather_masters(self) -> dict[str, Tensor]:
-        """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
-
-        Every rank must call it.
-        """
-        engine = self._engine
-        engine.absorb()
-
-        def master(shard: Shard, number: int) -> dict[str, Tensor]:
-            return {"master": shard.exact(shard.fragments[number])}
-
-        found = {
-            slot.name: values["master"] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
-            for slot, _, values in self._joined(engine.shards, master)
-        }
-        names = {param: name for name, param in engine.model.named_parameters()}
-        every = engine.model.named_parameters(remove_duplicate=False)
-        return {name: found[names[p]] for name, p in every if names[p] in found}
-
-    def _joined(
-        self, shards: Iterable[Shard], values: Callable[[Shard, int], Mapping[str, Any]]
-    ) -> Iterator[tuple[Slot, nn.Parameter, dict[str, Any]]]:
-        """On rank 0, of each parameter what ``values`` gives of its fragments on all ranks.
-
-        Raises:
-            RuntimeError: beside model parallelism, or with experts, where no rank has them all.
-        """
-        grid = self._engine.grid
-        if grid.model.size > 1 or grid.axes.experts:
-            raise RuntimeError(
-                "parameters are spread over model-parallel ranks, too, so that no rank can gather "
-                "the whole state; use shardcast.checkpoint.save, and shardcast.checkpoint.export "
-                "for plain files"
-            )
-        for shard in shards:
-            mine = {
-                fragment.slot.name: (fragment.param_range, _copied(values(shard, number), "cpu"))
-                for number, fragment, _ in shard.owned()
-            }
-            everyone = shard.pack.comm.gather(mine, self._engine.device)
-            if grid.everyone.rank == 0:
-                for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
-                    pieces = [theirs[slot.name] for theirs in everyone if slot.name in theirs]
-                    yield slot, param, _join([p for p in pieces if p[1]], slot.shape)
 
 
 def numbered(groups: Groups) -> dict[nn.Parameter, int]:
@@ -345,36 +282,20 @@ def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
 
 
 def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
-    """The fragment's part of a full state tensor; numbers and 0-dim tensors stay whole."""
+    """The fragment's part of a full state tensor; numbers and 0-dim tensors stay as they are."""
     slot = fragment.slot
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     value = _compat.local_tensor(value)
-    if value.numel() == slot.numel:
-        start, stop = fragment.param_range
-        return value.reshape(-1)[start:stop]
-    if elementwise or fragment.numel != slot.numel:
-        check_numel(value, slot.numel, slot.shape, fragment, name)
-    return value  # e.g. factored moments of a whole parameter
+    if not elementwise and fragment.numel == slot.numel and name != MASTER:
+        return value  # in its own shape, as factored moments have
+    check_numel(value, slot.numel, slot.shape, fragment, name)
+    start, stop = fragment.param_range
+    return value.reshape(-1)[start:stop]
 
 
-def _join(
-    pieces: list[tuple[tuple[int, int], dict[str, Any]]], shape: tuple[int, ...]
-) -> dict[str, Any]:
-    """One parameter's full state from its fragments' states, in order of their ranges."""
-    pieces.sort(key=lambda piece: piece[0])
-    joined: dict[str, Any] = {}
-    for name, first in pieces[0][1].items() if pieces else ():
-        (start, stop), _ = pieces[0]
-        if isinstance(first, Tensor) and first.dim() and first.numel() == stop - start:
-            flat = torch.cat([values[name].reshape(-1) for _, values in pieces])
-            joined[name] = flat.view(shape)
-        else:
-            joined[name] = first
-    return joined
-
-
-def _copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
+def copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
+    """State with tensors of its own, on ``device`` if one is given."""
     return {
         name: value.detach().to(device or value.device, copy=True)
         if isinstance(value, Tensor)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from commands import TORCHRUN, python
+from commands import TORCHRUN, command, python
 from safetensors.torch import load_file
 from test_accelerate import Casts
 from test_accelerate_processes import fresh
@@ -129,6 +129,29 @@ def test_low_precision_ranks_are_equal_and_resume_is_exact(
         assert equal(mine["weights"], theirs["weights"])
         assert equal(mine["masters"], theirs["masters"])
         assert mine["log"] == theirs["log"]
+
+
+def stock_resume(group: Any, folder: str, resume: str) -> list[Any]:
+    return run(group, folder, resume, kind="stock")["log"]
+
+
+def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
+    tmp_path: Path, gloo: SpawnedWorld
+):
+    ours = gloo.run(run, str(tmp_path / "ours"), timeout=100)[0]["log"]
+    folder = tmp_path / "ours" / "checkpoint-3"
+    (line,) = [
+        line.strip()
+        for line in (folder / "optimizer.pt.txt").read_text().splitlines()
+        if line.startswith("    ")
+    ]
+    assert line.startswith("shardcast ")
+    line = line.replace("shardcast ", f"{sys.executable} -m shardcast ", 1)
+    done = command("bash", "-c", f"cd {folder} && {line}")
+    assert done.returncode == 0, done.stderr
+    log = gloo.run(stock_resume, str(tmp_path / "stock"), str(folder), timeout=100)[0]
+    for resumed, whole in zip(log, ours, strict=True):
+        assert resumed == pytest.approx(whole, abs=1e-5, rel=1e-5)
 
 
 def plain_resume(group: Any, folder: str, resume: str) -> list[Any]:

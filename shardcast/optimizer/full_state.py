@@ -1,0 +1,226 @@
+"""A sharded optimizer's state and masters, gathered to be a plain optimizer's.
+
+On rank 0, or on every rank for ``torch.distributed.checkpoint.state_dict``, whose functions take
+the optimizer for a plain one. An error on one rank is an error of all.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast.memory.shard import Shard
+from shardcast.optimizer.engine import Engine
+from shardcast.optimizer.state_dict import MASTER, copied, numbered, plain_groups, split_state
+from shardcast.plan.layout import Slot
+from shardcast.plan.precision import MASTER_DTYPE
+
+ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # of a fragment, by its number
+
+
+class FullState:
+    """The state of one engine, gathered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._names: dict[nn.Parameter, dict[str, None]] | None = None  # of all ranks, for DCP
+
+    def gather(self, place: int | None = None) -> dict[str, Any]:
+        """The full state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
+
+        Every rank must call it. Pack by pack, through pickled copies on the host: for hand-over,
+        not for a loop.
+
+        Args:
+            place: of one of several optimizers, whose state alone is wanted.
+        """
+        engine = self._engine
+        shards = [s for s in engine.shards if place in (None, s.pack.layout.group.optimizer)]
+        state = self._full_state(shards, engine.update.fragment_state, on_all=False)
+        if engine.grid.everyone.rank != 0:
+            return {}
+        return state if place is None else split_state(state, engine.originals.places)[place]
+
+    def gather_on_all(self) -> dict[str, Any]:
+        """The full state on every rank, with masters where parameters are less exact, for DCP.
+
+        Every rank must call it.
+        """
+        engine = self._engine
+        engine.grid.everyone.together(engine.absorb, engine.device, "state_dict")
+        return self._full_state(engine.shards, self._state_and_master, on_all=True)
+
+    def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
+        values = dict(self._engine.update.fragment_state(shard, number))
+        if values and not shard.in_place:
+            values[MASTER] = shard.exact(shard.fragments[number])
+        return values
+
+    def names_for_dcp(
+        self, optimizer: torch.optim.Optimizer, begins: bool
+    ) -> dict[nn.Parameter, dict[str, None]]:
+        """The names of :meth:`gather_on_all` by parameter, equal on all ranks.
+
+        Args:
+            begins: DCP looks whether there is a state; where there is none it is made, as DCP does
+                with a plain optimizer. Every rank must call it then; later calls are local.
+        """
+        if begins or self._names is None:
+            self._names = self._gathered_names()
+        if begins and not self._names:
+            self._begin(optimizer)
+            self._names = self._gathered_names()
+        return self._names
+
+    def _gathered_names(self) -> dict[nn.Parameter, dict[str, None]]:
+        self._check_gathers("state")
+        engine = self._engine
+        owned = {
+            fragment.slot.name: dict.fromkeys(self._state_and_master(shard, number))
+            for shard in engine.shards
+            for number, fragment, _ in shard.owned()
+        }
+        names: dict[str, dict[str, None]] = {}
+        for names_on_rank in engine.grid.everyone.exchange(owned, engine.device):
+            names |= {name: values for name, values in names_on_rank.items() if values}
+        named = engine.model.named_parameters()
+        return {param: names[name] for name, param in named if name in names}
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with zero gradients and rates, which changes no weight, unless there are gradients.
+
+        DCP's own way leaves out the loss scale, and ranks that own no part would step alone.
+        """
+        engine = self._engine
+        groups = engine.originals.groups
+        params = [param for group in groups for param in group["params"]]
+        has_gradients = any(param.grad is not None for param in params)
+        if any(engine.grid.everyone.exchange(has_gradients, engine.device)):
+            return
+        for param in params:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        rates = [(group, group["lr"]) for group in groups if "lr" in group]
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        engine.decider.loss_scale.apply(torch.zeros((), device=engine.device))
+        optimizer.step()
+        optimizer.zero_grad()
+        for group, rate in rates:
+            group["lr"] = rate
+
+    def masters(self) -> dict[str, Tensor]:
+        """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
+
+        Every rank must call it.
+        """
+        engine = self._engine
+        engine.grid.everyone.together(engine.absorb, engine.device, "full_parameters")
+
+        def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
+            return {MASTER: shard.exact(shard.fragments[number])}
+
+        masters = {
+            slot.name: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
+            for slot, _, values in self._gathered(
+                "full_parameters", engine.shards, master_of, False
+            )
+        }
+        names = {param: name for name, param in engine.model.named_parameters()}
+        every = engine.model.named_parameters(remove_duplicate=False)
+        return {name: masters[names[p]] for name, p in every if names[p] in masters}
+
+    def _full_state(
+        self, shards: Sequence[Shard], values: ValuesOf, on_all: bool
+    ) -> dict[str, Any]:
+        """As ``state_dict()`` of a plain optimizer; without state on ranks that receive none."""
+        engine = self._engine
+        engine.grid.everyone.together(engine.originals.check, engine.device, "full_state_dict")
+        groups = engine.originals.groups
+        index = numbered(groups)
+        gathered = self._gathered("full_state_dict", shards, values, on_all)
+        state = {index[param]: values for _, param, values in gathered if values}
+        return {"state": dict(sorted(state.items())), "param_groups": plain_groups(groups)}
+
+    def _gathered(
+        self, call: str, shards: Sequence[Shard], values: ValuesOf, on_all: bool
+    ) -> Iterator[tuple[Slot, nn.Parameter, dict[str, Any]]]:
+        """Of each parameter what ``values`` gives of its fragments on all ranks.
+
+        An error on one rank, in ``values`` or while it is pickled, is raised on all.
+
+        Args:
+            on_all: every rank gets it; else rank 0 alone, nothing on the others.
+        """
+        self._check_gathers(call)
+        everyone, device = self._engine.grid.everyone, self._engine.device
+        for shard in shards:
+            pickled = everyone.together(partial(_pickled, shard, values), device, call)
+            comm = shard.pack.comm
+            by_rank = (comm.exchange if on_all else comm.gather)(pickled, device)
+            elementwise = self._engine.update.elementwise(shard)
+            if everyone.rank != 0 and not on_all:  # of a group of replicas the first one has it too
+                by_rank = []
+            joined = partial(_joined, shard.pack.layout.slots, by_rank, elementwise)
+            full = everyone.together(joined, device, call)
+            if full:
+                for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
+                    yield slot, param, full[slot.name]
+
+    def _check_gathers(self, call: str) -> None:
+        """Raise RuntimeError beside model parallelism, or with experts: no rank has them all."""
+        grid = self._engine.grid
+        if grid.model.size > 1 or grid.axes.experts:
+            dims = ", ".join(map(repr, grid.axes.model or grid.axes.experts))
+            raise RuntimeError(
+                f"{call}: expected a data-parallel job, got parameters that are spread over mesh "
+                f"dimension {dims} too, of which no rank gathers the full state; use "
+                "shardcast.checkpoint.save, and shardcast.checkpoint.export for plain files"
+            )
+
+
+def _pickled(shard: Shard, values: ValuesOf) -> bytes:
+    """What ``values`` gives of this rank's fragments, on the host."""
+    return pickle.dumps(
+        [
+            (fragment.slot.name, fragment.param_range, copied(values(shard, number), "cpu"))
+            for number, fragment, _ in shard.owned()
+        ]
+    )
+
+
+def _joined(
+    slots: Sequence[Slot], by_rank: Sequence[bytes], elementwise: bool
+) -> dict[str, dict[str, Any]]:
+    """The full state of each parameter, from those of its fragments on all ranks."""
+    if not by_rank:
+        return {}
+    pieces: dict[str, list[tuple[tuple[int, int], dict[str, Any]]]] = defaultdict(list)
+    for pickled in by_rank:
+        for name, element_range, values in pickle.loads(pickled):
+            if values:
+                pieces[name].append((element_range, values))
+    return {slot.name: _join(pieces[slot.name], slot, elementwise) for slot in slots}
+
+
+def _join(
+    pieces: list[tuple[tuple[int, int], dict[str, Any]]], slot: Slot, elementwise: bool
+) -> dict[str, Any]:
+    """One parameter's full state from its fragments' states."""
+    pieces.sort(key=lambda piece: piece[0])
+    joined: dict[str, Any] = {}
+    for name, first in pieces[0][1].items() if pieces else ():
+        (start, stop), _ = pieces[0]
+        one = isinstance(first, Tensor) and first.dim() and first.numel() == stop - start
+        own_shape = not elementwise and stop - start == slot.numel and name != MASTER
+        if one and not own_shape:
+            flat = torch.cat([values[name].reshape(-1) for _, values in pieces])
+            joined[name] = flat.view(slot.shape)
+        else:
+            joined[name] = first
+    return joined

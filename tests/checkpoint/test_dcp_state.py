@@ -1,0 +1,280 @@
+"""``torch.distributed.checkpoint`` takes a sharded optimizer for a plain one: state in and out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from bag import Bag
+from oracle import BATCH, difference, mlp, pair, set_grads
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardcast
+from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
+
+pytestmark = pytest.mark.timeout(60)
+FLAT, FULL = "flatten_optimizer_state_dict", "full_state_dict"
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def shard(group: Any, build: Any = adamw, **fields: Any) -> tuple[nn.Module, Any]:
+    model = mlp()
+    fields = {"param_dtype": "fp32", "fuse": "eager", "pack_params": 2, **fields}
+    return model, shardcast.shard(model, build(model), process_group=group, **fields)
+
+
+def train(model: nn.Module, optimizer: Any, count: int = 3) -> None:
+    for step in range(count):
+        loss = model(BATCH).float().square().mean() * (step + 1)
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def masters(optimizer: Any) -> list[Tensor]:
+    return [shard.store.read(slice(None)).clone() for shard in optimizer.engine.shards]
+
+
+@pytest.mark.parametrize("began", [False, True], ids=["fresh", "began"])
+@pytest.mark.parametrize("options", [{}, {FULL: True}, {FLAT: True}], ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
+    dtype: str, options: Any, began: bool
+):
+    def run(group: Any) -> None:
+        model, optimizer = shard(group, param_dtype=dtype)
+        other, resumed = shard(group, param_dtype=dtype)
+        train(model, optimizer)
+        if began:
+            train(other, resumed, 1)
+        states = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+        weights, state = copy.deepcopy(states)  # which are the optimizer's own tensors
+        set_state_dict(
+            other, resumed, model_state_dict=weights, optim_state_dict=state,
+            options=StateDictOptions(**options),
+        )  # fmt: skip
+        for one, two in ((model, optimizer), (other, resumed)):
+            train(one, two)
+        assert difference(model, other) == 0
+        pairs = zip(masters(optimizer), masters(resumed), strict=True)
+        assert all(torch.equal(mine, loaded) for mine, loaded in pairs)
+
+    ThreadedWorld(3).run(run)
+
+
+def muon_and_adamw(model: nn.Module) -> Any:
+    return pair(model)
+
+
+@pytest.mark.parametrize("build", [adamw, muon_and_adamw])
+def test_every_rank_gets_the_state_of_the_plain_optimizers(build: Any):
+    plain = mlp()
+    optimizers = build(plain)
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+
+    def run(group: Any) -> Any:
+        model, optimizer = shard(group, build)
+        for step in range(3):
+            set_grads(model, step)
+            optimizer.step()
+        return copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+
+    for step in range(3):
+        set_grads(plain, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = get_optimizer_state_dict(plain, optimizers)
+    for state in ThreadedWorld(3).run(run):
+        torch.testing.assert_close(state["state"], expected["state"], rtol=1e-6, atol=1e-7)
+        assert state["param_groups"] == expected["param_groups"]
+
+
+def sets_what_rank_0_has(_group: Any) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model, optimizer = shard(None)
+    train(model, optimizer)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    other, resumed = shard(None)
+    other.load_state_dict(model.state_dict())
+    rank = torch.distributed.get_rank()
+    set_optimizer_state_dict(other, resumed, state if rank == 0 else {}, options=options)
+    train(model, optimizer)
+    train(other, resumed)
+    assert difference(model, other) == 0
+
+
+def test_rank_0s_state_is_broadcast_to_optimizers_without_one(gloo: SpawnedWorld):
+    gloo.run(sets_what_rank_0_has)
+
+
+def saves_and_loads(_group: Any, folder: str) -> None:
+    model, optimizer = shard(None, param_dtype="bf16")
+    train(model, optimizer)
+    dcp.save({"app": App(model, optimizer)}, checkpoint_id=folder)
+    other, resumed = shard(None, param_dtype="bf16")
+    dcp.load({"app": App(other, resumed)}, checkpoint_id=folder)
+    train(model, optimizer)
+    train(other, resumed)
+    assert difference(model, other) == 0
+    pairs = zip(masters(optimizer), masters(resumed), strict=True)
+    assert all(torch.equal(mine, loaded) for mine, loaded in pairs)
+
+
+class App:
+    """The Stateful of torch's tutorial on DCP."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        weights, state = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optim": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )  # fmt: skip
+
+
+def test_a_checkpoint_of_dcp_resumes_exactly(gloo: SpawnedWorld, tmp_path: Path):
+    gloo.run(saves_and_loads, str(tmp_path / "checkpoint"))
+
+
+def test_handles_are_refused_before_a_state_is_touched():
+    model, optimizer = shard(None, muon_and_adamw)
+    with pytest.raises(RuntimeError, match=r"state_dict.* of the handle of Muon"):
+        get_optimizer_state_dict(model, list(optimizer.optimizers))
+    assert dict(optimizer.state) == {}
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "call", ["full_state_dict", "full_parameters", get_optimizer_state_dict], ids=str
+)
+def test_a_gathering_call_beside_tensor_parallelism_is_refused_with_its_dimension(call: Any):
+    def run(mesh: DeviceMesh) -> None:
+        model = Bag(one=(4, 4), two=(4,))
+        model.place(mesh["tp"])
+        optimizer = shardcast.shard(model, adamw(model), mesh=mesh)
+        with pytest.raises(RuntimeError, match=r"'tp'.* shardcast\.checkpoint\.save"):
+            getattr(optimizer, call)() if isinstance(call, str) else call(model, optimizer)
+        assert all(param.grad is None for param in model.parameters())
+
+    threaded_world({"dp": 2, "tp": 2}, run)
+
+
+def unpicklable(values: dict[str, Any]) -> None:
+    values["extra"] = lambda: None
+
+
+class Broken(Tensor):
+    """A state that cannot be copied."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.detach, Tensor.to):
+            raise NotImplementedError("no such operation")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def uncopyable(values: dict[str, Any]) -> None:
+    values["extra"] = torch.ones(3).as_subclass(Broken)
+
+
+@pytest.mark.parametrize("spoil", [unpicklable, uncopyable])
+@pytest.mark.parametrize(
+    "call", [lambda _m, o: o.full_state_dict(), get_optimizer_state_dict], ids=["full", "dcp"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(rank: int, call: Any, spoil: Any):
+    def run(group: Any) -> None:
+        model, optimizer = shard(group, lambda m: torch.optim.RMSprop(m.parameters()))
+        train(model, optimizer)
+        if group.rank() == rank:
+            update = optimizer.engine.update
+            stock = update.fragment_state
+
+            def spoiled(*args: Any) -> dict[str, Any]:
+                values = stock(*args)
+                spoil(values)
+                return values
+
+            update.fragment_state = spoiled
+        with pytest.raises(Exception, match=r"lambda|pickle|no such operation") as raised:
+            call(model, optimizer)
+        assert group.rank() == rank or f"rank {rank}" in str(raised.value)
+
+    ThreadedWorld(2).run(run)
+
+
+# -- state_dict(), which is one rank's part -----------------------------------------------------
+
+
+class Wrapper:
+    """As optimizers that wrap one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+
+def called_by(module: str, optimizer: Any) -> Callable[[], Any]:
+    """A function of ``module`` that asks for the state."""
+    scope: dict[str, Any] = {"__name__": module, "optimizer": optimizer}
+    exec("def save(): return optimizer.state_dict()", scope)
+    return scope["save"]
+
+
+def asks_twice_for_its_state(_group: Any) -> dict[str, list[str]]:
+    asks: dict[str, Callable[[Any], Callable[[], Any]]] = {
+        "script": lambda optimizer: optimizer.state_dict,
+        "wrapper": lambda optimizer: Wrapper(optimizer).state_dict,
+        "accelerate": lambda optimizer: called_by("accelerate.checkpointing", optimizer),
+        "accelerate's wrapper": lambda optimizer: called_by(
+            "accelerate.optimizer", Wrapper(optimizer)
+        ),
+        "trainer": lambda optimizer: called_by("transformers.trainer", optimizer),
+        "load": lambda optimizer: called_by("shardcast.testing", optimizer),
+    }
+    told = {}
+    for name, ask in asks.items():
+        _, optimizer = shard(None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                ask(optimizer)()
+        told[name] = [str(warning.message) for warning in caught]
+    return told
+
+
+def test_a_script_is_warned_once_that_its_state_dict_is_one_ranks_part(gloo: SpawnedWorld):
+    for told in gloo.run(asks_twice_for_its_state):
+        messages = [message for name in ("script", "wrapper") for message in told.pop(name)]
+        assert len(messages) == 2
+        for message in messages:
+            assert "shardcast.checkpoint.save" in message and "full_state_dict()" in message
+        assert not any(told.values())
+    _, optimizer = shard(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()  # of one rank it is all
