@@ -199,6 +199,11 @@ def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGrou
     return lambda: group
 
 
+def default_store() -> Any:
+    """The store through which the processes of the default group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer.apart import check_loss_scales, clusters
 from shardcast.optimizer.api import shard
+from shardcast.optimizer.frameworks import check_loss_scales, clusters, exact_state
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.original import OptimizerHandle
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -258,20 +258,11 @@ class ShardcastStrategy(DDPStrategy):
     # -- state: Trainer asks every rank, and writes what rank 0 answers -------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the fp32 masters as parameters; whole on rank 0. Collective.
-
-        A parameter that was written since the last step, by weight averaging or the best
-        checkpoint's load, is saved as the module has it.
-        """
+        """The module's state with the fp32 masters as parameters, on rank 0. Collective."""
         state: dict[str, Any] = super().lightning_module_state_dict()
         if self._sharded_module is self.lightning_module:
             for sharded in self.precision_plugin.sharded:
-                for name, exact in sharded.full_parameters().items():
-                    value = state.get(name)  # a module may leave parameters out of its state
-                    if value is not None and torch.equal(
-                        exact.to(value.dtype), value.to(exact.device)
-                    ):
-                        state[name] = exact
+                state = exact_state(state, sharded)
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class ShardcastTrainerMixin:
     lr_scheduler: Any
     model: Any
     optimizer: Any
+    _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
     state: Any
 
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
@@ -98,12 +99,6 @@ class ShardcastTrainerMixin:
             optimizer = self.optimizer
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
-    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # the sharded optimizer has the norm over all of them
-
-    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing to do: they are reduced as all others."""
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not is_cut(self.model):  # whose values come with the masters
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
@@ -114,11 +109,28 @@ class ShardcastTrainerMixin:
         else:
             super()._load_best_model()  # type: ignore[misc]
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, in fp32; every rank must call it, as Trainer does itself.
+
+        Where rank 0 does so alone it warns after a minute, and saves in ``param_dtype``. Set
+        ``trainer.accelerator.save_masters = False`` for that everywhere.
+        """
+        _save_model(self, super().save_model, output_dir, _internal_call)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        _save_state(self, super()._save, output_dir, state_dict)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        _save(self, output_dir, super()._save_optimizer_and_scheduler)  # type: ignore[misc]
+        _save_shards(self, super()._save_optimizer_and_scheduler, output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        _load(self, checkpoint, super()._load_optimizer_and_scheduler)  # type: ignore[misc]
+        _load_shards(self, super()._load_optimizer_and_scheduler, checkpoint)  # type: ignore[misc]
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the sharded optimizer has the norm over all of them
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing to do: they are reduced as all others."""
 
 
 class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
@@ -207,45 +219,65 @@ class Schedulers:
 
 
 def adapt() -> None:
-    """Have the stock Trainer save every rank's shard too; ``python -m shardcast.run`` calls it.
+    """Have the stock Trainer save as :class:`ShardcastTrainer`; ``shardcast.run`` calls it.
 
     Trainer itself asks rank 0 alone for the optimizer's state: the other shards would be lost.
     """
     if getattr(Trainer, "_shardcast_adapted", False):
         return
-    save, load = Trainer._save_optimizer_and_scheduler, Trainer._load_optimizer_and_scheduler
-    Trainer._save_optimizer_and_scheduler = lambda self, folder: _save(
-        self, folder, partial(save, self)
-    )
-    Trainer._load_optimizer_and_scheduler = lambda self, folder: _load(
-        self, folder, partial(load, self)
-    )
-    for name in ("_has_mixed_mesh_grads", "_sync_replicated_trainable_parameters"):
-        ours, stock = vars(ShardcastTrainerMixin)[name], getattr(Trainer, name, None)
-        if stock is not None:  # not in older releases
-            setattr(Trainer, name, _where_sharded(ours, stock))
+    for name, method in OVERRIDES.items():
+        if hasattr(Trainer, name):  # not in all releases
+            setattr(Trainer, name, _overriding(method, getattr(Trainer, name)))
     Trainer._shardcast_adapted = True
 
 
-def _where_sharded(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    def method(trainer: Any, model: nn.Module) -> Any:
-        return (ours if _shards(trainer.accelerator) else stock)(trainer, model)
+def _overriding(method: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    def overriding(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(trainer, partial(stock, trainer), *args, **kwargs)
 
-    return method
+    return overriding
 
 
 def _pair(trainer: Any) -> tuple[nn.Module, Any]:
     return trainer.accelerator.sharded_model, trainer.accelerator.sharded_optimizer
 
 
-def _shards(accelerator: Any) -> bool:
+def _shards(trainer: Any) -> bool:
+    accelerator = trainer.accelerator
     return isinstance(accelerator, ShardcastAccelerator) and accelerator.is_sharding
 
 
-def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
+# -- methods of a Trainer, beside its ``stock`` ones; those that write are called on every rank ----
+
+
+def _save_model(
+    trainer: Any, stock: Any, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
+    """The masters are gathered on all ranks, for :func:`_save_state` on rank 0."""
+    if _shards(trainer) and not is_cut(trainer.model):
+        trainer._exact_state = trainer.accelerator.get_state_dict(trainer.model)
+    try:
+        stock(output_dir, _internal_call)
+    finally:
+        trainer._exact_state = None
+
+
+def _save_state(
+    trainer: Any, stock: Any, output_dir: str | None = None, state_dict: Any = None
+) -> None:
+    exact = getattr(trainer, "_exact_state", None) if state_dict is None else None
+    dtypes = {} if exact is None else {name: value.dtype for name, value in exact.items()}
+    stock(output_dir, state_dict if exact is None else exact)  # which empties it
+    folder = Path(output_dir or trainer.args.output_dir)
+    differ = any(dtypes.get(n, p.dtype) != p.dtype for n, p in trainer.model.named_parameters())
+    if differ and trainer.args.should_save and (folder / "config.json").exists():
+        trainer.model.config.dtype = torch.float32  # of the weights in the file
+        trainer.model.config.save_pretrained(folder)
+
+
+def _save_shards(trainer: Any, stock: Any, output_dir: str) -> None:
     """Every rank writes its shard, committed as a whole; rank 0 the scheduler."""
-    accelerator = trainer.accelerator
-    if not _shards(accelerator):
+    if not _shards(trainer):
         stock(output_dir)
         return
     folder = Path(output_dir, FOLDER)
@@ -260,11 +292,10 @@ def _save(trainer: Any, output_dir: str, stock: Callable[[str], None]) -> None:
         Path(output_dir, f"{OPTIMIZER}.txt").write_text(note)
 
 
-def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], None]) -> None:
+def _load_shards(trainer: Any, stock: Any, directory: str | None) -> None:
     """From ``shardcast/``; what the stock Trainer saved is taken too."""
-    accelerator = trainer.accelerator
-    if directory is None or not _shards(accelerator) or not Path(directory, FOLDER).is_dir():
-        if directory and _shards(accelerator) and not Path(directory, OPTIMIZER).exists():
+    if directory is None or not _shards(trainer) or not Path(directory, FOLDER).is_dir():
+        if directory and _shards(trainer) and not Path(directory, OPTIMIZER).exists():
             warn(
                 f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor {OPTIMIZER!r}: "
                 "the optimizer begins with fresh state"
@@ -274,3 +305,24 @@ def _load(trainer: Any, directory: str | None, stock: Callable[[str | None], Non
     checkpoint.load(Path(directory, FOLDER), *_pair(trainer))
     state = torch.load(Path(directory, SCHEDULER), weights_only=True)
     trainer.lr_scheduler.load_state_dict(state)
+
+
+def _has_mixed_mesh_grads(trainer: Any, stock: Any, model: nn.Module) -> Any:
+    """The sharded optimizer has the norm over all of them."""
+    return False if _shards(trainer) else stock(model)
+
+
+def _sync_replicated(trainer: Any, stock: Any, model: nn.Module) -> None:
+    """They are reduced as all others."""
+    if not _shards(trainer):
+        stock(model)
+
+
+OVERRIDES: Mapping[str, Callable[..., Any]] = {
+    "save_model": _save_model,
+    "_save": _save_state,
+    "_save_optimizer_and_scheduler": _save_shards,
+    "_load_optimizer_and_scheduler": _load_shards,
+    "_has_mixed_mesh_grads": _has_mixed_mesh_grads,
+    "_sync_replicated_trainable_parameters": _sync_replicated,
+}

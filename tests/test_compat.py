@@ -103,6 +103,16 @@ def test_own_params_are_those_of_the_module_alone_and_of_parametrizations():
         ]
 
 
+def meets(group: Any) -> bytes:
+    store = _compat.default_store()
+    store.set(f"met/{group.rank()}", "here")
+    return bytes(store.get(f"met/{1 - group.rank()}"))
+
+
+def test_the_store_of_the_default_group_is_shared(gloo: SpawnedWorld):
+    assert gloo.run(meets) == [b"here"] * 2
+
+
 def test_compiled_models_are_unwrapped():
     model = nn.Linear(2, 2)
     assert _compat.unwrapped(model) is model

@@ -31,8 +31,8 @@ from shardcast import _compat
 from shardcast.accelerate import guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer.apart import check_loss_scales, clusters, models_of
 from shardcast.optimizer.api import shard
+from shardcast.optimizer.frameworks import check_loss_scales, clusters, models_of
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 
@@ -69,6 +69,7 @@ class ShardcastAccelerator(Accelerator):
 
     _models: list[Any]  # Accelerate's own
     _optimizers: list[Any]
+    save_masters = True  # get_state_dict and save_model give fp32, as under DDP with autocast
     provisional = False  # made by shardcast.run: enable() may still give it another configuration
 
     @property
@@ -340,8 +341,18 @@ class ShardcastAccelerator(Accelerator):
         state.load(self, input_dir, partial(super().load_state, **options))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """As ``Accelerator.get_state_dict``; of a tensor-parallel model every rank must call it."""
-        return mesh.whole(super().get_state_dict(model, unwrap))
+        """As ``Accelerator.get_state_dict``, with the fp32 masters as parameters on rank 0.
+
+        ``save_model`` writes it. Every rank must call it: where rank 0 does so alone it warns after
+        a minute, and returns the parameters in ``param_dtype``, as the other ranks always do. Set
+        ``accelerator.save_masters = False`` for them everywhere.
+        """
+        state = mesh.whole(super().get_state_dict(model, unwrap))
+        inner = _compat.unwrapped(model)
+        prepared = self._owners.get(inner)
+        if prepared is None or not unwrap or not self.save_masters or mesh.is_cut(inner):
+            return state
+        return prepared.exact_state(state, inner, "get_state_dict")
 
     @contextmanager
     def seen_by_stock(

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardcast.config import ShardcastConfig
 from shardcast.messages import warn
-from shardcast.optimizer.apart import models_of
+from shardcast.optimizer.frameworks import models_of
 from shardcast.optimizer.model_hooks import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

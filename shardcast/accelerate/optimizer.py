@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list
 from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 
+from shardcast.messages import warn
+from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.sharded import ShardedOptimizer
+
+
+class _Saves:
+    """Names of saves, equal on all ranks also where an earlier one was of rank 0 alone.
+
+    Args:
+        run: no earlier run of processes with the same store had it.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run, self._steps, self._calls = run, 0, 0
+
+    def name(self) -> str:
+        self._calls += 1
+        return f"{self._run}/{self._steps}/{self._calls}"
+
+    def note_step(self, *_: Any) -> None:
+        self._steps, self._calls = self._steps + 1, 0
 
 
 class ShardcastOptimizer(AcceleratedOptimizer):
@@ -27,7 +49,9 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         # No device placement: the state is on its device, and is not copied out and in for it.
         super().__init__(sharded, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
-        self.model = model
+        self.model, self._models = model, list(models)
+        self._saves = _Saves(str(broadcast_object_list([uuid.uuid4().hex])[0]))
+        sharded.register_step_post_hook(self._saves.note_step)
         handles = []
         if sharded.config.param_dtype != torch.float32:
             handles = [it.register_forward_hook(_outputs_to_fp32) for it in models]
@@ -37,6 +61,23 @@ class ShardcastOptimizer(AcceleratedOptimizer):
     def params(self) -> set[nn.Parameter]:
         """The model's parameters that it trains."""
         return {param for group in self.param_groups for param in group["params"]}
+
+    def exact_state(self, state: dict[str, Any], model: nn.Module, call: str) -> dict[str, Any]:
+        """The ``state`` of ``model``, one of ``models``, in fp32 on rank 0. Every rank calls it.
+
+        Where only some do, a warning and ``state`` as it is.
+        """
+        if self.optimizer.config.param_dtype == torch.float32:
+            return state
+        if not called_on_all_ranks(self._saves.name()):
+            warn(
+                f"{call} was not called on all ranks, so the fp32 masters could not be gathered: "
+                f"parameters are saved in {self.optimizer.config.param_dtype}. Call it on every "
+                "rank (rank 0 writes), or set accelerator.save_masters = False"
+            )
+            return state
+        prefix = f"{self._models.index(model)}." if len(self._models) > 1 else ""
+        return exact_state(state, self.optimizer, prefix)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -160,6 +160,28 @@ def test_the_state_of_several_models_is_resumed_exactly(
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def exact_states(_group: Any, name: str) -> list[tuple[Any, Any]]:
+    script: Any = SCRIPTS[name](accelerator_of("ours", mixed_precision="bf16"))
+    script.step(0)
+    script.models[0][0].weight.data[0, 0] = 2.0  # by hand since the step: saved as it is
+    found = []
+    for model in script.models:
+        state = script.accelerator.get_state_dict(model)
+        found.append((state, {key: value.clone() for key, value in model.state_dict().items()}))
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_model_has_its_fp32_state_on_rank_0(gloo: SpawnedWorld, name: str) -> None:
+    for rank, states in enumerate(gloo.run(exact_states, name)):
+        for exact, low in states:
+            assert list(exact) == list(low)
+            for key, value in low.items():
+                assert torch.equal(exact[key].to(value.dtype), value)
+            finer = any(exact[key].dtype == torch.float32 for key in exact)
+            assert finer == (rank == 0)
+
+
 def test_a_state_of_fewer_models_is_refused(tmp_path: Path) -> None:
     gan = Gan(accelerator_of("ours"))
     gan.accelerator.save_state(str(tmp_path))

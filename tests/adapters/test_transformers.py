@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import sys
+import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from test_accelerate_processes import fresh
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shardcast.optimizer import frameworks
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -252,6 +256,43 @@ def test_no_parameter_is_cast_in_forward_and_backward(tmp_path: Path, kind: str)
     assert found == 0 if kind == "sharded" else found > 2 * 7, "autocast casts each weight"
 
 
+def saved(group: Any, folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Saves with masters, without, and on rank 0 alone; the masters, and the warnings."""
+    frameworks.PATIENCE = timedelta(seconds=0.5)
+    trainer = trainer_of(f"{folder}/run", bf16=True, save_steps=STEPS)
+    trainer.train()
+    masters = trainer.accelerator.sharded_optimizer.full_parameters()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if group.rank() == 0:
+            trainer.save_model(f"{folder}/alone")
+            trainer.save_model(f"{folder}/alone again")
+        group.barrier().wait()
+        trainer.accelerator.save_masters = False
+        trainer.save_model(f"{folder}/low")
+        trainer.accelerator.save_masters = True
+        trainer.accelerator.save_model(trainer.model, f"{folder}/mismatched")
+        told = [str(w.message) for w in caught if "save_masters" in str(w.message)]
+    return masters, told
+
+
+def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_warning(
+    tmp_path: Path, gloo: SpawnedWorld
+):
+    (masters, told), (_, told_on_1) = gloo.run(saved, str(tmp_path), timeout=100)
+    assert (len(told), len(told_on_1)) == (3, 1)
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEPS}"
+    weights = load_file(checkpoint / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert all(torch.equal(value, masters[name]) for name, value in weights.items())
+    assert json.loads((checkpoint / "config.json").read_text())["dtype"] == "float32"
+    loaded = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(loaded.lm_head.weight, masters["lm_head.weight"])
+    for name in ("alone", "alone again", "low", "mismatched"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert {value.dtype for value in found.values()} == {torch.bfloat16}, name
+
+
 STOCK_SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -273,6 +314,8 @@ def test_the_stock_trainer_under_shardcast_run_saves_every_shard(tmp_path: Path)
     found = checkpoint.inspect(tmp_path / "out" / "checkpoint-6" / "shardcast")
     assert found.world_size == 2
     assert not (tmp_path / "out" / "checkpoint-6" / "optimizer.pt").exists()
+    weights = load_file(tmp_path / "out" / "checkpoint-6" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):

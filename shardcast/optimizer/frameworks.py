@@ -1,0 +1,107 @@
+"""What the adapters of frameworks share: what is sharded together, and models saved in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.config import ShardcastConfig
+from shardcast.optimizer.sharded import ShardedOptimizer
+
+PATIENCE = timedelta(seconds=60)  # for other ranks that may be in a call, too
+
+
+class Together(NamedTuple):
+    """Optimizers that have a model in common, and all models that they train."""
+
+    optimizers: list[torch.optim.Optimizer]
+    models: list[nn.Module]
+
+
+def models_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the ``models`` that ``optimizer`` trains."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    return [model for model in models if not params.isdisjoint(model.parameters())]
+
+
+def clusters(
+    optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
+) -> list[Together]:
+    """The ``optimizers`` with the models that they train, those together that share one."""
+    found: list[Together] = []
+    for optimizer in optimizers:
+        joined = Together([optimizer], models_of(optimizer, models))
+        for cluster in [it for it in found if not set(joined.models).isdisjoint(it.models)]:
+            found.remove(cluster)
+            both = dict.fromkeys(cluster.models + joined.models)
+            joined = Together(cluster.optimizers + joined.optimizers, list(both))
+        found.append(joined)
+    return found
+
+
+def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
+    """Optimizers that are sharded apart, in a framework that has one way to scale a loss.
+
+    Raises:
+        ValueError: their loss scales differ, or would in time.
+    """
+    scales = {
+        "dynamic" if it.loss_scale is None and it.param_dtype == torch.float16 else it.loss_scale
+        for it in configs
+    }
+    if len(configs) > 1 and (len(scales) > 1 or "dynamic" in scales):
+        raise ValueError(
+            "loss_scale: expected one fixed number beside several optimizers that are sharded "
+            f"apart, got {', '.join(map(str, scales))}: each would change a scale of its own, and "
+            "whose loss a backward gets is not known. Set loss_scale in the shardcast "
+            "configuration, or train in bf16"
+        )
+
+
+def exact_state(
+    state: dict[str, Any], optimizer: ShardedOptimizer, prefix: str = ""
+) -> dict[str, Any]:
+    """The ``state`` of a model with the masters as parameters, on rank 0. Collective.
+
+    A parameter that was written since the last step, by weight averaging or a load, is as in
+    ``state``.
+
+    Args:
+        prefix: of the model's names in what was given to :func:`shardcast.shard`.
+    """
+    masters = optimizer.full_parameters()
+
+    def exact(name: str, value: Any) -> Any:
+        master = masters.get(prefix + name)  # a module may have other names in its state
+        if master is None or not isinstance(value, Tensor) or value.shape != master.shape:
+            return value
+        same = torch.equal(master.to(value.dtype), value.to(master.device))
+        return master if same else value
+
+    return {name: exact(name, value) for name, value in state.items()}
+
+
+def called_on_all_ranks(call: str) -> bool:
+    """Whether all ranks come to ``call``, a name that is equal on them and never used twice.
+
+    For what scripts do on rank 0 alone where that is enough: rank 0 waits :data:`PATIENCE`, and
+    tells the others, so that no rank begins a collective that another one leaves out.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    store, rank = _compat.default_store(), dist.get_rank()
+    place = f"shardcast/{call}"
+    store.set(f"{place}/{rank}", "")
+    if rank == 0:
+        try:
+            store.wait([f"{place}/{other}" for other in range(dist.get_world_size())], PATIENCE)
+            store.set(place, "all ranks")
+        except RuntimeError:  # DistStoreError, or an older one
+            store.set(place, "some ranks")
+    return bool(store.get(place) == b"all ranks")
