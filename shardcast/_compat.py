@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 import math
@@ -407,25 +406,12 @@ def divides_exactly() -> bool:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What :func:`compiled` code and :func:`native_library` raise if they cannot be compiled."""
+    """What :func:`compiled` code raises if it cannot be compiled."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     compiler = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
     return *compiler, OSError, subprocess.SubprocessError  # such as a cache that is read-only
-
-
-def native_library(source: str) -> ctypes.CDLL:
-    """C++ source compiled for this processor, with the flags, disk cache and OpenMP of Inductor.
-
-    Floating-point operations are not fused or reordered.
-    """
-    from torch._inductor.codecache import CppCodeCache  # slow to import
-
-    # Its own code has vectors written out, so it turns these two off.
-    flags = ("-ftree-loop-vectorize", "-fno-math-errno")
-    library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
-    return library
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:

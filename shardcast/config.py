@@ -23,6 +23,8 @@ from typing import Any, ClassVar
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Codecs of masters, with the param_dtype that a codec needs because it has the published parameter.
+MASTERS = {"fp32": None, "split16": torch.bfloat16}
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
 
@@ -148,7 +150,7 @@ class ShardcastConfig:
         "fp32",
         "how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
         "exact too",
-        _one_of("fp32", "split16"),
+        _one_of(*MASTERS),
     )
     moments: str = _option(
         "fp32",
@@ -203,10 +205,10 @@ class ShardcastConfig:
                 more = " or null" * (kind != annotation)
                 raise ValueError(f"{name}: expected {expected}{more}, got {value!r}")
             object.__setattr__(self, name, value)
-        if self.master == "split16" and self.param_dtype != torch.bfloat16:
+        if (needed := MASTERS[self.master]) not in (None, self.param_dtype):
             raise ValueError(
-                f"master: split16 needs param_dtype bf16, whose 16 bits are half of fp32, got "
-                f"{self.param_dtype}; use master 'fp32'"
+                f"master: {self.master} needs param_dtype {needed}, which is a part of the master, "
+                f"got {self.param_dtype}; use master 'fp32'"
             )
         if self.sync == "all_gather" and self.partition == "whole":
             raise ValueError(

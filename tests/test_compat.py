@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import inspect
 import os
@@ -432,23 +431,10 @@ def test_rows_are_the_same_memory_with_a_storage_of_their_own():
 
 def test_what_a_broken_compiler_raises_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/bin/false")}):
-        with pytest.raises(_compat.compile_errors()):
-            _compat.native_library('extern "C" int broken;')
-        with pytest.raises(_compat.compile_errors()):
-            _compat.compiled(lambda x: x.add_(3.25))(torch.zeros(64))
+    broken = torch._inductor.config.patch({"cpp.cxx": (None, "/bin/false")})
+    with broken, pytest.raises(_compat.compile_errors()):
+        _compat.compiled(lambda x: x.add_(3.25))(torch.zeros(64))
     torch._dynamo.reset()
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_native_code_does_not_fuse_operations():
-    source = """
-        extern "C" float multiply_add(float a, float b, float c) { return a * b + c; }
-    """
-    call = _compat.native_library(source).multiply_add
-    call.argtypes, call.restype = [ctypes.c_float] * 3, ctypes.c_float
-    a = 1 + 2**-23
-    assert call(a, a, -1.0) == 2**-22, "fused it would be 2**-22 + 2**-46"
 
 
 def test_a_compiled_function_has_one_graph_for_all_lengths():

@@ -1,6 +1,6 @@
 """The update alone: unscale, clip, AdamW and cast, beside a copy of as many bytes.
 
-First of masters and moments in fp32, in several ways; then of the forms that hold less, without
+First of masters and moments in fp32, in several ways; then by the codecs that hold less, without
 a compiler and with one.
 """
 
@@ -14,14 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardcast.memory import forms
-from shardcast.memory.forms import Exact, Rounded, Split
+import shardcast
+from shardcast.memory.codecs import CODECS, ROW, moment_codec
 from shardcast.step.update import rules
-from shardcast.step.update.execute import ChunkedKernel, Kernel, NativeKernel, WholeKernel
-from shardcast.step.update.operands import Draw, Flat, Forms
+from shardcast.step.update.execute import Executor
+from shardcast.step.update.fusion import Fusion, Numbers
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
-FORMS = {  # master and moments as in the configuration
+CODED = {  # master and moments as in the configuration
     "split16": ("split16", "fp32"),
     "bf16 moments": ("fp32", "bf16"),
     "int8 moments": ("fp32", "int8"),
@@ -37,24 +37,27 @@ GROUP = {
 def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per round of every form of the update, of the copy first."""
     torch.set_num_threads(threads)
-    flat = operands(elements)
+    fusion, operands = fused(elements)
+    by_torch, _ = fused(0, by_torch=True)
     source = torch.ones(elements * BYTES // 2, dtype=torch.uint8)  # as many are written as read
     target = torch.empty_like(source)
+    eager = Executor(compiled=False, on_host=True)
     candidates: dict[str, Callable[[], object]] = {
         "copy of the same bytes": lambda: target.copy_(source),
-        "chunks, torch's operations": runner(ChunkedKernel(), flat, fused=False),
-        "chunks, torch's fused kernel": runner(ChunkedKernel(), flat, fused=True),
-        "whole tensors, one operation each": passes(flat),
+        "chunks, torch's operations": runner(eager, fusion, operands),
+        "chunks, torch's fused kernel": runner(eager, by_torch, operands),
+        "whole tensors, one operation each": passes(operands),
     }
     compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     if compiler:
-        candidates["torch.compile"] = runner(WholeKernel(compile=True), flat, fused=False)
-        candidates["compiled C++"] = runner(NativeKernel(), flat, fused=False)
-    for name, (master, moments) in FORMS.items():
-        held = operands(elements, master, moments)
-        candidates[f"{name}, chunks"] = runner(ChunkedKernel(), held, fused=True)
+        compiled = Executor(compiled=True, on_host=False)
+        candidates["torch.compile"] = runner(compiled, fusion, operands)
+    for name, (master, moments) in CODED.items():
+        fusion, held = fused(elements, master, moments, by_torch=True)
+        candidates[f"{name}, chunks"] = runner(eager, fusion, held)
         if compiler:
-            candidates[f"{name}, compiled C++"] = runner(NativeKernel(), held, fused=False)
+            fusion, held = fused(elements, master, moments)
+            candidates[f"{name}, torch.compile"] = runner(compiled, fusion, held)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds + 1):
         for name, run in candidates.items():
@@ -65,53 +68,53 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def operands(elements: int, master: str = "fp32", moments: str = "fp32") -> Flat:
-    """Random weights and gradients, state of zeros."""
-    weights = torch.randn(elements)
-    kept: forms.Form = Split() if master == "split16" else Exact()
-    state = forms.moment(moments), forms.moment(moments, signed=False)
+def fused(
+    elements: int, master: str = "fp32", moments: str = "fp32", by_torch: bool = False
+) -> tuple[Fusion, list[Tensor]]:
+    """AdamW; random weights and gradients in whole rows, state of zeros."""
+    elements -= elements % ROW
+    rule = rules.rule_of(torch.optim.AdamW, GROUP, by_torch)
+    config = shardcast.ShardcastConfig(moments=moments)
+    state = tuple(moment_codec(config, name) for name in rule.state)
+    codec = CODECS[master]()
+    fusion = Fusion(rule, codec, state, not codec.has_published, ROW)
+    weights = torch.randn(elements // ROW, ROW)
+    pieces = [weights.bfloat16()] if fusion.casts else []
+    for each, values in zip(
+        (codec, *state), (weights, *[torch.zeros_like(weights)] * 2), strict=True
+    ):
+        pieces += [piece.clone() for piece in each.encode(values, None)]
+    if fusion.by_chance:
+        pieces.append(torch.arange(elements // ROW, dtype=torch.int32))
+    grad = torch.randn(elements).bfloat16()
+    return fusion, [grad, *(piece.flatten() for piece in pieces)]
 
-    def encoded(form: forms.Form, values: Tensor) -> forms.Raw:
-        return tuple(raw.clone() for raw in forms.encode_flat(form, values, forms.ROW))
 
-    drawn = Draw(torch.tensor([0, 1], dtype=torch.int32), torch.tensor(3.0))
-    return Flat(
-        encoded(kept, weights),
-        torch.randn(elements).bfloat16(),
-        tuple(encoded(form, torch.zeros(elements)) for form in state),
-        None if master == "split16" else weights.bfloat16(),
-        Forms(kept, state),
-        drawn if isinstance(state[0], Rounded) else None,
-    )
-
-
-def runner(kernel: Kernel, flat: Flat, fused: bool) -> Callable[[], None]:
+def runner(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callable[[], None]:
     """One update with a clipping factor."""
-    rule = rules.rule_of(torch.optim.AdamW, GROUP, fused)
-    factor, skip = torch.tensor(0.5), torch.tensor(False)
+    factor, skip, step = torch.tensor(0.5), torch.tensor(False), torch.tensor(3.0)
 
     def run() -> None:
-        if kernel.on_host:
-            numbers = rule.numbers(GROUP, 3.0)
+        if executor.on_host:
+            numbers = fusion.rule.numbers(GROUP, 3.0)
         else:
-            step = torch.tensor(3.0, dtype=torch.float64)
-            numbers = rules.as_tensors(rule.numbers(GROUP, step), skip)
-        kernel(rule, flat, numbers, factor, skip)
+            numbers = rules.as_tensors(fusion.rule.numbers(GROUP, step.double()), skip)
+        decided = None if executor.on_host else skip
+        executor(fusion, operands, Numbers(step, numbers), factor, decided)
 
     return run
 
 
-def passes(flat: Flat) -> Callable[[], None]:
+def passes(operands: list[Tensor]) -> Callable[[], None]:
     """What a mixed-precision wrapper does: cast and unscale, torch's step, cast back."""
+    grad, published, weights, *_ = operands
     factor = torch.tensor(0.5)
-    master = torch.nn.Parameter(flat.master[0])
+    master = torch.nn.Parameter(weights)
     optimizer = torch.optim.AdamW([master], lr=1e-3, weight_decay=0.1)
-    published: Tensor | None = flat.published
 
     def run() -> None:
-        master.grad = flat.grad.float() * factor
+        master.grad = grad.float() * factor
         optimizer.step()
-        assert published is not None
         published.copy_(master.detach())
 
     return run

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory import forms
-from shardcast.memory.shard import FILL, SPLITTING
+from shardcast.memory.chance import KEY
+from shardcast.memory.codecs import master_codec, moment_codec, row_of
+from shardcast.memory.shard import FILL
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Algorithms, Topology
 from shardcast.plan.layout import Layout, PackLayout, Slot
@@ -176,8 +177,13 @@ class StateOf:
         """Bytes for a span of ``owned`` elements, of which ``elements`` are not padding."""
         if not self.flat:
             return self.moments * elements * MASTER_DTYPE.itemsize
-        row = forms.row_of(config.alignment, pack.dtype)
-        return self.moments * forms.nbytes(forms.moment(config.moments), owned, row)
+        codec = moment_codec(config, "")
+        return self.moments * codec.nbytes(owned, row_of(config, pack.dtype))
+
+    def keys(self, pack: PackLayout, owned: int, config: ShardcastConfig) -> int:
+        """Bytes of the keys of rows, where state is rounded by chance."""
+        drawn = self.flat and self.moments and moment_codec(config, "").by_chance
+        return KEY * -(-owned // row_of(config, pack.dtype)) if drawn else 0
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateOf:
@@ -199,10 +205,7 @@ def _master_size(pack: PackLayout, owned: int, config: ShardcastConfig) -> int:
     """Bytes of masters of ``owned`` elements beside their parameters."""
     if pack.dtype == MASTER_DTYPE:
         return 0
-    row = forms.row_of(config.alignment, pack.dtype)
-    if config.master == "split16":
-        return forms.nbytes(forms.Split(), owned, row, shared=1)
-    return forms.nbytes(forms.Exact(), owned, row)
+    return master_codec(config, pack.dtype).nbytes(owned, row_of(config, pack.dtype))
 
 
 @dataclass
@@ -253,13 +256,17 @@ def _add(
         if count or pack.algorithms.sync == "all_gather":
             rank.sent += (size - 1) * span.numel * stored
         if count:
-            own = state.nbytes(pack, span.numel, count, config)
-            rank.state += own
+            own, keys = (
+                state.nbytes(pack, span.numel, count, config),
+                state.keys(pack, span.numel, config),
+            )
+            rank.state += own + keys
             # A pack that is its own master, or half of it, is read and written; else it is only
             # written.
             master = _master_size(pack, span.numel, config)
-            passes = 1 if master and config.master == "fp32" else 2
-            rank.updated += span.numel * (grad + passes * stored) + 2 * (master + own)
+            written = master and not master_codec(config, pack.dtype).has_published
+            passes = 1 if written else 2
+            rank.updated += span.numel * (grad + passes * stored) + 2 * (master + own) + keys
             rank.normed += span.numel * grad
     return Traffic(
         wire=pack.numel * wire,
@@ -316,6 +323,7 @@ def _packing_peak(plan: Plan) -> int:
         originals = sum(param.nbytes for param in params)
         stored = pack.numel * pack.dtype.itemsize
         staged = pack.numel * MASTER_DTYPE.itemsize
+        codec = master_codec(config, pack.dtype)
         if pack.dtype == MASTER_DTYPE:  # what is staged becomes the pack, which has the masters
             alone = size == 1 and len(params) == 1 and pack.padding == 0
             # Then its own storage is the pack's: see Pack.fill.
@@ -323,13 +331,11 @@ def _packing_peak(plan: Plan) -> int:
             peak = max(peak, live + max(masters) + (0 if adopted else staged))
         else:
             for span in pack.spans:
-                if config.master == "split16":  # and both halves' bits, as 32-bit integers
-                    added = min(span.numel, FILL) * SPLITTING
-                    added += _master_size(pack, span.numel, config)
-                elif span.numel == pack.numel and not config.offload:
+                if codec.plain and span.numel == pack.numel and not config.offload:
                     added = 0  # the staging becomes the masters
                 else:
-                    added = span.numel * MASTER_DTYPE.itemsize
+                    added = min(span.numel, FILL) * codec.encoding_bytes
+                    added += _master_size(pack, span.numel, config)
                 worst = max(staged, staged - originals + stored + added)
                 peak = max(peak, live + masters[span.owner] + worst)
                 masters[span.owner] += _master_size(pack, span.numel, config)

@@ -14,35 +14,34 @@ from torch import Tensor, nn
 
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
-from shardcast.memory.forms import Exact, Split, row_of
+from shardcast.memory.codecs import master_codec, row_of
+from shardcast.memory.encoded import Encoded
 from shardcast.memory.gradients import GradPack
 from shardcast.memory.pack import Pack
-from shardcast.memory.stores import Place, Store
 from shardcast.messages import warn
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
 
-FILL = 1 << 16  # masters that are split at a time
-SPLITTING = 29  # bytes that each takes on the way
+FILL = 1 << 16  # masters that are encoded at a time
 
 
 class Shard:
     """What this rank keeps for one pack: masters, gradients and the parameters' parts.
 
     Attributes:
-        store: the own span in full precision; it is the pack's own memory if that is fp32.
+        master: the own span in full precision; it is the pack's own memory if that is fp32.
         fragments: the parameters' parts in the own span, in pack order.
     """
 
-    store: Store
+    master: Encoded
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
         self.pack = pack
         self.grads: GradPack | None = None  # None while frozen: neither reduced nor updated
         self.fragments = pack.layout.fragments(pack.own.owner)
-        self._split = config.master == "split16"
-        self._row = row_of(config.alignment, pack.layout.dtype)
-        self._place = Place(pack.params[0].device, config.offload and not self.in_place)
+        self._codec = master_codec(config, pack.layout.dtype)
+        self._row = row_of(config, pack.layout.dtype)
+        self._on_host = config.offload and not self.in_place
 
     @property
     def in_place(self) -> bool:
@@ -51,8 +50,8 @@ class Shard:
 
     @property
     def data(self) -> Tensor:
-        """1-d fp32, the memory of the masters; only where the store keeps them so."""
-        return self.store.data
+        """1-d fp32, the memory of the masters; only of a plain codec."""
+        return self.master.data
 
     @property
     def published(self) -> Tensor:
@@ -62,28 +61,26 @@ class Shard:
     @property
     def casts(self) -> bool:
         """Whether the update itself has to cast into the pack."""
-        return not self.in_place and not self._split
+        return not self.in_place and not self._codec.has_published
 
     def fill(self, source: Tensor) -> None:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
         own = source[self.pack.own.start : self.pack.own.stop]
         if self.in_place:
-            self.store = self._store(self.published)
-        elif self._split:
-            self.store = Store(
-                Split(), own.numel(), self._row, self._place, published=self.published
-            )
+            self.master = self._encoded(self.published)
+        elif self._codec.plain and not self._on_host:
+            # A clone, so that the source is freed; not where it has nothing else.
+            self.master = self._encoded(own if own.numel() == source.numel() else own.clone())
+        else:
+            self.master = self._encoded(self.published if self._codec.has_published else None)
             for start in range(0, own.numel(), FILL):
-                self.store.write(slice(start, start + FILL), own[start : start + FILL])
-        elif self._place.host:
-            self.store = self._store(self._place.zeros(own.numel(), MASTER_DTYPE))
-            self.store.write(slice(None), own)
-        else:  # a clone, so that the rest of the source is freed
-            alone = own.numel() == source.numel()
-            self.store = self._store(own if alone else own.clone())
+                self.master.write(slice(start, start + FILL), own[start : start + FILL])
 
-    def _store(self, data: Tensor) -> Store:
-        return Store(Exact(), data.numel(), self._row, self._place, data=data)
+    def _encoded(self, first: Tensor | None) -> Encoded:
+        return Encoded(
+            self._codec, self.pack.own.numel, self._row, self.pack.params[0].device,
+            on_host=self._on_host, first=first,
+        )  # fmt: skip
 
     def local(self, start: int, stop: int) -> slice:
         """Pack elements ``[start, stop)`` as a slice of the own span."""
@@ -97,24 +94,24 @@ class Shard:
 
     def exact(self, fragment: Fragment) -> Tensor:
         """The masters of one fragment, 1-d fp32; :meth:`set_exact` takes them back."""
-        return self.store.read(self.local(fragment.start, fragment.stop))
+        return self.master.read(self.local(fragment.start, fragment.stop))
 
     def set_exact(self, fragment: Fragment, values: Tensor) -> None:
         """Overwrite the masters of one fragment; 1-d, any floating dtype, any device."""
         exact = values.to(self.published.device, MASTER_DTYPE)
-        self.store.write(self.local(fragment.start, fragment.stop), exact)
+        self.master.write(self.local(fragment.start, fragment.stop), exact)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the own span of the pack."""
         if self.casts:
-            self.published.copy_(self.store.read(slice(None)))
+            self.published.copy_(self.master.read(slice(None)))
 
     @torch.no_grad()
     def edited(self) -> Tensor:
         """Which published values are not the cast of their masters, 1-d bool."""
         published = self.published
-        cast = self.store.read(slice(None)).to(published.dtype)
+        cast = self.master.read(slice(None)).to(published.dtype)
         return (cast != published) & ~(cast.isnan() & published.isnan())
 
     @torch.no_grad()
@@ -125,8 +122,8 @@ class Shard:
         by changing what is published, and what they keep beside it remains.
         """
         if self.casts:
-            exact, published = self.store.read(slice(None)), self.published.to(MASTER_DTYPE)
-            self.store.write(slice(None), torch.where(self.edited(), published, exact))
+            exact, published = self.master.read(slice(None)), self.published.to(MASTER_DTYPE)
+            self.master.write(slice(None), torch.where(self.edited(), published, exact))
 
 
 def build_shard(

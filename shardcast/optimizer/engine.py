@@ -209,7 +209,7 @@ class Engine:
             if shard.grads is not None:
                 report["gradients"] += shard.grads.nbytes
             if not shard.in_place:
-                report["masters"] += shard.store.nbytes
+                report["masters"] += shard.master.nbytes
         report["state"] = self.update.nbytes()
         return report
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardcast import checkpoint
 from shardcast.checkpoint import saving
-from shardcast.memory.stores import Store
+from shardcast.memory.encoded import Encoded
 
 pytestmark = pytest.mark.timeout(60)
 LARGEST = 8 << 20  # bytes of one parameter
@@ -114,14 +114,14 @@ def test_what_is_kept_in_another_form_is_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
 ):
     model, optimizer = job(master="split16", moments="int8")
-    read, decoded = Store.read, list[int]()
+    read, decoded = Encoded.read, list[int]()
 
-    def counted(store: Store, part: slice) -> torch.Tensor:
+    def counted(store: Encoded, part: slice) -> torch.Tensor:
         found = read(store, part)
         decoded.append(found.numel())
         return found
 
-    monkeypatch.setattr(Store, "read", counted)
+    monkeypatch.setattr(Encoded, "read", counted)
     saved = save(tmp_path, model, optimizer, step=1)
     if isinstance(saved, checkpoint.Saving):
         saved.wait()

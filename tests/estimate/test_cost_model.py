@@ -201,7 +201,8 @@ def test_options_change_the_stages_that_they_are_about():
     exact, time = stages(2, reduce="reduce_scatter", param_dtype="fp32")
     assert exact.updated == 1000 * (4 + 8 + 16), "a pack in fp32 is its own master"
     assert time.reduce == pytest.approx(2 * PLAIN.group(2).gather(4000) + (2 * 8000 + 8000) / 1000)
-    assert stages(2, moments="bf16")[0].updated == 1000 * (2 + 8 + 8 + 2)
+    # A key for each row of four is read.
+    assert stages(2, moments="bf16")[0].updated == 1000 * (2 + 8 + 8 + 2 + 4 / 4)
     # Parameter and remainder read and written, and a byte of ties for each row of four.
     assert stages(2, master="split16")[0].updated == 1000 * (2 + 2 * (2 + 2 + 1 / 4) + 16)
 

@@ -12,8 +12,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor
 
 import shardcast
-from shardcast.memory.forms import Bytes
-from shardcast.step.update.windows import Windows
+from shardcast.memory.codecs import Int8
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -42,11 +41,10 @@ def trained(seed: int = SEEDS[0], **fields: Any) -> tuple[float, list[Tensor]]:
     return torch.stack(losses).mean().item(), [p.detach().clone() for p in model.parameters()]
 
 
-def linear(_: Windows, _form: Bytes, raw: Any, row: int, values: Tensor) -> None:
-    codes, scales = raw
-    rows = values.view(-1, row)
-    scales.copy_(rows.abs().amax(-1) / 127)
-    codes.copy_((rows / scales.clamp_min(1e-38)[:, None]).round().view(-1))
+def linear(codec: Int8, values: Tensor, _bits: Tensor | None) -> tuple[Tensor, ...]:
+    scales = values.abs().amax(-1) / codec.steps
+    codes = (values / scales.clamp_min(1e-38)[:, None]).round()
+    return codes.to(torch.int8 if codec.signed else torch.uint8), scales
 
 
 def test_fewer_bits_train_as_well_and_bytes_without_a_root_worse(monkeypatch: pytest.MonkeyPatch):
@@ -58,14 +56,6 @@ def test_fewer_bits_train_as_well_and_bytes_without_a_root_worse(monkeypatch: py
         assert any(not torch.equal(a, b) for a, b in zip(others[0], weights[0], strict=True))
         assert sum(found) < sum(exact) * (1 + percent / 100)
 
-    original = Windows._decode
-
-    def read(self: Windows, form: Any, raw: Any, row: int, out: Tensor) -> Tensor:
-        if not isinstance(form, Bytes):
-            return original(self, form, raw, row, out)
-        out.copy_(raw[0]).view(-1, row).mul_(raw[1][:, None])
-        return out
-
-    monkeypatch.setattr(Windows, "_to_bytes", linear)
-    monkeypatch.setattr(Windows, "_decode", read)
+    monkeypatch.setattr(Int8, "encode", linear)
+    monkeypatch.setattr(Int8, "decode", lambda _, pieces: pieces[0].float() * pieces[1][:, None])
     assert not trained(moments="int8")[0] < exact[0] * 1.05

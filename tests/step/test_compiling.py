@@ -19,7 +19,7 @@ from shardcast import shard
 from shardcast.step import compiling
 from shardcast.step.reduce import mean
 from shardcast.step.reduce.mean import compiled_mean_, mean_
-from shardcast.step.update import native
+from shardcast.step.update import execute
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [
@@ -36,7 +36,7 @@ def broken_compiler() -> Iterator[list[warnings.WarningMessage]]:
     def forget() -> None:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
-        native._library.cache_clear()
+        execute._compiled.cache_clear()
 
     forget()
     with (
@@ -86,12 +86,12 @@ def test_the_mean_has_the_bits_of_eager_and_one_warning():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_update_is_that_of_eager_with_one_warning(dtype: str):
-    """In fp16 by way of a compiled graph, in bf16 by a library."""
+    """With numbers of the device, so that the last bit of a master may differ."""
     with broken_compiler() as told:
         found = trained("compile", dtype)
     assert compiling_failed(told) == 1
-    if dtype == "bf16":
-        assert_same_bits(found, trained("eager", dtype))
+    for name, tensor in trained("eager", dtype).items():
+        torch.testing.assert_close(found[name], tensor)
 
 
 def one_rank_without_compiler(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:

@@ -197,6 +197,10 @@ class AnyOptimizerUpdate:
             if isinstance(value, Tensor) and value.dim()
         )
 
+    def sums(self, _shard: Shard) -> dict[str, Tensor]:
+        """None: no epilogue is fused into an update that is the class's own."""
+        return {}
+
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
         """The inner optimizer's own state of one fragment."""
         if shard not in self._params:

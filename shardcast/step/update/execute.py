@@ -1,9 +1,9 @@
-"""Fuse: how the fused update runs on a device, eager in chunks or compiled into one kernel."""
+"""Execute: how the fused update runs on a device, compiled into one kernel or eager in pieces."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,117 +12,85 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.step.compiling import compiles, or_eager
-from shardcast.step.update import native, rules
-from shardcast.step.update.operands import Flat, by_rows
-from shardcast.step.update.rules import Numbers, Rule
-from shardcast.step.update.windows import Windows
+from shardcast.step.update import fusion
+from shardcast.step.update.fusion import Fusion, Numbers
 
-WINDOW = 1 << 17  # elements per thread and eager call on CPU: all operands stay in its cache
+CHUNK = 1 << 17  # elements per thread and eager call on a CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
+VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
-class ChunkedKernel:
-    """The eager update on CPU, where the step's numbers and decision are on the host anyway.
+class Executor:
+    """Runs :func:`.fusion.update_` on ranges of any length.
 
-    Forms other than fp32 are decoded into windows, updated there, and encoded.
+    Args:
+        compiled: as one kernel; else eagerly, a piece at a time.
+        on_host: numbers of the step and the decision to skip are the host's; only eagerly.
     """
 
-    on_host = True
+    def __init__(self, compiled: bool, on_host: bool) -> None:
+        self.compiled, self.on_host = compiled, on_host
+        self._run = _compiled() if compiled else _in_pieces
 
     def __call__(
-        self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
-    ) -> None:
-        """See :func:`.rules.update_`; a skipped step is not to come here."""
-
-        def run(flat: Flat) -> None:
-            numel = flat.grad.numel()
-            size = max(1, min(WINDOW * torch.get_num_threads(), numel))
-            whole = numel - numel % size
-            for start, stop in ((0, whole), (whole, numel)):
-                if start < stop:
-                    windows = Windows(min(size, stop - start), len(flat.state))
-                    windows.update(rule, flat.cut(start, stop), numbers, factor)
-
-        if flat.forms.exact:
-            run(flat)
+        self, fusion: Fusion, operands: Sequence[Tensor], numbers: Numbers, factor: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:  # fmt: skip
+        """See :func:`.fusion.update_`; operands are 1-d, begin with a row, may end within one."""
+        row, counts = fusion.row, fusion.counts
+        numel = operands[0].numel()
+        if self.compiled:
+            # One graph serves any number of rows but 0 and 1.
+            least, rows = 2, numel // row
+            rows = rows if rows >= least else 0
         else:
-            by_rows(flat, 1, run)
+            # torch's fused kernels round what is left after the last whole vector in another way:
+            # results would depend on where ranks and packs are cut.
+            least = max(1, VECTOR // row)
+            rows = numel // row // least * least
+        pairs = list(zip(operands, counts, strict=True))
+        if rows:
+            whole = operands if rows * row == numel else [t[: rows * count] for t, count in pairs]
+            self._run(fusion, self._in_rows(fusion, whole), numbers, factor, skip)
+        if rows * row == numel:
+            return
+        # The end of the pack of a world of one, or of rows shorter than a vector: a padded copy.
+        ends = [tensor[rows * count :] for tensor, count in pairs]
+        copies = [end.new_zeros(least * n) for end, n in zip(ends, counts, strict=True)]
+        for copy, end in zip(copies, ends, strict=True):
+            copy[: end.numel()] = end
+        self._run(fusion, self._in_rows(fusion, copies), numbers, factor, skip)
+        for copy, end in list(zip(copies, ends, strict=True))[1:]:  # the gradient is only read
+            end.copy_(copy[: end.numel()])
 
+    def _in_rows(self, fusion: Fusion, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The same memory as rows.
 
-class WholeKernel:
-    """:func:`.rules.update_`, compiled into one kernel or eager."""
-
-    on_host = False
-
-    def __init__(self, compile: bool) -> None:
-        self._compile = compile
-        self._run: Callable[..., None] = _compiled() if compile else _by_pieces
-
-    def __call__(
-        self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
-    ) -> None:
-        """See :func:`.rules.update_`.
-
-        Rows have a fixed length, which lets the compiler see that addresses are multiples of 16
-        bytes, which it then moves at a time. There are two at least: of the number of rows one
-        graph serves all but 0 and 1.
+        Their fixed length lets a compiler see that addresses are multiples of 16 bytes, which it
+        then moves at a time.
         """
-        in_rows = self._in_rows(flat.forms.row)
-        by_rows(flat, 2, lambda part: self._run(rule, part.map(in_rows), numbers, factor, skip))
-
-    def _in_rows(self, row: int) -> Callable[[Tensor, bool], Tensor]:
-        """What makes rows of operands, the same memory."""
-        if self._compile:
-            return lambda operand, per_row: _compat.rows_of(operand, 0 if per_row else row)
-        return lambda operand, per_row: operand if per_row else operand.view(-1, row)
+        row = fusion.row
+        if self.compiled:
+            pairs = zip(operands, fusion.counts, strict=True)
+            return [_compat.rows_of(tensor, 0 if count < row else row) for tensor, count in pairs]
+        pairs = zip(operands, fusion.counts, strict=True)
+        return [tensor if count < row else tensor.view(-1, row) for tensor, count in pairs]
 
 
-class NativeKernel:
-    """The update on CPU by a C++ compiler; gradients or parameters in fp16 go a longer way."""
-
-    on_host = True
-
-    def __init__(self) -> None:
-        self._native = or_eager(_native, ChunkedKernel())
-
-    def __call__(
-        self, rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, skip: Tensor
-    ) -> None:
-        """See :func:`.rules.update_`; a skipped step is not to come here."""
-        if native.supports(flat):
-            self._native(rule, flat, numbers, factor, skip)
-        else:
-            tensors = rules.as_tensors(numbers, skip)
-            WholeKernel(compile=True)(rule, flat, tensors, factor, skip)
-
-
-def _native(rule: Rule, flat: Flat, numbers: Numbers, factor: Tensor | None, _skip: Tensor) -> None:
-    native.update(rule, flat, numbers, factor)
-
-
-Kernel = ChunkedKernel | WholeKernel | NativeKernel
-
-
-def _by_pieces(rule: Rule, flat: Flat, *rest: Any) -> None:
-    """The eager form allocates several times the operands: not of more than so much at a time."""
-    rows = max(1, PIECE // flat.forms.row)
-    numel = flat.grad.shape[0]
-    for start in range(0, numel, rows):
-        part = slice(start, start + rows)
-        piece = flat.map(lambda operand, _per_row, part=part: operand[part])  # type: ignore[misc]
-        if flat.draw is not None:
-            piece = piece._replace(draw=flat.draw.at(start * flat.forms.row))
-        rules.update_(rule, piece, *rest)
+def _in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
+    """The eager form allocates several times its operands: never for more than one piece."""
+    on_cpu = operands[0].device.type == "cpu"
+    rows = max(1, (CHUNK * torch.get_num_threads() if on_cpu else PIECE) // in_kernel.row)
+    for piece in zip(*(tensor.split(rows) for tensor in operands), strict=True):
+        fusion.update_(in_kernel, piece, *others)
 
 
 @functools.cache  # one compiled function, so that models of one process share its graphs
 def _compiled() -> Callable[..., None]:
-    return or_eager(_compat.compiled(rules.update_), _by_pieces)
+    return or_eager(_compat.compiled(fusion.update_), _in_pieces)
 
 
-def choose_kernel(config: ShardcastConfig, device: torch.device) -> Kernel:
+def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
     """How to run the update on ``device``; raises as :func:`compiles` does."""
-    compile = compiles(config, device)
-    if device.type != "cpu":
-        return WholeKernel(compile)
-    return NativeKernel() if compile else ChunkedKernel()
+    compiled = compiles(config, device)
+    return Executor(compiled, on_host=device.type == "cpu" and not compiled)

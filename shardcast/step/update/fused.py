@@ -2,121 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
-from shardcast.memory.forms import Rounded, moment, row_of
+from shardcast.memory.chance import row_keys
+from shardcast.memory.codecs import moment_codec, row_of
+from shardcast.memory.encoded import Encoded
 from shardcast.memory.shard import Shard
-from shardcast.memory.stores import Place, Store
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
-from shardcast.step.update.execute import ChunkedKernel, Kernel, choose_kernel
+from shardcast.step.update.execute import Executor, choose_executor
+from shardcast.step.update.fusion import Epilogue, Fusion, Numbers
 from shardcast.step.update.offload import Lanes, StreamLanes, through
-from shardcast.step.update.operands import SALT, Draw, Flat, Forms
 from shardcast.step.update.rules import Rule
 
 WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
 
 
 class ShardState:
-    """What the update keeps for one shard.
+    """The state of one shard, and the operands of its update.
 
     Attributes:
-        cohorts: per fragment, the number of its cohort: the fragments, of all shards, that have
-            taken the same steps; ``None`` before the first one.
-        stores: torch's state by name, parallel to the master; made when first used, zeros.
+        first: the place of its first fragment among those of all shards.
+        stored: torch's state and that of epilogues by name, parallel to the master; made when
+            first used, zeros.
     """
 
-    def __init__(self, shard: Shard, config: ShardcastConfig) -> None:
-        self.shard = shard
-        self.cohorts: list[int | None] = [None] * len(shard.fragments)
-        self.stores: dict[str, Store] = {}
-        self._config = config
-        self._row = row_of(config.alignment, shard.pack.layout.dtype)
-        self._origins: dict[int, Tensor] = {}
+    def __init__(
+        self, shard: Shard, config: ShardcastConfig, epilogues: tuple[Epilogue, ...], first: int
+    ) -> None:
+        self.shard, self.first = shard, first
+        self.stored: dict[str, Encoded] = {}
+        self._config, self._epilogues = config, epilogues
+        self._row = row_of(config, shard.pack.layout.dtype)
+        self._codecs = {name: e.codec(name) for e in epilogues for name in e.state}
+        self._keys: Tensor | None = None
+        self._row_sums: dict[str, Tensor] = {}
 
-    def store(self, name: str) -> Store:
+    def encoded(self, name: str) -> Encoded:
         """One state tensor."""
-        if name not in self.stores:
+        if name not in self.stored:
+            codec = self._codecs.get(name) or moment_codec(self._config, name)
             pack = self.shard.pack
-            place = Place(pack.data.device, self._config.offload)
-            form = moment(self._config.moments, signed=not name.endswith("_sq"))
-            self.stores[name] = Store(form, pack.own.numel, self._row, place)
-        return self.stores[name]
+            self.stored[name] = Encoded(
+                codec, pack.own.numel, self._row, pack.data.device, on_host=self._config.offload
+            )
+        return self.stored[name]
 
-    def windows(self, part: slice) -> Iterator[slice]:
-        """Parts of ``part`` that are on the device at a time; one, where all is there anyway."""
-        size = WINDOW if self._config.offload else max(1, part.stop - part.start)
-        for start in range(part.start, part.stop, size):
-            yield slice(start, min(start + size, part.stop))
+    def prepare(self, rule: Rule) -> Fusion:
+        """What is fused for ``rule``; allocates what it needs."""
+        names = (*rule.state, *self._codecs)
+        state = tuple(self.encoded(name).codec for name in names)
+        master, casts = self.shard.master.codec, self.shard.casts
+        fusion = Fusion(rule, master, state, casts, self._row, self._epilogues)
+        if fusion.by_chance and self._keys is None:
+            self._keys = row_keys(self.shard, self._row)
+        for name in (name for epilogue in self._epilogues for name in epilogue.sums):
+            if name not in self._row_sums:
+                rows = -(-self.shard.pack.own.numel // self._row)
+                device = self.shard.published.device
+                self._row_sums[name] = torch.zeros(rows, dtype=MASTER_DTYPE, device=device)
+        return fusion
 
-    def operands(self, part: slice, rule: Rule, step: Tensor) -> Flat:
-        """The operands of the update of ``part`` of the own span."""
+    def fetch(self, part: slice, fusion: Fusion) -> list[Tensor]:
+        """The operands of the update of ``part`` of the own span; see :class:`.Fusion`."""
         shard = self.shard
         assert shard.grads is not None
-        stores = [self.store(name) for name in rule.state]
-        forms = Forms(shard.store.form, tuple(store.form for store in stores), self._row)
-        drawn = any(isinstance(form, Rounded) for form in forms.state)
-        return Flat(
-            shard.store.window(part), shard.grads.own[part],
-            tuple(store.window(part) for store in stores),
-            shard.published[part] if shard.casts else None, forms,
-            Draw(self._origin(part.start), step) if drawn else None,
-        )  # fmt: skip
+        operands = [shard.grads.own[part]]
+        if fusion.casts:
+            operands.append(shard.published[part])
+        for encoded in self._all(fusion):
+            operands += encoded.fetch(part)
+        rows = slice(part.start // self._row, -(-part.stop // self._row))
+        if fusion.by_chance:
+            assert self._keys is not None
+            operands.append(self._keys[rows])
+        return operands + [sums[rows] for sums in self._row_sums.values()]
 
-    def keep(self, part: slice, rule: Rule, flat: Flat) -> None:
-        """Give updated operands back; for those that are the memory itself nothing is done."""
-        self.shard.store.keep(part, flat.master)
-        for name, raw in zip(rule.state, flat.state, strict=True):
-            self.store(name).keep(part, raw)
+    def send(self, part: slice, fusion: Fusion, operands: Sequence[Tensor]) -> None:
+        """Take updated operands back; nothing is done for those that are the memory itself."""
+        for encoded, pieces in zip(self._all(fusion), fusion.parts(operands).stored, strict=True):
+            encoded.send(part, pieces)
 
-    def _origin(self, start: int) -> Tensor:
-        """Of :class:`.operands.Draw`; filled on the device, for a copy from the host might wait."""
-        if start not in self._origins:
-            pack = self.shard.pack
-            salt = pack.layout.index * 4 * SALT % (1 << 31)
-            first = (pack.own.start + start + (1 << 31)) % (1 << 32) - (1 << 31)
-            origin = torch.full((2,), first, dtype=torch.int32, device=pack.data.device)
-            origin[1:].fill_(salt)
-            self._origins[start] = origin
-        return self._origins[start]
+    def _all(self, fusion: Fusion) -> Iterator[Encoded]:
+        """Masters and state in the order of operands."""
+        yield self.shard.master
+        for name in (*fusion.rule.state, *self._codecs):
+            yield self.stored[name]
 
-    def runs(self, present: Sequence[bool]) -> Iterator[tuple[slice, int]]:
-        """Maximal ranges of the own span that belong to one cohort.
+    def sums(self) -> dict[str, Tensor]:
+        """By name, for each fragment the sum that an epilogue gave in its last update."""
+        parts = [self.shard.local(part.start, part.stop) for part in self.shard.fragments]
+        return {
+            name: torch.stack(
+                [rows[p.start // self._row : -(-p.stop // self._row)].sum() for p in parts]
+            )
+            for name, rows in self._row_sums.items()
+        }
 
-        A run ends where the next fragment begins: the padding between is zero in gradient, master
-        and state, and stays so.
-        """
-        fragments = self.shard.fragments
-        begin: int | None = None
-        for position, fragment in enumerate(fragments):
-            if not present[position]:
-                begin = None
-                continue
-            cohort, start = self.cohorts[position], fragment.start
-            assert cohort is not None
-            begin = self.shard.local(start, start).start if begin is None else begin
-            last = position + 1 == len(fragments)
-            if last or not present[position + 1] or self.cohorts[position + 1] != cohort:
-                stop = self.shard.pack.own.stop if last else fragments[position + 1].start
-                yield slice(begin, self.shard.local(start, stop).stop), cohort
-                begin = None
+    @property
+    def nbytes(self) -> int:
+        keys = 0 if self._keys is None else self._keys.nbytes
+        sums = sum(rows.nbytes for rows in self._row_sums.values())
+        return keys + sums + sum(encoded.nbytes for encoded in self.stored.values())
 
 
-class _Window(NamedTuple):
+class _Range(NamedTuple):
     """A part of a shard, and how it is updated."""
 
     state: ShardState
     part: slice
-    rule: Rule
-    numbers: tuple[Any, ...]
-    step: Tensor
+    fusion: Fusion
+    numbers: Numbers
 
 
 def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
@@ -125,140 +129,146 @@ def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
 
 
 class FusedUpdate:
-    """One call per run of present parameters of a pack; see :class:`.several.Updates`.
+    """One kernel per pack; see :class:`.several.Updates`.
 
-    The state is allocated when the first gradient comes. Of the steps that a fragment has taken
-    the number is on the device, for a skipped one is not counted; fragments that have always had
-    gradients in the same steps share one, and which ones do is known here. Usually all.
+    The state is allocated when the first gradient comes. How many steps a fragment has taken is
+    counted on the device, for a skipped one does not count. The host knows which fragments had
+    gradients in the same steps, and so have equal counts: fragments with one *history* are updated
+    together. Usually that is the whole shard; where gradients were absent it is runs of it.
     """
 
     elementwise = True  # state tensors have one element per element of the parameter
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: ShardcastConfig) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ShardcastConfig,
+        epilogues: tuple[Epilogue, ...] = (),
+    ) -> None:  # fmt: skip
         self._optimizer, self._kind = optimizer, type(optimizer)
-        self._config = config
+        self._config, self._epilogues = config, epilogues
         self._states: dict[Shard, ShardState] = {}
-        self._steps: dict[int, Tensor] = {}  # by cohort, 0-dim fp32
-        self._common: int | None = None  # the cohort, where all fragments are in one
-        self._kernel: Kernel = ChunkedKernel()
+        self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards
+        self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
+        self._uniform = True  # whether all histories are equal
+        self._execute = Executor(compiled=False, on_host=True)
         self._lanes: Lanes | None = None
 
     def add(self, shard: Shard) -> None:
         """Update ``shard`` too, from now on."""
         if shard.fragments:
+            device = shard.published.device
             if not self._states:
-                self._kernel = choose_kernel(self._config, shard.published.device)
-                self._lanes = make_lanes(self._config, shard.published.device)
-            self._states[shard] = ShardState(shard, self._config)
-            self._common = None
+                self._execute = choose_executor(self._config, device)
+                self._lanes = make_lanes(self._config, device)
+                self._steps = self._steps.to(device)
+            state = ShardState(shard, self._config, self._epilogues, len(self._histories))
+            self._states[shard] = state
+            self._steps = torch.cat([self._steps, self._steps.new_zeros(len(shard.fragments))])
+            self._histories += [None] * len(shard.fragments)
+            self._uniform = len(set(self._histories)) == 1
 
     @torch.no_grad()
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
         """See :class:`.several.Updates`."""
-        if not self._states or (self._kernel.on_host and bool(decision.skip)):
+        on_host = self._execute.on_host
+        if not self._states or (on_host and bool(decision.skip)):
             return
-        everything = all(all(present[shard]) for shard in self._states)
-        self._advance(decision, present, everything)
+        self._count(decision, present)
 
-        def fetch(window: _Window) -> Flat:
-            return window.state.operands(window.part, window.rule, window.step)
+        def fetch(one: _Range) -> list[Tensor]:
+            return one.state.fetch(one.part, one.fusion)
 
-        def update(window: _Window, flat: Flat) -> None:
-            factor = decision.factors[window.state.shard.pack.layout.group]
-            self._kernel(window.rule, flat, window.numbers, factor, decision.skip)
+        def update(one: _Range, operands: list[Tensor]) -> None:
+            factor = decision.factors[one.state.shard.pack.layout.group]
+            skip = None if on_host else decision.skip
+            self._execute(one.fusion, operands, one.numbers, factor, skip)
 
-        def send(window: _Window, flat: Flat) -> None:
-            window.state.keep(window.part, window.rule, flat)
+        def send(one: _Range, operands: list[Tensor]) -> None:
+            one.state.send(one.part, one.fusion, operands)
 
-        windows = self._windows(present, everything)
-        if self._lanes is not None:
-            through(self._lanes, windows, fetch, update, send)
-            return
-        for window in windows:
-            flat = fetch(window)
-            update(window, flat)
-            send(window, flat)
+        through(self._lanes, self._ranges(present), fetch, update, send)
 
-    def _windows(
-        self, present: Mapping[Shard, Sequence[bool]], everything: bool
-    ) -> Iterator[_Window]:
-        """What is updated at a time: runs of present parameters, cut where copies are made."""
-        known: dict[tuple[GroupId, int], tuple[Rule, tuple[Any, ...]]] = {}
+    def _ranges(self, present: Mapping[Shard, Sequence[bool]]) -> Iterator[_Range]:
+        """What is updated at a time: runs of present fragments, cut where copies are made."""
+        known: dict[tuple[GroupId, Hashable], tuple[Rule, Numbers]] = {}
         for shard, state in self._states.items():
             group = shard.pack.layout.group
-            runs = state.runs(present[shard])
-            if everything and self._common is not None:
-                runs = iter([(slice(0, shard.pack.own.numel), self._common)])
-            for run, cohort in runs:
-                step = self._steps[cohort]
-                if (group, cohort) not in known:
-                    known[group, cohort] = self._prepared(group, step)
-                rule, numbers = known[group, cohort]
-                for part in state.windows(run):
-                    yield _Window(state, part, rule, numbers, step)
+            for run, number in self._runs(state, present[shard]):
+                key = group, self._histories[number]
+                if key not in known:
+                    known[key] = self._numbers(group, self._steps[number])
+                rule, numbers = known[key]
+                fusion = state.prepare(rule)
+                size = WINDOW if self._config.offload else max(1, run.stop - run.start)
+                for start in range(run.start, run.stop, size):
+                    part = slice(start, min(start + size, run.stop))
+                    yield _Range(state, part, fusion, numbers)
 
-    def _prepared(self, number: GroupId, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
-        """The rule of a group, and its numbers in this step."""
-        group = self._optimizer.param_groups[number.position]
-        if not self._kernel.on_host:
+    def _runs(self, state: ShardState, present: Sequence[bool]) -> Iterator[tuple[slice, int]]:
+        """Maximal ranges of the own span with one history, and the number of a fragment in each.
+
+        A run ends where the next fragment begins: the padding between is zero in gradient, master
+        and state, and stays so.
+        """
+        own, fragments = state.shard.pack.own, state.shard.fragments
+        if self._uniform and all(present):
+            yield slice(0, own.numel), state.first
+            return
+        histories = self._histories[state.first : state.first + len(fragments)]
+        pairs = list(zip(present, histories, strict=True))
+        begins = [n for n, pair in enumerate(pairs) if n == 0 or pair != pairs[n - 1]]
+        for begin, end in itertools.pairwise([*begins, len(pairs)]):
+            if present[begin]:
+                stop = fragments[end].start if end < len(pairs) else own.stop
+                yield state.shard.local(fragments[begin].start, stop), state.first + begin
+
+    def _numbers(self, of: GroupId, step: Tensor) -> tuple[Rule, Numbers]:
+        """The rule of a group, and the numbers of a step."""
+        group = self._optimizer.param_groups[of.position]
+        if not self._execute.on_host:
             rule = rules.rule_of(self._kind, group)
-            return rule, rules.as_tensors(rule.numbers(group, step.double()), step)
+            count = step.double()
+
+            def tensors(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+                return rules.as_tensors(numbers, step)
+
+            epilogues = tuple(tensors(e.numbers(count)) for e in self._epilogues)
+            return rule, Numbers(step, tensors(rule.numbers(group, count)), epilogues)
         rule = rules.rule_of(self._kind, group, fused=self._by_torch(group))
         numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
-        return rule, rule.numbers(numeric, float(step))
+        steps = float(step)
+        epilogues = tuple(epilogue.numbers(steps) for epilogue in self._epilogues)
+        return rule, Numbers(step, rule.numbers(numeric, steps), epilogues)
 
     def _by_torch(self, group: Mapping[str, Any]) -> bool:
         """Whether torch's fused CPU kernel runs: as the group says, else as ``fuse`` does."""
-        if not isinstance(self._kernel, ChunkedKernel):
-            return False
         if group.get("fused") is not None or group.get("foreach"):
             return bool(group.get("fused"))
         return self._config.fuse == "auto"
 
-    def _advance(
-        self, decision: Decision, present: Mapping[Shard, Sequence[bool]], everything: bool
-    ) -> None:
+    def _count(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
         """Count the step for the fragments that take part in it, without asking the device.
 
-        A cohort of which some fragments take part and others do not is split. SGD counts only
-        while it has momentum: the first step with a buffer is special.
+        SGD counts only while it has momentum: the first step with a buffer is special.
         """
-        groups = self._optimizer.param_groups
-        counted = [
-            bool(groups[shard.pack.layout.group.position].get("momentum", True))
-            for shard in self._states
-        ]
-        taken = 1.0 - decision.skip.float()
-        if everything and self._common is not None and len(set(counted)) == 1:
-            if counted[0]:
-                self._steps[self._common] += taken
+        groups, counted = self._optimizer.param_groups, list[bool]()
+        for shard in self._states:
+            counts = bool(groups[shard.pack.layout.group.position].get("momentum", True))
+            counted += [counts and here for here in present[shard]]
+        taken = 1.0 - decision.skip.to(MASTER_DTYPE)
+        start = 0
+        for counts, members in itertools.groupby(counted):  # usually one: a launch for each
+            stop = start + len(list(members))
+            if counts:
+                self._steps[start:stop] += taken
+            start = stop
+        if self._uniform and all(counted) and self._histories[0] is not None:
             return
-        fresh = next(number for number in range(len(self._steps) + 1) if number not in self._steps)
-        moving: dict[int, list[tuple[ShardState, int]]] = {}
-        staying: set[int] = set()
-        for (shard, state), counts in zip(self._states.items(), counted, strict=True):
-            for position, here in enumerate(present[shard]):
-                cohort = state.cohorts[position]
-                if here and cohort is None:
-                    cohort = state.cohorts[position] = fresh
-                if cohort is not None and here and counts:
-                    moving.setdefault(cohort, []).append((state, position))
-                elif cohort is not None:
-                    staying.add(cohort)
-        if fresh in moving or fresh in staying:
-            self._steps[fresh] = torch.zeros((), dtype=MASTER_DTYPE, device=decision.skip.device)
-        for cohort, members in moving.items():
-            if cohort in staying:
-                number = max(self._steps) + 1
-                self._steps[number] = self._steps[cohort] + taken
-                for state, position in members:
-                    state.cohorts[position] = number
-            else:
-                self._steps[cohort] += taken
-        cohorts = {cohort for state in self._states.values() for cohort in state.cohorts}
-        for cohort in self._steps.keys() - cohorts:  # was loaded over
-            del self._steps[cohort]
-        self._common = cohorts.pop() if len(cohorts) == 1 else None
+        numbers: dict[Hashable, int] = {}
+        for place, counts in enumerate(counted):
+            if counts or self._histories[place] is not None:
+                history = (self._histories[place], counts)
+                self._histories[place] = numbers.setdefault(history, len(numbers))
+        self._uniform = len(set(self._histories)) == 1
 
     def switch(self, _mode: str) -> bool:
         """These classes have no ``train`` and ``eval``."""
@@ -266,53 +276,50 @@ class FusedUpdate:
 
     def nbytes(self) -> int:
         """See :class:`.several.Updates`."""
-        return sum(s.nbytes for state in self._states.values() for s in state.stores.values())
+        return sum(state.nbytes for state in self._states.values())
+
+    def sums(self, shard: Shard) -> dict[str, Tensor]:
+        """See :class:`.several.Updates`."""
+        return self._states[shard].sums() if shard in self._states else {}
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Tensor]:
         """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use."""
         state = self._states.get(shard)
-        cohort = None if state is None else state.cohorts[number]
-        if state is None or cohort is None:
+        if state is None or self._histories[state.first + number] is None:
             return {}
-        step = self._steps[cohort]
+        step = self._steps[state.first + number]
         fragment = shard.fragments[number]
         part = shard.local(fragment.start, fragment.stop)
         unread = torch.empty(fragment.numel, dtype=MASTER_DTYPE, device="meta")
-        views = {n: store.read(part) if decode else unread for n, store in state.stores.items()}
+        views = {n: one.read(part) if decode else unread for n, one in state.stored.items()}
         if self._kind is torch.optim.SGD:  # torch keeps no step for it
             return views if float(step) else {}
         return {"step": step, **views}
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """See :class:`.several.Updates`."""
-        mine = self._states.get(shard)
-        if mine is None:  # frozen: it has none
+        own = self._states.get(shard)
+        if own is None:  # frozen: it has none
             return
-        self._common = None
         fragment, device = shard.fragments[number], shard.published.device
         part = shard.local(fragment.start, fragment.stop)
-        if not state:
-            mine.cohorts[number] = None
-            for store in mine.stores.values():
-                store.write(part, torch.zeros(fragment.numel, device=device))
-            return
-        for name in rules.STATE_NAMES[self._kind]:
-            value = state.get(name)
-            if value is not None:
-                mine.store(name).write(part, value.reshape(-1).to(device, MASTER_DTYPE))
-        started = 2.0  # of SGD, which keeps no step: its buffer is past the first one
-        if self._kind is torch.optim.SGD and state.get("momentum_buffer") is None:
-            started = 0.0
-        mine.cohorts[number] = self._cohort_of(float(state.get("step", started)), device)
-
-    def _cohort_of(self, value: float, device: torch.device) -> int:
-        """The cohort of the fragments that have taken as many steps."""
-        for number, step in self._steps.items():
-            if float(step) == value:
-                return number
-        number = max(self._steps, default=-1) + 1
-        self._steps[number] = torch.tensor(value, dtype=MASTER_DTYPE, device=device)
-        return number
+        steps, history = 0.0, None
+        if state:
+            names = (*rules.STATE_NAMES[self._kind], *(n for e in self._epilogues for n in e.state))
+            for name in names:
+                value = state.get(name)
+                if value is not None:
+                    own.encoded(name).write(part, value.reshape(-1).to(device, MASTER_DTYPE))
+            # SGD keeps no step: with a buffer it is past the first one.
+            sgd, buffer = self._kind is torch.optim.SGD, state.get("momentum_buffer")
+            steps = float(state.get("step", 0.0 if sgd and buffer is None else 2.0))
+            history = ("loaded", steps)
+        else:
+            for encoded in own.stored.values():
+                encoded.write(part, torch.zeros(fragment.numel, device=device))
+        self._steps[own.first + number] = steps
+        self._histories[own.first + number] = history
+        self._uniform = False  # until the next step has looked
 
 
 def _plain(value: Any) -> Any:

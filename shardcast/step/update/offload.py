@@ -73,7 +73,7 @@ class StreamLanes:
 
 
 def through(
-    lanes: Lanes,
+    lanes: Lanes | None,
     windows: Iterable[Window],
     fetch: Callable[[Window], Values],
     update: Callable[[Window, Values], None],
@@ -82,8 +82,15 @@ def through(
     """Fetch, update and send back each window, in order.
 
     Args:
+        lanes: ``None``: each window after the one before, on the current stream.
         fetch: allocates and fills what ``update`` changes and ``send`` gives back.
     """
+    if lanes is None:
+        for window in windows:
+            values = fetch(window)
+            update(window, values)
+            send(window, values)
+        return
     begun = lanes.mark()
     sends: deque[tuple[Any, Values]] = deque()  # keeps what they read alive
     last = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
@@ -16,6 +17,7 @@ from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
 from shardcast.step.update.fused import FusedUpdate
+from shardcast.step.update.fusion import epilogues_of
 
 Update = FusedUpdate | AnyOptimizerUpdate
 
@@ -79,6 +81,13 @@ class Updates:
         """
         return self._of(shard).fragment_state(shard, number, decode)
 
+    def sums(self, shard: Shard) -> dict[str, Tensor]:
+        """The sums of epilogues by name: per fragment, of its last update; see :class:`.Epilogue`.
+
+        They are of this rank's part of a parameter; a skipped step leaves them as they were.
+        """
+        return self._of(shard).sums(shard)
+
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment by tensors of its length."""
         self._of(shard).load_fragment(shard, number, state)
@@ -89,7 +98,7 @@ def _update_of(
 ) -> Update:
     """The update for a class; it reads the groups of ``optimizer`` in every step."""
     if type(optimizer) in rules.STATE_NAMES:
-        return FusedUpdate(optimizer, config)
+        return FusedUpdate(optimizer, config, epilogues_of(config))
     plain = ShardcastConfig()
     for name in ("master", "moments", "offload"):
         if getattr(config, name) != getattr(plain, name):

@@ -16,10 +16,10 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
-from shardcast.memory.forms import Exact
-from shardcast.step.update import fused, rules
-from shardcast.step.update.execute import ChunkedKernel, WholeKernel, choose_kernel
-from shardcast.step.update.operands import Flat, Forms
+from shardcast.memory.codecs import Codec
+from shardcast.step.update import rules
+from shardcast.step.update.execute import Executor, choose_executor
+from shardcast.step.update.fusion import Fusion, Numbers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -257,8 +257,8 @@ def test_chunks_and_their_number_do_not_show_in_the_result(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ):
     results = []
-    for chunk in (1 << 16, 7):
-        monkeypatch.setattr("shardcast.step.update.execute.WINDOW", chunk)
+    for chunk in (1 << 16, 64):
+        monkeypatch.setattr("shardcast.step.update.execute.CHUNK", chunk)
         model = CASES["gpt"].build()
         optimizer = sharded(
             model, optimizer=lambda m: ADAMW(m.parameters(), lr=1e-2, fused=fused),
@@ -289,62 +289,60 @@ needs_compiler = pytest.mark.skipif(
 
 
 def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: int) -> Any:
-    """A group, its rule, and a function that makes equal operands."""
+    """A group, what is fused for it, and a function that makes equal operands."""
     group = kind([nn.Parameter(torch.zeros(1))], lr=1e-3, **options).param_groups[0]
     rule = rules.rule_of(kind, group)
+    fusion = Fusion(rule, Codec(), (Codec(),) * len(rule.state), casts=True, row=64)
     torch.manual_seed(0)
     master = (0.5 + torch.rand(numel)) * torch.randn(numel).sign()
-    state = tuple(torch.zeros(numel) for _ in rule.state)
 
-    def copies() -> Flat:
-        return Flat(
-            (master.clone(),), torch.empty(numel), tuple((flat.clone(),) for flat in state),
-            torch.empty(numel).half(), Forms(Exact(), (Exact(),) * len(state)),
-        )  # fmt: skip
+    def operands() -> list[Tensor]:
+        state = [torch.zeros(numel) for _ in rule.state]
+        return [torch.empty(numel), torch.empty(numel).half(), master.clone(), *state]
 
-    return group, rule, copies
+    return group, fusion, operands
 
 
-def whole_run(kernel: Any, rule: Any, flat: Flat, group: Any, step: int) -> None:
-    skip = torch.tensor(False)
-    if kernel.on_host:
-        numbers = rule.numbers(group, float(step))
+def execute(
+    executor: Executor, fusion: Fusion, operands: list[Tensor], group: Any, step: int
+) -> None:
+    skip, count = torch.tensor(False), torch.tensor(float(step))
+    if executor.on_host:
+        numbers = fusion.rule.numbers(group, float(step))
     else:
-        numbers = rules.as_tensors(
-            rule.numbers(group, torch.tensor(float(step), dtype=torch.float64)), skip
-        )
-    kernel(rule, flat, numbers, None, skip)
+        numbers = rules.as_tensors(fusion.rule.numbers(group, count.double()), skip)
+    executor(fusion, operands, Numbers(count, numbers), None, None if executor.on_host else skip)
 
 
 @pytest.mark.parametrize(
-    "compile",
+    "compiled",
     [False, pytest.param(True, marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)])],
 )
 @pytest.mark.parametrize("name", RULES)
-def test_the_form_without_host_decisions_is_within_one_ulp_of_the_chunked_one(
-    name: str, compile: bool
+def test_numbers_on_the_device_give_the_numbers_of_the_host_within_one_ulp(
+    name: str, compiled: bool
 ):
     """From the same state in every step: a difference does not add up over steps.
 
     Weights stay between 0.3 and 1.7. Nearer to 0, where an update is as large as the weight, its
     own roundings are several ulps of the result on any path.
     """
-    numel = 1003
-    group, rule, copies = ranges(*RULES[name], numel)
-    whole, chunked = WholeKernel(compile), ChunkedKernel()
-    eager = copies()
+    group, fusion, make = ranges(*RULES[name], 1003)
+    on_device, on_host = Executor(compiled, False), Executor(False, True)
+    operands = make()
     for step in range(1, 51):
-        eager.grad.normal_()
-        other = copy.deepcopy(eager)
-        moments = [flat.clone() for (flat,) in eager.state]
-        whole_run(whole, rule, other, group, step)
-        whole_run(chunked, rule, eager, group, step)
-        assert ulps(other.master[0], eager.master[0]) <= 1
-        for (left,), (right,), moment in zip(other.state, eager.state, moments, strict=True):
+        grad, _, master, *state = operands
+        grad.normal_()
+        also = copy.deepcopy(operands)
+        before = [moment.clone() for moment in state]
+        execute(on_device, fusion, also, group, step)
+        execute(on_host, fusion, operands, group, step)
+        assert ulps(also[2], master) <= 1
+        for left, right, moment in zip(also[3:], state, before, strict=True):
             # Two roundings of the larger summand: what remains may be small, as moments cancel.
-            largest = torch.stack([moment.abs(), right.abs(), eager.grad.abs()]).amax(0)
+            largest = torch.stack([moment.abs(), right.abs(), grad.abs()]).amax(0)
             assert bool(((left - right).abs() <= largest * 2**-22).all())
-        assert torch.equal(other.published, other.master[0].half())
+        assert torch.equal(also[1], also[2].half())
 
 
 @pytest.mark.slow
@@ -356,16 +354,15 @@ def test_the_form_without_host_decisions_is_within_one_ulp_of_the_chunked_one(
     ids=str,
 )
 def test_lengths_places_and_numbers_trigger_no_recompilation(
-    kind: type[torch.optim.Optimizer], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: type[torch.optim.Optimizer], fields: dict[str, Any]
 ):
     """One graph per group of flags; a schedule of any number, and any pack, runs the same one."""
     torch._dynamo.reset()
-    monkeypatch.setattr(fused, "choose_kernel", lambda *_: WholeKernel(compile=True))
     model = CASES["gpt"].build()
     options = {"momentum": 0.9} if kind is SGD else {}
     optimizer = sharded(
         model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
-        param_dtype=torch.bfloat16, pack_params=3, max_grad_norm=1.0, **fields,
+        param_dtype=torch.bfloat16, pack_params=3, max_grad_norm=1.0, fuse="compile", **fields,
     )  # fmt: skip
     lengths = {master.published.numel() for master in optimizer.engine.shards}
     assert len(lengths) > 3
@@ -391,13 +388,10 @@ COMPILED = """
 import sys, torch
 from torch._dynamo.utils import counters
 import shardcast
-from shardcast.step.update import fused
-from shardcast.step.update.execute import WholeKernel
-fused.choose_kernel = lambda *_: WholeKernel(compile=True)
 for sizes in [(5, 7), (40, 3)]:
     model = torch.nn.Linear(*sizes)
     optimizer = torch.optim.AdamW(model.parameters())
-    optimizer = shardcast.shard(model, optimizer)
+    optimizer = shardcast.shard(model, optimizer, fuse="compile")
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -438,29 +432,13 @@ def test_auto_compiles_on_a_gpu_where_triton_and_its_compiler_are(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if triton else None)
     monkeypatch.setattr("shutil.which", lambda name: name if compiler else None)
-    made: list[bool] = []
-    monkeypatch.setattr(
-        "shardcast.step.update.execute.WholeKernel", lambda compile: made.append(compile)
-    )
-    choose_kernel(ShardcastConfig(fuse=fuse), torch.device("cuda", 0))
-    assert made == [compiled]
+    executor = choose_executor(ShardcastConfig(fuse=fuse), torch.device("cuda", 0))
+    assert (executor.compiled, executor.on_host) == (compiled, False)
 
 
 def test_compiling_on_cpu_needs_a_compiler_and_says_which(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(ValueError, match=r"fuse: .* install g\+\+ or use fuse 'eager'"):
-        choose_kernel(ShardcastConfig(fuse="compile"), torch.device("cpu"))
-    assert isinstance(choose_kernel(ShardcastConfig(), torch.device("cpu")), ChunkedKernel)
-
-
-def test_the_eager_fallback_of_accelerators_works_by_pieces(monkeypatch: pytest.MonkeyPatch):
-    group, rule, copies = ranges(*RULES["adamw"], 100)
-    results = []
-    for piece in (7, 1 << 24):
-        monkeypatch.setattr("shardcast.step.update.execute.PIECE", piece)
-        flat = copies()
-        flat.grad.fill_(0.25)
-        whole_run(WholeKernel(False), rule, flat, group, 1)
-        results.append({"master": flat.master[0], "low": flat.published, "m": flat.state[0][0]})
-    assert_same_bits(*results)
+        choose_executor(ShardcastConfig(fuse="compile"), torch.device("cpu"))
+    assert choose_executor(ShardcastConfig(), torch.device("cpu")).on_host

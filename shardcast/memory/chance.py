@@ -1,0 +1,76 @@
+"""Chance: random bits for rounding, a function of parameter name, element and step alone.
+
+The bits depend neither on the number of ranks nor on packs, partition or mesh, so a run gives the
+same values however it is cut. An element's bits are a multiply-and-shift hash, in wrapping 32-bit
+arithmetic with the mixing steps of MurmurHash3, of its parameter's name, of its index in the
+parameter, of the step and of the state tensor. What depends on the parameter is one number per
+row, its *key*: in the update an element has only its place in the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.memory.codecs import lanes
+from shardcast.memory.shard import Shard
+
+KEY = 4  # bytes of a row's key
+# All odd, in 32 bits with a sign.
+INDEX = 0x9E3779B1 - (1 << 32)  # from one element to the next
+STEP = 0x165667B1  # from one step to the next
+SALT = 0x27D4EB2F  # from one pair of state tensors to the next
+MIXING = ((16, 0x85EBCA6B - (1 << 32)), (13, 0xC2B2AE35 - (1 << 32)))  # shifts and factors
+
+
+def row_keys(shard: Shard, row: int) -> Tensor:
+    """The key of each row of the own span, 1-d int32; rows of padding have zeros."""
+    keys = torch.zeros(-(-shard.pack.own.numel // row), dtype=torch.int64, device="cpu")
+    for _, fragment, param in shard.owned():
+        first, last = fragment.param_range
+        start = shard.local(fragment.start, fragment.stop).start // row
+        begins = global_index(param, torch.arange(first, last, row, device="cpu"))
+        keys[start : start + len(begins)] = name_hash(fragment.slot.name) + begins * INDEX
+    half = 1 << 31
+    return ((keys + half) % (2 * half) - half).to(shard.published.device, torch.int32)
+
+
+def name_hash(name: str) -> int:
+    """32 bits that stand for a parameter."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def global_index(param: Tensor, index: Tensor) -> Tensor:
+    """Indices in the flat parameter of indices in its flat local tensor, which differs in a mesh.
+
+    Of a row that goes beyond a line of a matrix cut by columns only the beginning is right, and
+    its bits are those of other elements: so it is where the local columns are no whole rows.
+    """
+    if not _compat.is_dtensor(param):
+        return index
+    local, found, stride = _compat.local_tensor(param), torch.zeros_like(index), 1
+    for dim in reversed(range(local.dim())):
+        where = _compat.indices_of(param, dim).to(index.device)
+        found += where[index % len(where)] * stride
+        index = index // len(where)
+        stride *= param.shape[dim]
+    return found
+
+
+def random_bits(keys: Tensor, like: Tensor, step: Tensor, number: int) -> Tensor:
+    """Numbers in [0, 65536) for the ``number``-th state tensor, int32 of shape ``(rows, row)``.
+
+    One hash serves two state tensors, a half of its bits each.
+
+    Args:
+        keys: of the rows.
+        step: 0-dim, this step's number.
+    """
+    seed = step.to(torch.int32) * STEP + (number // 2 * SALT & 0x7FFFFFFF)
+    bits = (keys[:, None] + lanes(like, torch.int32) * INDEX) ^ seed
+    for shift, factor in MIXING:
+        bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * factor
+    return ((bits >> 16) if number % 2 else bits) & 0xFFFF

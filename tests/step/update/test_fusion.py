@@ -1,0 +1,380 @@
+"""What is fused into one pass: codecs that are decoded and encoded in it, and epilogues."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import shardcast
+from shardcast.memory.codecs import Codec, Split16, moment_codec
+from shardcast.step.update import execute, fused, rules, several
+from shardcast.step.update.execute import Executor
+from shardcast.step.update.fusion import Fusion, Numbers, Updated
+from shardcast.testing import threaded_world
+
+pytestmark = pytest.mark.timeout(120)
+needs_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
+)
+compiled = pytest.param(
+    Executor(True, False) if shutil.which("c++") else None,
+    marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)],
+    id="compiled",
+)
+ON_HOST, ON_DEVICE = Executor(False, True), Executor(False, False)
+
+ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+BF16, FP32 = torch.bfloat16, torch.float32
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (ADAMW, {"weight_decay": 0.1}),
+    "adam_all": (
+        ADAM,
+        {"weight_decay": 0.1, "amsgrad": True, "maximize": True, "betas": (0.4, 0.9)},
+    ),
+    "sgd_nesterov": (SGD, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+}
+MASTERS = {"fp32": Codec(), "split16": Split16()}
+MOMENTS = ("fp32", "bf16", "int8")
+NUMEL = 64 * 21 + 13
+
+
+class Range:
+    """Masters and state of one range by given codecs, and an update of it."""
+
+    def __init__(
+        self, optimizer: str, master: str, moments: str, row: int = 64, fused: bool = False
+    ) -> None:
+        kind, options = OPTIMIZERS[optimizer]
+        self.group = kind([nn.Parameter(torch.zeros(1))], lr=1e-2, **options).param_groups[0]
+        rule = rules.rule_of(kind, self.group, fused)
+        config = shardcast.ShardcastConfig(moments=moments)
+        state = tuple(moment_codec(config, name) for name in rule.state)
+        casts = not MASTERS[master].has_published
+        self.fusion = Fusion(rule, MASTERS[master], state, casts, row)
+        torch.manual_seed(0)
+        exact = torch.randn(NUMEL)
+        exact[:640] = (exact[:640].view(torch.int32) & -65536 | 0x8000).view(FP32)  # ties
+        rows = nn.functional.pad(exact, (0, -NUMEL % row)).view(-1, row)
+        pieces = [*self.fusion.master.encode(rows, None)]
+        for codec in state:
+            pieces += codec.encode(torch.zeros_like(rows), None)
+        counts = self.fusion.counts[1 + casts : len(pieces) + 1 + casts]
+        flat = zip(pieces, counts, strict=True)
+        self.operands = [p.flatten()[:NUMEL].clone() if c == row else p.clone() for p, c in flat]
+        if casts:
+            self.operands.insert(0, exact.to(BF16))
+        if self.fusion.by_chance:
+            self.operands.append(torch.randint(-(1 << 31), 1 << 31, (len(rows),)).int())
+
+    def run(
+        self, executor: Executor, grad: Tensor, step: int, skip: bool = False, part: Any = None
+    ) -> None:
+        count, decision = torch.tensor(float(step)), torch.tensor(skip)
+        if executor.on_host:
+            numbers = self.fusion.rule.numbers(self.group, float(step))
+        else:
+            numbers = rules.as_tensors(
+                self.fusion.rule.numbers(self.group, count.double()), decision
+            )
+        operands = [grad, *self.operands]
+        if part is not None:
+            first, last = part.start // self.fusion.row, -(-part.stop // self.fusion.row)
+            pairs = zip(operands, self.fusion.counts, strict=True)
+            operands = [t[part] if count > 1 else t[first:last] for t, count in pairs]
+        decided = None if executor.on_host else decision
+        executor(self.fusion, operands, Numbers(count, numbers), torch.tensor(0.37), decided)
+
+    def bits(self) -> dict[int, Tensor]:
+        return {n: operand.clone() for n, operand in enumerate(self.operands)}
+
+
+def gradients(steps: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(NUMEL).mul(10.0 ** (step % 3 - 1)).to(dtype) for step in range(steps)]
+
+
+@pytest.mark.parametrize("executor", [ON_HOST, ON_DEVICE, compiled])
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("row", [4, 64])
+def test_where_an_update_is_cut_does_not_show(
+    executor: Executor, moments: str, row: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither in the bits of ties nor in what is drawn; in parts, and in pieces of two rows."""
+    uncut, cut = (Range("adamw", "split16", moments, row) for _ in range(2))
+    for step, grad in enumerate(gradients(3), 1):
+        uncut.run(executor, grad, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(execute, "CHUNK", 128)
+            for start, stop in ((0, 64), (64, 640), (640, 1216), (1216, NUMEL)):
+                cut.run(executor, grad, step, part=slice(start, stop))
+        assert_same_bits(uncut.bits(), cut.bits())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_split_masters_are_updated_to_the_bits_of_fp32_ones(optimizer: str, fused: bool):
+    exact, split = (Range(optimizer, master, "fp32", 64, fused) for master in MASTERS)
+    for step, grad in enumerate(gradients(4), 1):
+        for one in (exact, split):
+            one.run(ON_HOST, grad, step)
+        published, master, *_ = exact.operands
+        assert torch.equal(split.operands[0], published)
+        pieces = [nn.functional.pad(p, (0, 51)).view(-1, 64) for p in split.operands[:2]]
+        decoded = split.fusion.master.decode((*pieces, split.operands[2])).flatten()[:NUMEL]
+        assert torch.equal(decoded, master)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_compiled_codecs_give_the_eager_values_within_a_step(master: str, moments: str):
+    """A last bit of a moment may take it over the edge of a step, and the master a bit further."""
+    eager, compiled = (Range("adamw", master, moments) for _ in range(2))
+    for step, grad in enumerate(gradients(3), 1):
+        eager.run(ON_DEVICE, grad, step)
+        compiled.run(Executor(True, False), grad, step)
+        for left, right in zip(eager.operands, compiled.operands, strict=True):
+            off = (left.double() - right.double()).abs()
+            assert (off > 1e-6 * left.double().abs()).double().mean() < 0.01
+        for left, right in zip(eager.operands, compiled.operands, strict=True):
+            right.copy_(left)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_skipped_pass_changes_no_bit_of_any_codec(moments: str):
+    found = Range("adamw", "split16", moments)
+    found.run(ON_DEVICE, gradients(1)[0], 1)
+    before = found.bits()
+    found.run(ON_DEVICE, torch.full((NUMEL,), torch.nan), 2, skip=True)
+    assert_same_bits(found.bits(), before)
+    found.run(ON_DEVICE, gradients(1)[0], 2)
+    assert not torch.equal(found.operands[1], before[1]), "the control: not skipped it does"
+
+
+@pytest.mark.parametrize("executor", [ON_HOST, ON_DEVICE, compiled])
+def test_ties_survive_an_update_that_changes_no_weight(executor: Executor):
+    found = Range("sgd_nesterov", "split16", "fp32")
+    found.group["weight_decay"] = 0.0
+    before = found.bits()
+    assert found.operands[2].any(), "there are ties"
+    found.run(executor, torch.zeros(NUMEL, dtype=BF16), 1, part=slice(0, 1344))
+    assert_same_bits(found.bits(), before)
+
+
+# -- chance -------------------------------------------------------------------------------------
+
+
+def by_chance(group: Any, **fields: Any) -> tuple[dict[str, Tensor], Any]:
+    model = CASES["gpt"].build()
+    options = {"param_dtype": BF16, "moments": "bf16", **fields}
+    optimizer = sharded(model, group, **options)
+    for step in range(4):
+        install(model, step)
+        optimizer.step()
+    return values(model), parts(optimizer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"pack_params": 1}, {"pack_mb": 0.001}, {"partition": "whole"}, {"alignment": 16}],
+    ids=str,
+)
+def test_chance_depends_neither_on_packs_nor_on_partition_nor_on_ranks(fields: dict[str, Any]):
+    expected, state = by_chance(None)
+    for size in (1, 3):
+        ranks, _ = run_world(size, lambda group: by_chance(group, **fields))
+        for found, _ in ranks:
+            assert_same_bits(found, expected)
+        assert_same_bits(whole(found for _, found in ranks), whole([state]))
+
+
+def test_chance_differs_between_parameters_and_between_steps():
+    """Two parameters with equal values and gradients, of which each is alone in its pack."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(4096)) for _ in range(2))
+    optimizer = sharded(model, param_dtype=BF16, moments="bf16", pack_params=1)
+    seen = []
+    for _ in range(3):
+        for param in model:
+            param.grad = torch.full_like(param, 1 + 2**-7)
+        optimizer.step()
+        seen += [optimizer.state[param]["exp_avg"].clone() for param in model]
+    assert all(not torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])
+
+
+def moments_of_parts(mesh: DeviceMesh | None, dim: int) -> dict[Any, Tensor]:
+    """State of a matrix, cut along ``dim`` of a mesh, and of a vector."""
+    torch.manual_seed(0)
+    matrix, vector, *gradients = torch.randn(5, 64, 256).unbind()
+
+    def part(tensor: Tensor) -> Any:
+        if mesh is None:
+            return tensor
+        return distribute_tensor(tensor, mesh["tp"], [Shard(dim)], src_data_rank=None)
+
+    model = nn.ParameterList([nn.Parameter(part(matrix)), nn.Parameter(vector[0].clone())])
+    options = {"param_dtype": "bf16", "moments": "bf16"}
+    optimizer = shardcast.shard(model, ADAMW(model.parameters()), options, mesh=mesh)
+    for gradient in gradients:
+        model[0].grad, model[1].grad = part(gradient.to(BF16)), gradient[0].to(BF16)
+        optimizer.step()
+    return parts(optimizer)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_chance_does_not_depend_on_a_mesh(dim: int):
+    alone = moments_of_parts(None, dim)
+    for rank, found in enumerate(
+        threaded_world({"dp": 2, "tp": 2}, lambda mesh: moments_of_parts(mesh, dim))
+    ):
+        for (name, start, stop, kind), tensor in found.items():
+            if kind != "step":
+                (expected,) = (t for (n, *_, k), t in alone.items() if (n, k) == (name, kind))
+                if name == "0":
+                    expected = expected.view(64, 256).chunk(2, dim)[rank % 2].flatten()
+                assert torch.equal(tensor, expected[start:stop]), (rank, name, kind)
+
+
+# -- epilogues ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Average:
+    """An average of the masters, and what each parameter moved."""
+
+    decay: float = 0.9
+    state = ("average",)
+    sums = ("moved", "swallowed")
+
+    def codec(self, _name: str) -> Codec:
+        return Codec()
+
+    def numbers(self, step: Any) -> tuple[Any, ...]:
+        return (1 - self.decay * (step > 1),)  # the first one begins it
+
+    def apply_(
+        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        (average,), (weight,) = state, numbers
+        average.add_((updated.master - average) * weight)
+        moved = updated.master - updated.old_master
+        swallowed = (moved != 0) & (updated.published == updated.old_published)
+        return moved.square(), swallowed.float()
+
+
+EXECUTORS = {"on host": ON_HOST, "on device": ON_DEVICE}
+
+
+def averaged(
+    group: Any, optimizer: str, steps: int = 4, **fields: Any
+) -> tuple[Any, dict[Any, Tensor], dict[Any, Tensor]]:
+    """Masters and averages after some steps, those expected, and sums per fragment."""
+    kind, options = OPTIMIZERS[optimizer]
+    model = CASES["gpt"].build()
+    sharded_ = sharded(
+        model, group, lambda m: kind(m.parameters(), lr=1e-3, **options),
+        max_grad_norm=0.5, **fields,
+    )  # fmt: skip
+    expected: dict[Any, Tensor] = {}
+    sums: dict[Any, Tensor] = {}
+
+    def masters() -> dict[Any, Tensor]:
+        return {key: t for key, t in parts(sharded_).items() if key[-1] == "master"}
+
+    for step in range(steps):
+        before, low = masters(), {n: p.detach().clone() for n, p in model.named_parameters()}
+        install(model, step)
+        first = next(iter(model.parameters()))
+        if step == 2:
+            first.grad = None
+        if step == steps - 1:
+            first.grad.fill_(torch.nan)
+        sharded_.step()
+        for (name, start, stop, _), master in masters().items():
+            old = before[name, start, stop, "master"]
+            published = dict(model.named_parameters())[name].detach().flatten()[start:stop]
+            here = step < steps - 1 and not (step == 2 and first is dict(
+                model.named_parameters())[name])  # fmt: skip
+            if here:
+                average = expected.get((name, start, stop), master)
+                weight = 1 - 0.9 * ((name, start, stop) in expected)
+                expected[name, start, stop] = average + (master - average) * weight
+                still = published == low[name].flatten()[start:stop]
+                sums[name, start, stop, "moved"] = (master - old).square().sum()
+                sums[name, start, stop, "swallowed"] = ((master != old) & still).sum().float()
+    return sharded_, expected, sums
+
+
+@pytest.fixture
+def with_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several, "epilogues_of", lambda _: (Average(),))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields"),
+    [
+        ("adamw", {"param_dtype": BF16}),
+        ("adam_all", {"param_dtype": FP32}),
+        ("sgd_nesterov", {"param_dtype": BF16, "master": "split16", "moments": "int8"}),
+        ("adamw", {"param_dtype": BF16, "master": "split16", "offload": True}),
+        pytest.param(
+            "adamw", {"param_dtype": BF16, "moments": "bf16", "fuse": "compile"},
+            marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)],
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_epilogue_averages_masters_and_sums_per_fragment(
+    optimizer: str, fields: dict[str, Any], executor: str, with_average: None,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """With an absent gradient and a skipped step; sums are those of a fragment's last update."""
+    if fields.get("fuse") != "compile":
+        monkeypatch.setattr(fused, "choose_executor", lambda *_: EXECUTORS[executor])
+
+    def run(group: Any) -> int:
+        found, expected, sums = averaged(group, optimizer, **fields)
+        update = found.engine.update
+        for shard in found.engine.shards:
+            given = update.sums(shard)
+            for number, fragment, _ in shard.owned():
+                key = fragment.slot.name, *fragment.param_range
+                average = update.fragment_state(shard, number)["average"]
+                torch.testing.assert_close(average, expected[key], rtol=1e-6, atol=1e-9)
+                for name in ("moved", "swallowed"):
+                    torch.testing.assert_close(
+                        given[name][number], sums[(*key, name)], rtol=1e-4, atol=0
+                    )
+        state = found.state_dict()
+        found.load_state_dict(state)
+        for shard in found.engine.shards:
+            for number, fragment, _ in shard.owned():
+                average = update.fragment_state(shard, number)["average"]
+                key = fragment.slot.name, *fragment.param_range
+                torch.testing.assert_close(average, expected[key], rtol=1e-6, atol=1e-9)
+        return len(expected)
+
+    ranks, _ = run_world(2, run)
+    assert sum(ranks) > 10
+
+
+@pytest.mark.parametrize("fuse", ["eager", "auto"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_an_epilogue_changes_no_bit_of_masters_and_state(
+    fuse: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    without = averaged(None, "adamw", param_dtype=dtype, fuse=fuse)[0]
+    monkeypatch.setattr(several, "epilogues_of", lambda _: (Average(),))
+    with_it = averaged(None, "adamw", param_dtype=dtype, fuse=fuse)[0]
+    same = {key: t for key, t in parts(with_it).items() if key[-1] != "average"}
+    assert_same_bits(same, parts(without))
