@@ -292,7 +292,7 @@ class ShardcastStrategy(DDPStrategy):
         """
         for sharded in self.precision_plugin.sharded:
             if is_marked(sharded.engine.model):
-                sharded.close()
+                sharded.close(restore=False)
         optimizers, self.optimizers = self.optimizers, []  # no part of them moves to the host
         super().teardown()
         self.optimizers = optimizers

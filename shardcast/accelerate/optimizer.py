@@ -112,6 +112,6 @@ def _outputs_to_fp32(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 def _close(sharded: ShardedOptimizer, handles: list[Any]) -> None:
-    sharded.close()
+    sharded.close(restore=False)
     for handle in handles:
         handle.remove()

@@ -60,6 +60,11 @@ class Comm(ObjectCollectives):
         self._backends: dict[str, str] = {}  # by kind of device
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the process group was not destroyed."""
+        return self._group is None or self._group() is not None
+
+    @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; None for this process alone."""
         if self._group is None:

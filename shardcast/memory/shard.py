@@ -31,12 +31,14 @@ class Shard:
     Attributes:
         master: the own span in full precision; it is the pack's own memory if that is fp32.
         fragments: the parameters' parts in the own span, in pack order.
+        given_dtypes: of the parameters, as they were given to ``shard``.
     """
 
     master: Encoded
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
         self.pack = pack
+        self.given_dtypes = [param.dtype for param in pack.params]
         self.grads: GradPack | None = None  # None while frozen: neither reduced nor updated
         self.fragments = pack.layout.fragments(pack.own.owner)
         self._codec = master_codec(config, pack.layout.dtype)
@@ -124,6 +126,34 @@ class Shard:
         if self.casts:
             exact, published = self.master.read(slice(None)), self.published.to(MASTER_DTYPE)
             self.master.write(slice(None), torch.where(self.edited(), published, exact))
+
+    @torch.no_grad()
+    def restore(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Give the parameters back, out of the pack, from all ranks' masters. Collective.
+
+        Every rank of the pack must call it. Parameters that the script changed since the last
+        step, also by moving or converting them, keep their values.
+        """
+        pack, low = self.pack, self.pack.layout.dtype
+        full = pack.data
+        if not self.in_place:
+            full = torch.zeros(pack.layout.numel, dtype=MASTER_DTYPE, device=pack.data.device)
+            full[pack.own.start : pack.own.stop] = self.master.read(slice(None))
+            pieces = [
+                (span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans()
+            ]
+            if pack.comm.size > 1 and pieces:
+                pack.comm.broadcast_all(pieces, pack.layout)
+        for param, view, dtype in zip(pack.params, pack.views(full), dtypes, strict=True):
+            values, exact = param.data, view.to(param.device)
+            if not self.in_place:
+                same = exact.to(low).to(values.dtype) == values
+                values = torch.where(same, exact, values.to(MASTER_DTYPE))
+            param.data = values.to(dtype)
+            param.grad = None
+            if param.grad_dtype != dtype:
+                param.grad_dtype = dtype
+        pack.data = pack.data[:0]
 
 
 def build_shard(

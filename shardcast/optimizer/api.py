@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from shardcast.comm import Comm, Grid
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
 from shardcast.optimizer.engine import Engine
-from shardcast.optimizer.model_hooks import is_marked
+from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import called_by_script, joined
 from shardcast.plan.originals import Originals
@@ -122,18 +123,24 @@ def shard(
         plan = setup.plan_for(whole, originals, config, grid.axes, stages)
         if plan.averaged and mesh is not None:
             raise ValueError("mesh: expected the bare model, got one in DDP; leave DDP out")
+        after = f"after {len(restores)} closed without restore"
+        plan = dataclasses.replace(plan, options=(*plan.options, after))
         Updates(originals, config, grid.dp)  # what it refuses, before the model is converted
         compiles(config, device)
         return plan
 
+    restores = waiting_restores(root for stage in stages for root in called_by_script(stage))
     with torch.no_grad(), setup.without_collector():
         plan = setup.agreed(planned, grid, device, "shard")
+        for restore in restores:
+            restore()
+        dtypes = setup.dtypes_of(stages)
         setup.convert_rest(plan, stages, grid)
         shards = setup.allocate(plan, grid)
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(grid.everyone.rank)
-        sharded = ShardedOptimizer(Engine(plan, stages, shards, grid, originals))
+        sharded = ShardedOptimizer(Engine(plan, stages, shards, grid, originals, dtypes))
         if divisor is not None:
             sharded.divisor = divisor
         return sharded
@@ -183,6 +190,7 @@ def _check(
     if sharded or any(is_marked(module) for stage in stages for module in called_by_script(stage)):
         raise RuntimeError(
             "shard() was called before on this model or optimizer; call it once, with one "
-            "optimizer or a list of them that has all parameters: shard(model, [muon, adamw])"
+            "optimizer or a list of them that has all parameters: shard(model, [muon, adamw]); for "
+            "a second phase call close() of the optimizer that shard() returned first, on all ranks"
         )
     return Originals(optimizers)

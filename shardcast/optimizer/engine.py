@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.memory.weight_edits import WeightEdits
+from shardcast.messages import warn
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
-from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for
+from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
 from shardcast.optimizer.stages import called_by_script
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.originals import Originals
-from shardcast.plan.precision import Precision
+from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
 from shardcast.step.decide.decision import Decision
 from shardcast.step.reduce.averaged import AveragedReducer
@@ -44,11 +46,13 @@ class Engine:
     """
 
     _overlap: Overlap | None = None
+    _closed = False
 
     def __init__(
         self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard], grid: Grid,
-        originals: Originals,
+        originals: Originals, dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:  # fmt: skip
+        self._given_dtypes = dtypes
         self.originals, self.model, self.stages = originals, plan.model, tuple(stages)
         self._called = [root for stage in stages for root in called_by_script(stage)]
         self.layout: Layout = plan.layout
@@ -196,6 +200,8 @@ class Engine:
     def absorb(self) -> None:
         """Take parameters that were changed by hand as masters. Local."""
         self.sync.wait()
+        if self._closed:  # the model goes its own way
+            return
         for shard in self.shards:
             shard.pack.take_moved()
             shard.absorb()
@@ -213,14 +219,39 @@ class Engine:
         report["state"] = self.update.nbytes()
         return report
 
-    def close(self) -> None:
-        """Remove all hooks from the model and its parameters."""
+    def close(self, restore: bool) -> None:
+        """Remove all hooks from the model and its parameters.
+
+        Args:
+            restore: give the model back as it was given; every rank must do it. Without it the
+                model has what the next ``shard()``, which is collective, restores it by.
+        """
+        if not self._closed:
+            self._closed = True
+            later = partial(self.restore, MASTER_DTYPE)
+            for module in {*self.stages, *self._called}:
+                mark(module, later)
+            try:
+                self._unhook()
+            finally:
+                self.reduce.close()
+        if restore:
+            self.restore()
+
+    def restore(self, dtype: torch.dtype | None = None) -> None:
+        """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
         for module in {*self.stages, *self._called}:
             unmark(module)
-        try:
-            self._unhook()
-        finally:
-            self.reduce.close()
+        if not all(shard.pack.comm.is_alive for shard in self.shards):
+            warn(
+                "the process group of a sharded model was destroyed before its masters were "
+                "gathered, so that its weights stay in low precision: call optimizer.close() first"
+            )
+            return
+        for shard in self.shards:
+            shard.restore([dtype or given for given in shard.given_dtypes])
+        self.shards.clear()
+        restore_rest(self.stages, self._given_dtypes)
 
     def _hook(self) -> None:
         begin = self.reduce.begin

@@ -7,7 +7,7 @@ a sharded one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,25 @@ from shardcast.memory.weight_edits import WeightEdits
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
 
-MARK = "_shardcast_model"  # attribute of a sharded model: its own id, so copies have another
+MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
 
 
-def mark(model: nn.Module) -> None:
-    """Note that ``model`` is sharded."""
-    setattr(model, MARK, id(model))
+class Mark:
+    """Says that a model is sharded, or has masters that wait for the next ``shard()``.
+
+    Copies and pickles of the model carry an empty one.
+    """
+
+    def __init__(self, sharded: bool = False, restore: Callable[[], None] | None = None) -> None:
+        self.sharded, self.restore = sharded, restore
+
+    def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
+        return Mark, ()
+
+
+def mark(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
+    """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
+    setattr(model, MARK, Mark(restore is None, restore))
 
 
 def unmark(model: nn.Module) -> None:
@@ -35,7 +48,13 @@ def unmark(model: nn.Module) -> None:
 
 def is_marked(model: nn.Module) -> bool:
     """Whether ``model`` itself, not the model it was copied from, is sharded."""
-    return getattr(model, MARK, None) == id(model)
+    return getattr(model, MARK, Mark()).sharded
+
+
+def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
+    """What gives these models back in fp32, each once; see :func:`mark`."""
+    restores = (getattr(model, MARK, Mark()).restore for model in models)
+    return list(dict.fromkeys(restore for restore in restores if restore is not None))
 
 
 class ModelHooks:

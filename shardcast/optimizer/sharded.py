@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -448,9 +449,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The evaluation mode of :meth:`train`."""
         self.train(False)
 
-    def close(self) -> None:
-        """Remove all hooks from the model, which may be sharded anew; then use this no more."""
-        self.engine.close()
+    def close(self, restore: bool = True) -> None:
+        """End the training: give the model back as it was given, in fp32 from the masters.
+
+        Every rank must call it. Use this optimizer no more; the model may be trained without it,
+        or sharded anew. Parameters that no optimizer held, and buffers, keep their rounding.
+
+        Args:
+            restore: without it nothing is gathered, and no other rank is waited for: the model
+                stays in low precision, and a ``shard()`` of it goes on from the fp32 masters, which
+                this rank keeps until then. So it is, whatever is said, while an exception is
+                handled, as in a ``finally:`` after it.
+        """
+        self.engine.close(restore and sys.exc_info()[0] is None)
 
     def __repr__(self) -> str:
         return f"Sharded{self.engine.originals.name}: {self.layout.lines()[0]}"

@@ -1,0 +1,166 @@
+"""The end of a training, and a second one of the same model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, install, run_world, values
+from test_weight_edits import KINDS
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import ThreadedWorld, threaded_world
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def phases(model: nn.Module, begin: Callable[..., Any], end: Callable[[Any], None]) -> None:
+    """Eight trainings of one step, each with an optimizer of its own."""
+    for step in range(8):
+        optimizer = begin(sgd(model))
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        end(optimizer)
+
+
+@pytest.mark.parametrize("restore", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_phases_of_one_step_are_one_training(kind: str, restore: bool):
+    """Steps of 1e-3 and less are lost if a phase begins with weights that were rounded."""
+    expected = CASES["gpt"].build()
+    phases(expected, lambda optimizer: optimizer, lambda _optimizer: None)
+
+    def run(group: Any) -> dict[str, Tensor]:
+        model = CASES["gpt"].build()
+        phases(
+            model,
+            lambda inner: shardcast.shard(model, inner, process_group=group, **KINDS[kind]),
+            lambda optimizer: optimizer.close(restore=restore),
+        )
+        if not restore:
+            shardcast.shard(model, sgd(model), process_group=group, **KINDS[kind]).close()
+        assert all(tensor.dtype == torch.float32 for tensor in model.state_dict().values())
+        return values(model)
+
+    one, other = run_world(2, run)[0]
+    assert_same_bits(one, other)
+    close, rounded = 0.0, 0.0
+    for name, value in values(expected).items():
+        close = max(close, float((one[name] - value).abs().max()))
+        rounded = max(rounded, float((value.bfloat16().float() - value).abs().max()))
+    # Gradients that were installed are rounded to low precision.
+    assert close <= (1e-6 if kind == "fp32" else 2e-4) and rounded > 1e-3
+
+
+def test_the_model_comes_back_as_it_was_given():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.low = nn.Linear(4, 4, dtype=torch.bfloat16)
+            self.register_buffer("table", torch.rand(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(self.norm(self.first(x)))
+
+    def run(group: Any) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        given = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        inner = torch.optim.SGD(trained, lr=0.1)
+        optimizer = shardcast.shard(model, inner, process_group=group, cast_buffers=True)
+        (model(torch.rand(5, 4)).float().sum() + model.low.weight.sum()).backward()
+        optimizer.step()
+        masters = optimizer.full_parameters()
+        identity = list(map(id, model.parameters()))
+        optimizer.close()
+        optimizer.close()
+        assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == given
+        assert list(map(id, model.parameters())) == identity
+        for name, master in masters.items():
+            assert torch.equal(model.get_parameter(name).float(), master.to(given[name]).float())
+        model(torch.rand(5, 4)).sum().backward()  # it is an ordinary model again
+        torch.optim.SGD(trained, lr=0.1).step()
+
+    ThreadedWorld(2).run(run)
+
+
+def test_close_in_a_finally_after_an_error_waits_for_no_other_rank():
+    def run(group: Any) -> str:
+        model = CASES["mlp"].build()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group)
+        try:
+            if group.rank() == 0:
+                raise KeyError("a script's own")
+        except KeyError:
+            optimizer.close()  # and the other rank not at all
+        return str(model.a.weight.dtype)
+
+    assert ThreadedWorld(2).run(run) == ["torch.bfloat16"] * 2
+
+
+def test_a_phase_takes_what_the_script_did_to_the_model_between():
+    model = CASES["mlp"].build()
+    first = shardcast.shard(model, sgd(model))
+    install(model, 0)
+    first.step()
+    masters = first.full_parameters()
+    first.close(restore=False)
+    model.float()
+    with torch.no_grad():
+        model.c.bias.fill_(0.1)
+    second = shardcast.shard(model, sgd(model))
+    masters["c.bias"].fill_(0.1)
+    assert_same_bits(second.full_parameters(), masters)
+
+
+def test_ranks_of_which_some_have_masters_of_an_earlier_phase_are_refused():
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        first = shardcast.shard(model, sgd(model), process_group=group)
+        first.close(restore=False)
+        if group.rank():
+            model = CASES["mlp"].build()
+        with pytest.raises(RuntimeError, match="closed without restore"):
+            shardcast.shard(model, sgd(model), process_group=group)
+
+    ThreadedWorld(2).run(run)
+
+
+def test_copies_of_a_closed_model_hold_no_masters():
+    model = CASES["mlp"].build()
+    shardcast.shard(model, sgd(model)).close(restore=False)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        optimizer = shardcast.shard(twin, sgd(twin))
+        rounded = model.a.weight.float()
+        assert torch.equal(optimizer.full_parameters()["a.weight"], rounded)
+
+
+def on_mesh(mesh: Any) -> bool:
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.manual_seed(0)
+    whole = torch.randn(8, 4)
+    model = nn.Linear(4, 8, bias=False)
+    local = whole.chunk(2)[mesh.get_local_rank("tp")].clone()
+    model.weight = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)]))
+    optimizer = shardcast.shard(model, sgd(model), mesh=mesh)
+    assert model.weight.dtype == torch.bfloat16
+    optimizer.close()
+    return model.weight.dtype == torch.float32 and torch.equal(model.weight.full_tensor(), whole)
+
+
+def test_tensor_parallel_weights_come_back_too():
+    assert all(threaded_world({"dp": 2, "tp": 2}, on_mesh))
