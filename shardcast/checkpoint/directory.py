@@ -143,15 +143,21 @@ def _damaged(folder: Path, name: str, wrong: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"checkpoint {str(folder)!r}: file {name!r} {wrong}")
 
 
-def damage(folder: Path, share: int = 0, shares: int = 1) -> DamagedCheckpointError | None:
+def damage(
+    folder: Path, share: int = 0, shares: int = 1, written_since: int | None = None
+) -> DamagedCheckpointError | None:
     """What is wrong with a checkpoint; of ``shares`` ranks, rank ``share`` reads its part.
 
     The error names the file, what is wrong with it, and parameters in it.
+
+    Args:
+        written_since: of files that were last written before, in nanoseconds, only the size is
+            compared.
     """
     try:
         listed = manifest_of(folder)["files"]
         for name, expected in sorted(listed.items())[share::shares]:
-            _verify(folder, name, expected)
+            _verify(folder, name, expected, written_since)
             if name == METADATA:
                 _check_references(folder, listed)
     except DamagedCheckpointError as error:
@@ -159,13 +165,18 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> DamagedCheckpointEr
     return None
 
 
-def _verify(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
+def _verify(
+    folder: Path, name: str, expected: Mapping[str, Any], written_since: int | None
+) -> None:
     path = folder / name
-    size = path.stat().st_size if path.is_file() else None
-    if size is None:
+    status = path.stat() if path.is_file() else None
+    if status is None:
         wrong, beyond = "is missing", 0
-    elif size != expected["bytes"]:
-        wrong, beyond = f"has {size} bytes, expected {expected['bytes']}", size
+    elif status.st_size != expected["bytes"]:
+        size = beyond = status.st_size
+        wrong = f"has {size} bytes, expected {expected['bytes']}"
+    elif written_since is not None and status.st_mtime_ns < written_since:
+        return
     elif storage.digest_of(path) != expected.get("sha256"):
         wrong, beyond = "has a wrong checksum: its contents changed after they were written", 0
     else:
@@ -305,9 +316,16 @@ def sweep(directory: Path, *prefixes: str) -> None:
 
 
 def retain(directory: Path, step: int, keep: int) -> None:
-    """Delete all but the newest ``keep`` up to ``step``; newer ones are left alone."""
-    older = [path for other, path in steps(directory).items() if other < step]
-    for path in older[keep - 1 :]:
+    """Delete all but the newest ``keep`` sound ones up to ``step``; newer ones are left alone.
+
+    Damaged ones between them are left alone too. No data is read but that of files which were
+    written after their checkpoint was committed.
+    """
+    older = [path for number, path in steps(directory).items() if number < step]
+    sound = 0
+    while older and sound < keep - 1:
+        sound += _is_as_committed(older.pop(0))
+    for path in older:
         leaving = path.with_name(new_name(LEAVING, path))
         try:
             storage.SYSTEM.rename(path, leaving)  # first of all no checkpoint any more
@@ -315,6 +333,13 @@ def retain(directory: Path, step: int, keep: int) -> None:
             warn(f"keep: {str(path)!r} could not be deleted: {error}")
             continue
         _delete(leaving)
+
+
+def _is_as_committed(folder: Path) -> bool:
+    try:
+        return damage(folder, written_since=(folder / MARKER).stat().st_mtime_ns) is None
+    except (OSError, ValueError):  # no marker, or of another release
+        return False
 
 
 def _delete(path: Path) -> None:

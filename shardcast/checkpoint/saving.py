@@ -67,7 +67,7 @@ def save(
         extra: what else the run needs, rank 0's counts: tensors, containers and plain values, as
             ``torch.load(weights_only=True)`` reads them (schedulers, position in the data).
         per_rank: the same for values that differ, such as the state of random generators.
-        keep: delete older checkpoints but the newest ``keep``, this one included.
+        keep: delete older checkpoints but the newest ``keep`` sound ones, this one included.
 
     Returns:
         The checkpoint's directory.

@@ -68,6 +68,7 @@ def save_steps(folder: Path, rank: int, steps: range, layer: Killing) -> None:
         with torch.no_grad():
             for master in optimizer.engine.shards:
                 master.data.fill_(float(step))
+        optimizer.engine.publish()  # else the parameters are taken for edits of a script
         checkpoint.save(folder, model, optimizer, step=step, keep=2)
         layer.active = True
 

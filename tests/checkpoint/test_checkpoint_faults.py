@@ -376,6 +376,34 @@ def test_arguments_are_checked(tmp_path: Path, monkeypatch: Any):
     assert list(directory.steps(tmp_path)) == [4, 3]
 
 
+def cut_short(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def overwritten(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def unmarked(folder: Path) -> None:
+    (folder / directory.MARKER).unlink()
+
+
+@pytest.mark.parametrize("spoil", [cut_short, overwritten, unmarked])
+def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(tmp_path: Path, spoil: Any):
+    model, optimizer = job()
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, model, optimizer, step=step)
+    spoil(tmp_path / "step-000000003")
+    checkpoint.save(tmp_path, model, optimizer, step=4, keep=2)
+    assert list(directory.steps(tmp_path)) == [4, 3, 2]
+    checkpoint.save(tmp_path, model, optimizer, step=5, keep=2)
+    assert list(directory.steps(tmp_path)) == [5, 4]
+
+
 def test_ranks_with_other_arguments_all_raise(tmp_path: Path):
     def attempt(group: Any) -> None:
         model, optimizer = job(group)
