@@ -114,19 +114,22 @@ def test_an_optimizer_around_another_one_is_refused_by_the_name_of_the_inner_one
         assert "SGD" in message and "build it around" in message
 
 
-def test_a_wrapper_around_the_sharded_optimizer_works_as_around_the_plain_one():
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 0.02)])
+def test_a_wrapper_around_the_sharded_optimizer_works_as_around_the_plain_one(
+    dtype: str, tolerance: float
+):
     def run(group: Any) -> list[Tensor]:
         model = mlp()
         inner: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
         if group is not None:
-            inner = shardcast.shard(model, inner, process_group=group, param_dtype="fp32")
+            inner = shardcast.shard(model, inner, process_group=group, param_dtype=dtype)
         steps(5)(model, foreign.Lookahead(inner), torch.empty(0), False)
-        return [param.detach().clone() for param in model.parameters()]
+        return [param.detach().float() for param in model.parameters()]
 
     expected = run(None)
     for params in ThreadedWorld(2).run(run):
         for param, value in zip(params, expected, strict=True):
-            torch.testing.assert_close(param, value)
+            torch.testing.assert_close(param, value, rtol=0, atol=tolerance)
 
 
 def test_state_in_subclasses_of_tensors_is_refused_by_name():
