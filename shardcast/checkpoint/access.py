@@ -166,7 +166,7 @@ class Snapshot:
                 path = state_path(name, key)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
-                if is_elementwise(value, fragment.slot.shape, fragment.numel):
+                if is_elementwise(value, fragment, self._engine.update.elementwise(shard)):
                     yield Part(path, region, start, value.detach().reshape(-1))
                 elif start == 0 and region.is_first:
                     yield whole(path, value)
@@ -280,7 +280,7 @@ class Snapshot:
                     dtype = MASTER_DTYPE if widened else stored.dtype
                     value = torch.empty(stop - start if cut else shape, dtype=dtype)
                     parts.append(Part(path, region, start, value) if cut else whole(path, value))
-                    state[key] = value
+                    state[key] = value.view(fragment.shape) if cut else value
             taken.append((fragment, own, state))
         source.read(parts)
         for number, (fragment, own, state) in enumerate(taken):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardcast.checkpoint.region import Box, Region
+from shardcast.plan.layout import Fragment
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,11 @@ def state_path(name: str, state: str) -> tuple[str, ...]:
     return ("optimizer", "state", name, state)
 
 
-def is_elementwise(value: Tensor, shape: tuple[int, ...], fragment: int) -> bool:
-    """Whether a fragment's state tensor has one value per element of the fragment."""
-    one_each = value.dim() > 0 and value.numel() == fragment
-    return one_each and tuple(value.shape) in ((fragment,), shape)
+def is_elementwise(value: Tensor, fragment: Fragment, flat: bool) -> bool:
+    """Whether a fragment's state tensor has one value per element of the fragment.
+
+    Args:
+        flat: the optimizer keeps such state flat, whatever the shape of the parameter.
+    """
+    shapes = (fragment.shape, (fragment.numel,)) if flat else (fragment.shape,)
+    return value.dim() > 0 and tuple(value.shape) in shapes

@@ -114,6 +114,16 @@ class Fragment(NamedTuple):
         """The same range counted from the parameter's first element."""
         return self.start - self.slot.offset, self.stop - self.slot.offset
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether another rank has a part of the parameter."""
+        return self.numel != self.slot.numel
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape, or that of a flat part of it."""
+        return (self.numel,) if self.is_cut else self.slot.shape
+
 
 @dataclass(frozen=True)
 class PackLayout:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import foreign
 import pytest
@@ -565,3 +566,21 @@ def with_a_dtensor(group: Any) -> str:
 def test_a_dtensor_is_refused_by_name(gloo: SpawnedWorld):
     for message in gloo.run(with_a_dtensor):
         assert "parameter 'weight' is a DTensor; expected a plain tensor" in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("call", ["full_state_dict", "full_parameters"])
+def test_an_error_on_one_rank_of_a_gathering_call_is_raised_on_all(call: str, rank: int):
+    def run(group: Any) -> None:
+        model = MLP()
+        optimizer = sharded(model, group)
+        install(model, 0)
+        optimizer.step()
+        if group.rank() == rank:
+            broken = Mock(side_effect=ValueError("broken on one rank"))
+            optimizer.engine.update.fragment_state = broken
+            optimizer.engine.absorb = broken
+        with pytest.raises(ValueError, match="broken on one rank"):
+            getattr(optimizer, call)()
+
+    ThreadedWorld(2).run(run)

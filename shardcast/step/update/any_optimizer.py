@@ -59,8 +59,7 @@ class AnyOptimizerUpdate:
     @staticmethod
     def _master_parameter(shard: Shard, fragment: Fragment) -> nn.Parameter:
         flat = shard.data[shard.local(fragment.start, fragment.stop)]
-        whole = fragment.numel == fragment.slot.numel
-        return nn.Parameter(flat.view(fragment.slot.shape) if whole else flat)
+        return nn.Parameter(flat.view(fragment.shape))
 
     def _read_groups(self) -> None:
         """Give the inner groups the outer ones' present options and no others, and masters."""
@@ -208,7 +207,7 @@ class AnyOptimizerUpdate:
         return dict(self._inner.state.get(self._params[shard][number], {}))
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
-        """Overwrite the state of one fragment; tensors of its length take its master's shape."""
+        """Overwrite the state of one fragment; tensors keep their shape, see `elementwise`."""
         if shard not in self._params:  # frozen: it has none
             return
         param = self._params[shard][number]
@@ -216,7 +215,7 @@ class AnyOptimizerUpdate:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 value = value.detach().clone().to(param.device)
-                if value.dim() and value.numel() == param.numel():
+                if value.dim() and self.elementwise:
                     value = value.view(param.shape)
                 if value.is_floating_point() and name != "step":  # as torch's load_state_dict
                     value = value.to(param.dtype)

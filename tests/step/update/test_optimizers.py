@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import foreign
 import lion_pytorch
 import pytest
 import schedulefree
@@ -14,6 +17,7 @@ from oracle import check, mlp, set_grads, steps
 from torch import Tensor, nn
 
 import shardcast
+from shardcast.comm import Comm
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.testing import ThreadedWorld
 
@@ -197,3 +201,53 @@ def test_the_state_of_a_low_precision_run_is_taken_in_fp32(name: str):
     state = optimizers[1].state[sharded.weight]
     assert all(value.dtype == torch.float32 for value in state.values())
     assert torch.equal(sharded.weight, plain.weight)
+
+
+def narrow() -> nn.Sequential:
+    """Matrices of one row and of one column: a moment of columns has as many elements as they."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8))
+
+
+@pytest.mark.parametrize("door", ["local", "full", "checkpoint", "export"])
+def test_state_keeps_its_own_shape_through_every_door(door: str, tmp_path: Path):
+    def stepped(model: nn.Module, optimizer: Any, seeds: Iterable[int]) -> list[Tensor]:
+        for seed in seeds:
+            set_grads(model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    def made(group: Any) -> tuple[nn.Module, Any]:
+        model = narrow()
+        inner = foreign.OwnShapes(model.parameters())
+        return model, shardcast.shard(model, inner, param_dtype="fp32", process_group=group)
+
+    def resumed(group: Any) -> list[Tensor]:
+        model, optimizer = made(group)
+        stepped(model, optimizer, range(2))
+        if door in ("checkpoint", "export"):
+            shardcast.checkpoint.save(tmp_path, model, optimizer, step=2)
+        again, other = made(group)
+        if door == "checkpoint":
+            shardcast.checkpoint.load(tmp_path, again, other)
+            return stepped(again, other, range(2, 4))
+        with torch.no_grad():
+            for param, value in zip(again.parameters(), model.parameters(), strict=True):
+                param.copy_(value)
+        if door == "local":
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif door == "full":
+            state = optimizer.full_state_dict()
+            other.load_state_dict(Comm(group).share(state, torch.device("cpu")))
+        else:
+            if group.rank() == 0:
+                shardcast.checkpoint.export(tmp_path, tmp_path / "plain")
+            group.barrier().wait()
+            other.load_state_dict(torch.load(tmp_path / "plain" / "optimizer.pt"))
+        return stepped(again, other, range(2, 4))
+
+    plain = narrow()
+    expected = stepped(plain, foreign.OwnShapes(plain.parameters()), range(4))
+    for params in ThreadedWorld(2).run(resumed):
+        assert all(map(torch.equal, params, expected))
