@@ -274,8 +274,8 @@ def _has_state_of_elements(twin: torch.optim.Optimizer) -> bool:
             if type(value) not in (Tensor, nn.Parameter):
                 raise _RefusedError(
                     f"optimizer: {type(twin).__name__} cannot be sharded: its state {name!r} is of "
-                    f"type {type(value).__name__}, a subclass of Tensor that checkpoints cannot hold; "
-                    "use torch.optim.AdamW, with moments='int8' for state of one byte each"
+                    f"type {type(value).__name__}, a subclass of Tensor, which checkpoints cannot "
+                    "hold; use torch.optim.AdamW, with moments='int8' for state of one byte each"
                 )
             fits = fits and (value.dim() == 0 or value.shape == param.shape)
     return fits

@@ -49,7 +49,7 @@ def train(model: nn.Module, optimizer: Any, count: int = 3) -> None:
 
 
 def masters(optimizer: Any) -> list[Tensor]:
-    return [shard.store.read(slice(None)).clone() for shard in optimizer.engine.shards]
+    return [shard.master.read(slice(None)).clone() for shard in optimizer.engine.shards]
 
 
 @pytest.mark.parametrize("began", [False, True], ids=["fresh", "began"])
