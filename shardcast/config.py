@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,22 +22,23 @@ from typing import Any, ClassVar
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from shardcast.option_values import (
+    ABOVE_0,
+    COUNT,
+    DTYPES,
+    READERS,
+    CostFn,
+    GroupFn,
+    KeepRule,
+    Range,
+    one_of,
+    plain,
+)
+
 # Codecs of masters, with the param_dtype that a codec needs because it has the published parameter.
 MASTERS = {"fp32": None, "split16": torch.bfloat16}
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
-
-KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
-GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
-CostFn = Callable[[str, torch.nn.Parameter], float]
-Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
-ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
-COUNT: Range = ("a count >= 1", lambda value: value >= 1)
-
-
-def _one_of(*choices: str) -> Range:
-    return f"one of {', '.join(choices)}", choices.__contains__
 
 
 def _option(default: Any, help: str, within: Range = ("", lambda _: True)) -> Any:
@@ -64,7 +65,17 @@ class ShardcastConfig:
         "predicates (name, parameter) -> bool; a module keeps all of its own parameters, or none",
     )
     cast_forward_inputs: bool = _option(
-        True, "cast floating-point inputs of the root module to param_dtype"
+        True, "cast activations to param_dtype where a module with low-precision weights takes them"
+    )
+    autocast: bool = _option(
+        False,
+        "run the model's forward under torch.autocast, with its norms in fp32, as beside DDP; "
+        "false: compute in param_dtype, which is faster",
+    )
+    convert_rest: bool | None = _option(
+        None,
+        "whether parameters that are not trained are stored in param_dtype; null: all but momentum "
+        "teachers, modules beside a trained one of the same parameters",
     )
     fp32_outputs: tuple[str, ...] = _option(
         (),
@@ -87,7 +98,7 @@ class ShardcastConfig:
         "auto",
         "even: equal spans (elementwise optimizers); whole: one owner per parameter (any "
         "optimizer); auto: even where the optimizer is elementwise",
-        _one_of("auto", "even", "whole"),
+        one_of("auto", "even", "whole"),
     )
     elementwise: bool | None = _option(
         None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
@@ -144,19 +155,19 @@ class ShardcastConfig:
         "full",
         "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
         "also under no_sync(), and a rank keeps its own part (.grad then reads NaN)",
-        _one_of("full", "sharded"),
+        one_of("full", "sharded"),
     )
     master: str = _option(
         "fp32",
         "how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
         "exact too",
-        _one_of(*MASTERS),
+        one_of(*MASTERS),
     )
     moments: str = _option(
         "fp32",
         "how Adam's moments and SGD's momentum are kept: fp32, bf16 (rounded stochastically) or "
         "int8 (with a scale per block)",
-        _one_of("fp32", "bf16", "int8"),
+        one_of("fp32", "bf16", "int8"),
     )
     offload: bool = _option(
         False, "keep masters and moments in host memory; the update fetches windows of them"
@@ -165,13 +176,13 @@ class ShardcastConfig:
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: what "
         "is fastest and rounds once",
-        _one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
+        one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = _option(
         "auto",
         "how updated parameters reach everybody; all_gather needs the even partition; auto: what "
         "is fastest, as print(optimizer.layout) shows",
-        _one_of("auto", "broadcast", "all_gather"),
+        one_of("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = _option(
         False,
@@ -182,7 +193,7 @@ class ShardcastConfig:
         "auto",
         "fused update: eager (cache-sized chunks with the bits of torch.optim), compile (one "
         "kernel), or auto: compile on a GPU with Triton, torch's fused kernel on CPU",
-        _one_of("auto", "eager", "compile"),
+        one_of("auto", "eager", "compile"),
     )
 
     named: ClassVar[frozenset[str]] = frozenset()  # options that are no defaults; of each object
@@ -199,7 +210,7 @@ class ShardcastConfig:
             kind = annotation.removesuffix(" | None")
             if value is None and kind != annotation:
                 continue
-            value = READERS.get(kind, _plain)(name, annotation, value)
+            value = READERS.get(kind, plain)(name, annotation, value)
             expected, holds = option.metadata["range"]
             if not holds(value):
                 more = " or null" * (kind != annotation)
@@ -281,17 +292,17 @@ class ShardcastConfig:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""
         names = {dtype: name for name, dtype in DTYPES.items()}
 
-        def plain(value: Any) -> Any:
+        def as_yaml(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return names[value]
             if isinstance(value, tuple):
-                return [plain(item) for item in value]
+                return [as_yaml(item) for item in value]
             if callable(value):
                 named = value if hasattr(value, "__qualname__") else type(value)
                 return f"{named.__module__}.{named.__qualname__}"
             return value
 
-        return {option.name: plain(getattr(self, option.name)) for option in fields(self)}
+        return {option.name: as_yaml(getattr(self, option.name)) for option in fields(self)}
 
 
 def _known(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -349,54 +360,3 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         # As YAML a pattern that begins with * would be an alias.
         values[key] = text if text.startswith("*") else _parse(text, variable)
     return values
-
-
-# -- values by the annotation of their option: checked, and as they are kept ----------------------
-
-PLAIN: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
-    "str | float": (str, int, float),
-}  # fmt: skip
-
-
-def _plain(name: str, annotation: str, value: Any) -> Any:
-    kinds = PLAIN[annotation.removesuffix(" | None")]
-    # YAML reads `yes` as a boolean, which is an int in Python.
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise TypeError(f"{name}: expected {annotation}, got {value!r} ({type(value).__name__})")
-    return value
-
-
-def _dtype(name: str, _annotation: str, value: Any) -> torch.dtype:
-    dtype: Any = value
-    if isinstance(value, str):  # also the name that torch has for it
-        dtype = DTYPES.get(value, getattr(torch, value, None))
-    if dtype not in DTYPES.values():
-        raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
-    return dtype  # type: ignore[no-any-return]
-
-
-def _function(name: str, annotation: str, value: Any) -> Any:
-    if not callable(value):
-        result = "key" if annotation.startswith("GroupFn") else "number"
-        raise TypeError(f"{name}: expected a callable (name, parameter) -> {result}, got {value!r}")
-    return value
-
-
-def _several(name: str, annotation: str, value: Any) -> tuple[Any, ...]:
-    expected, functions = "glob patterns of module names", "KeepRule" in annotation
-    if functions:
-        expected = "patterns, module classes or predicates (name, parameter) -> bool"
-    one = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
-    items = (value,) if one else tuple(value)
-    for item in items:
-        if not (isinstance(item, str) or (functions and callable(item))):
-            got = f"{item!r} ({type(item).__name__})"
-            raise TypeError(f"{name}: expected {expected}, got {got}; () names none")
-    return items
-
-
-READERS: dict[str, Callable[[str, str, Any], Any]] = {
-    "torch.dtype": _dtype, "GroupFn": _function, "CostFn": _function,
-    "tuple[KeepRule, ...]": _several, "tuple[str, ...]": _several,
-}  # fmt: skip

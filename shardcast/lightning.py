@@ -28,6 +28,7 @@ from shardcast.optimizer.frameworks import check_loss_scales, clusters, exact_st
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.original import OptimizerHandle
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.plan.activations import install_casts
 from shardcast.plan.precision import Precision as Rules
 
 try:
@@ -69,7 +70,7 @@ class ShardcastPrecision(Precision):
         self._exact = [(it, it.data) for it, dtype in dtypes.items() if it.dtype != dtype]
         for tensor, exact in self._exact:
             tensor.data = exact.to(dtypes[tensor])
-        self._casts = rules.install_casts(module)
+        self._casts = install_casts(module, rules)
         return module
 
     def teardown(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "shardcast"
 # What a folder or top-level module may import: itself and what stands in a line above it.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"config", "_compat", "hook", "launched", "messages"}),
+    frozenset({"config", "option_values", "_compat", "hook", "launched", "messages"}),
     frozenset({"plan", "comm"}),
     frozenset({"memory"}),
     frozenset({"step"}),
@@ -120,6 +120,7 @@ FOREIGN: frozenset[str] = frozenset(
         "_C", "_schema", "_version", "_amp_update_scale_", "_foreach_copy_",  # torch
         "_foreach_zero_", "_foreach_lerp", "_foreach_lerp_", "_foreach_mul_", "_foreach_add_",
         "_parameters", "_buffers", "_non_persistent_buffers_set",  # torch.nn.Module
+        "_forward_pre_hooks",
         "_get_backend",  # torch.distributed.ProcessGroup
         "_models", "_optimizers", "_model",  # accelerate.Accelerator
     }

@@ -48,7 +48,12 @@ def convert_(
     Raises:
         ValueError: another ``dtype``, or a pattern that matches nothing.
     """
-    config = ShardcastConfig(param_dtype=dtype, keep_fp32=keep_fp32, cast_buffers=True)  # type: ignore[arg-type]
+    config = ShardcastConfig(
+        param_dtype=dtype,  # type: ignore[arg-type]
+        keep_fp32=keep_fp32,
+        cast_buffers=True,
+        convert_rest=True,
+    )
     precision = Precision(module, config)
     check_matched(precision.unmatched)
     free = free_memory or free_bytes

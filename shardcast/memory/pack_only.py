@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm
-from shardcast.config import GroupFn, ShardcastConfig
+from shardcast.config import ShardcastConfig
 from shardcast.memory.full_gradients import FullGradients
 from shardcast.memory.pack import Pack
+from shardcast.option_values import GroupFn
 from shardcast.plan.layout import Layout
 from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.precision import is_packable

@@ -18,6 +18,7 @@ from shardcast.messages import warn
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
 from shardcast.optimizer.stages import called_by_script
+from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.originals import Originals
 from shardcast.plan.precision import MASTER_DTYPE, Precision
@@ -260,7 +261,7 @@ class Engine:
             begin = self._overlap.noting(begin)
         self.hooks = ModelHooks(self._called, self.shards, self.edits, begin, self.reduce.averaged)
         self._casts: list[Any] = [
-            handle for root in self._called for handle in self.precision.install_casts(root)
+            handle for root in self._called for handle in install_casts(root, self.precision)
         ]
 
     def _unhook(self) -> None:

@@ -117,7 +117,8 @@ def plan_for(
     params = {name: param for param, name in names.items() if name in groups}
     rest = {name: p for p, name in names.items() if name not in groups} if before is None else {}
     validate.check_kinds(params)
-    precision = Precision(inner, config)
+    optimized = (param for group in originals.groups for param in group["params"])
+    precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
     if averaged:
         validate.check_ddp(params, precision.storage_dtype, config)
     elementwise = _elementwise(originals, config, axes)

@@ -2,23 +2,23 @@
 
 Every dtype decision of shardcast is made here (PaddlePaddle PR 35878 asked for one global rule
 instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless
-its module is kept in fp32. Activations are cast where modules of the two kinds call each other, so
-the forward just works. Masters and arithmetic are always fp32.
+its module is kept in fp32. ``plan/activations.py`` casts activations between modules of the two
+kinds, so the forward just works. Masters and arithmetic are always fp32.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from shardcast._compat import own_params
-from shardcast.config import KeepRule, ShardcastConfig
+from shardcast.config import ShardcastConfig
+from shardcast.option_values import KeepRule
 
 MASTER_DTYPE = torch.float32
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,131 +62,51 @@ class Precision:
 
     Args:
         model: the root module; read only.
+        trained: parameters that the optimizer updates; ``None``: all that require a gradient.
     Attributes:
         unmatched: patterns of ``keep_fp32`` and ``fp32_outputs`` that match nothing, as messages.
+        kept: modules that compute in fp32.
+        autocast: modules in fp32 that compute under autocast, as they would beside DDP.
+        fp32_outputs: modules that return fp32.
     """
 
-    def __init__(self, model: nn.Module, config: ShardcastConfig) -> None:
-        self._config = config
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ShardcastConfig,
+        trained: AbstractSet[nn.Parameter] | None = None,
+    ) -> None:
+        self.config = config
         self.unmatched: list[str] = []
-        self._kept = _kept_modules(model, config.keep_fp32, self.unmatched)
-        if not config.cast_buffers:  # torch refuses fp32 running statistics with low precision
-            self._kept.update(
-                (module, None)
-                for module in model.modules()
-                if isinstance(module, NORMS) and any(map(is_packable, module.buffers()))
-            )
-        self._kept_params = {param for module in self._kept for param in own_params(module)}
-        self._fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
+        self.kept = _kept_modules(model, config.keep_fp32, self.unmatched)
+        norms = [module for module in model.modules() if isinstance(module, NORMS)]
+        unasked: list[nn.Module] = norms if config.autocast else []
+        if not config.cast_buffers:
+            unasked += _parametrized(model)
+            if not config.autocast:  # torch refuses fp32 running statistics with low precision
+                self.kept.update((n, None) for n in norms if any(map(is_packable, n.buffers())))
+        if config.convert_rest is not True:
+            if trained is None:
+                trained = {param for param in model.parameters() if param.requires_grad}
+            unasked += (_teachers if config.convert_rest is None else _untrained)(model, trained)
+        self.autocast = {it: None for it in unasked if it not in self.kept and own_params(it)}
+        self._fp32 = self.kept | self.autocast
+        self._fp32_params = {param for module in self._fp32 for param in own_params(module)}
+        self.fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which forward and backward see ``param``."""
-        dtype, kept = param.dtype, self._kept_params
+        dtype, exact = param.dtype, self._fp32_params
         if dtype not in PACKABLE:
             return dtype
-        return MASTER_DTYPE if kept and param in kept else self._config.param_dtype
+        return MASTER_DTYPE if exact and param in exact else self.config.param_dtype
 
     def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
         """The dtype of a buffer that ``module`` owns."""
-        if is_packable(buffer) and module in self._kept and isinstance(module, NORMS):
+        if is_packable(buffer) and module in self._fp32 and isinstance(module, NORMS):
             return MASTER_DTYPE  # as its parameters, also in a model that came in low precision
-        cast = self._config.cast_buffers and is_packable(buffer) and module not in self._kept
-        return self._config.param_dtype if cast else buffer.dtype
-
-    def install_casts(self, model: nn.Module) -> list[Any]:
-        """Register the forward hooks that cast activations of a model in its storage dtypes.
-
-        Every module computes in fp32 or in ``param_dtype``. Where it is called from one that does
-        not compute in the same, its floating-point inputs are cast on entry and its outputs on
-        exit: kept modules among others, and the low-precision children of a kept one. The root
-        casts its inputs, and its outputs only for ``fp32_outputs``. Parameters are never cast in
-        forward or backward.
-        """
-        low = self._config.param_dtype
-        if low == MASTER_DTYPE:
-            return []
-        computes = self._compute_dtypes(model, low)
-        handles: list[Any] = []
-        for module, caller in _with_callers(model):
-            inside = outside = computes[module]
-            if caller is None:
-                if inside == MASTER_DTYPE or self._config.cast_forward_inputs:
-                    handles.append(_cast_inputs(module, inside))
-            elif (outside := computes[caller]) != inside:
-                handles.append(_cast_inputs(module, inside))
-            if module in self._fp32_outputs:
-                outside = MASTER_DTYPE
-            if inside != outside:
-                handles.append(module.register_forward_hook(partial(_cast_output, outside)))
-        return handles
-
-    def _compute_dtypes(self, model: nn.Module, low: torch.dtype) -> dict[nn.Module, torch.dtype]:
-        """What each module computes in; those without parameters do as their caller."""
-        stored: dict[nn.Module, set[torch.dtype]] = {}
-
-        def look(module: nn.Module) -> set[torch.dtype]:
-            if module not in stored:
-                stored[module] = {param.dtype for param in own_params(module)}
-                for child in module.children():
-                    stored[module] |= look(child)
-            return stored[module]
-
-        found: dict[nn.Module, torch.dtype] = {}
-        for module, caller in _with_callers(model):
-            inside = look(module)
-            if module in self._kept:
-                found[module] = MASTER_DTYPE
-            elif low in inside or MASTER_DTYPE in inside:
-                found[module] = low if low in inside else MASTER_DTYPE
-            else:
-                found[module] = low if caller is None else found[caller]
-        return found
-
-
-def _with_callers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Each module once, with the one that holds it and calls it, before those inside it.
-
-    Lists and the like, which are never called, are left out: who holds them calls what is inside.
-    """
-    seen = {model}
-    waiting: deque[tuple[nn.Module, nn.Module | None]] = deque([(model, None)])
-    while waiting:
-        module, caller = waiting.popleft()
-        called = caller is None or type(module).forward is not nn.Module.forward
-        if called:
-            yield module, caller
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                waiting.append((child, module if called else caller))
-
-
-def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> Any:
-    return module.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
-
-
-def _cast_arguments(
-    dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with each packable tensor inside cast; containers keep their type."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if is_packable(value) else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        items = {key: _cast(item, dtype) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)
-    return value
+        cast = self.config.cast_buffers and is_packable(buffer) and module not in self._fp32
+        return self.config.param_dtype if cast else buffer.dtype
 
 
 def _kept_modules(
@@ -219,6 +139,44 @@ def _kept_modules(
         if not tied:
             return kept
         kept.update(dict.fromkeys(tied))
+
+
+def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose weight is computed from parameters: by an SVD, say, that no bf16 has."""
+    hooks = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            yield module
+            yield from module.parametrizations.modules()  # type: ignore[union-attr]
+        elif any(type(it).__module__ in hooks for it in module._forward_pre_hooks.values()):
+            yield module
+
+
+def _teachers(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:
+    """Modules that no gradient trains, of several layers, beside their like that is trained.
+
+    A momentum update moves them by less than half a unit in the last place of bf16. In a list or a
+    sequence they are layers of one network, frozen as the base of LoRA is.
+    """
+    for parent in model.modules():
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            continue
+        shapes = {
+            child: {name: param.shape for name, param in child.named_parameters()}
+            for child in parent.children()
+        }
+        students = [it for it in shapes if not trained.isdisjoint(it.parameters())]
+        for child, own in shapes.items():
+            layers = sum(bool(own_params(module)) for module in child.modules())
+            if layers > 1 and child not in students and any(own == shapes[s] for s in students):
+                yield from child.modules()
+
+
+def _untrained(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:
+    for module in model.modules():
+        params = own_params(module)
+        if params and trained.isdisjoint(params):
+            yield module
 
 
 def _named_modules(

@@ -89,7 +89,7 @@ def count_step(
 
 
 EVEN: dict[str, Any] = {}
-WHOLE, NORMS = {"partition": "whole"}, {"keep_fp32": "norms"}
+WHOLE, NORMS, AUTOCAST = {"partition": "whole"}, {"keep_fp32": "norms"}, {"autocast": True}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ WHOLE, NORMS = {"partition": "whole"}, {"keep_fp32": "norms"}
         *[(1, "gpt", fields) for fields in (EVEN, WHOLE, NORMS)],
         *[(2, case, fields) for case in ("mlp", "tiny") for fields in (EVEN, WHOLE)],
         *[(2, case, fields) for case in ("gpt", "gpt_reentrant", "gpt_nonreentrant")
-          for fields in (EVEN, NORMS)],
+          for fields in (EVEN, NORMS, AUTOCAST)],
         (2, "tied_reentrant", NORMS),
     ],
     ids=str,

@@ -1,0 +1,231 @@
+"""Where activations are cast, and whose forward runs under autocast.
+
+Every module computes in one of three ways (:class:`Compute`). A :class:`CastForward` replaces the
+``forward`` of a layer that takes low-precision activations, and of a module whose caller computes
+in another way. Counts, labels, positions and time steps reach the user's code as they are: only
+layers of torch have their inputs cast. In the user's code autocast casts what a matrix product
+takes, and nothing else. Tensors without dimensions are never cast.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast._compat import own_params
+from shardcast.plan.precision import MASTER_DTYPE, NORMS, Precision, is_packable
+
+MATMULS = (  # autocast casts what they take
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+class Compute(Enum):
+    """In what a module's own code computes.
+
+    ``AUTOCAST`` is that of a whole model with ``autocast``, of modules in fp32 that would be under
+    autocast beside DDP (teachers, parametrized layers), and of a user's class that holds a matrix
+    itself: what it multiplies may be fp32, and only autocast knows which of its inputs that is.
+    """
+
+    LOW = "in param_dtype"
+    FP32 = "in fp32, with autocast off"
+    AUTOCAST = "under autocast"
+
+
+class CastForward:
+    """The forward of one module, between casts; copies and pickles of the module keep it.
+
+    Args:
+        inputs: what floating-point tensors are cast to, also as the dtype that a weight has by then
+            (a model may be converted to be evaluated); ``None``: they are not.
+        outputs: likewise.
+        compute: turns autocast on or off around the forward; ``LOW`` turns off only what an
+            ``AUTOCAST`` module turned on, not an autocast of the user's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        low: torch.dtype,
+        device_type: str,
+        inputs: torch.dtype | nn.Parameter | None,
+        outputs: torch.dtype | None,
+        compute: Compute | None,
+    ) -> None:
+        self.__wrapped__ = module.forward  # as inspect.signature looks for it
+        self._module, self._low, self._device_type = module, low, device_type
+        self._inputs, self._outputs, self._compute = inputs, outputs, compute
+        self._replaced = "forward" in vars(module)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (inputs := self._inputs) is not None:
+            dtype = inputs.dtype if isinstance(inputs, Tensor) else inputs
+            args = tuple(_cast(value, dtype) for value in args)
+            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
+        if self._compute is None or not self._switches():
+            output = self.__wrapped__(*args, **kwargs)
+        else:
+            # Without the cache, which tells this autocast from the user's: it would hold nothing.
+            with torch.autocast(
+                self._device_type,
+                self._low,
+                enabled=self._compute is Compute.AUTOCAST,
+                cache_enabled=False,
+            ):
+                output = self.__wrapped__(*args, **kwargs)
+        return output if self._outputs is None else _cast(output, self._outputs)
+
+    def _switches(self) -> bool:
+        enabled = torch.is_autocast_enabled(self._device_type)
+        if self._compute is Compute.AUTOCAST:
+            return not enabled
+        ours = self._compute is Compute.FP32 or not torch.is_autocast_cache_enabled()
+        return enabled and ours
+
+    def remove(self) -> None:
+        """Give the module its own forward back; idle if somebody wrapped it since."""
+        self._inputs = self._outputs = self._compute = None
+        if vars(self._module).get("forward") is self:
+            del self._module.forward
+            if self._replaced:
+                self._module.forward = self.__wrapped__
+
+
+def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
+    """Cast the activations of a model that has its storage dtypes.
+
+    Kept modules get fp32 and return their caller's dtype. Parameters are never cast in forward or
+    backward, but those of modules that stay in fp32 and compute under autocast.
+    """
+    config, low = precision.config, precision.config.param_dtype
+    if low == MASTER_DTYPE:
+        return []
+    device_type = next((param.device.type for param in model.parameters()), "cpu")
+    stored: dict[nn.Module, set[torch.dtype]] = {}
+    computes: dict[nn.Module | None, Compute] = {}
+    forwards = []
+    for module, caller in _with_callers(model):
+        outside = computes.get(caller)
+        inside = computes[module] = _compute(module, outside, precision, stored)
+        inputs: torch.dtype | nn.Parameter | None = None
+        outputs = switch = None
+        if inside is not outside:
+            is_product = isinstance(module, MATMULS) and _is_of_torch(module)
+            switch = None if inside is Compute.LOW and (is_product or outside is None) else inside
+            if inside is Compute.FP32:
+                inputs = MASTER_DTYPE
+                outputs = None if outside is None or config.autocast else low
+            elif outside is Compute.FP32:
+                outputs = MASTER_DTYPE
+        if inside is not Compute.FP32 and _takes_activations(module, precision, stored):
+            inputs = next(param for param in module.parameters() if param.dtype == low)
+        if module in precision.fp32_outputs:
+            outputs = MASTER_DTYPE
+        if inputs is not None or outputs or switch:
+            forwards.append(CastForward(module, low, device_type, inputs, outputs, switch))
+    return forwards
+
+
+def _compute(
+    module: nn.Module,
+    outside: Compute | None,
+    precision: Precision,
+    stored: dict[nn.Module, set[torch.dtype]],
+) -> Compute:
+    """In what ``module`` computes; modules without parameters do as their caller."""
+    config, dtypes = precision.config, _dtypes(module, stored)
+    if module in precision.kept:
+        return Compute.FP32
+    if module in precision.autocast:
+        return Compute.FP32 if outside is Compute.FP32 else Compute.AUTOCAST
+    if config.param_dtype in dtypes:
+        bare = config.cast_forward_inputs and not _is_of_torch(module) and _holds_matrix(module)
+        return Compute.AUTOCAST if config.autocast or bare else Compute.LOW
+    if MASTER_DTYPE in dtypes:
+        as_beside_ddp = any(child in precision.autocast for child in module.modules())
+        return Compute.AUTOCAST if as_beside_ddp else Compute.FP32
+    return outside or (Compute.AUTOCAST if config.autocast else Compute.LOW)
+
+
+def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set[torch.dtype]:
+    """Those of all parameters inside."""
+    if module not in stored:
+        stored[module] = {param.dtype for param in own_params(module)}
+        stored[module].update(*(_dtypes(child, stored) for child in module.children()))
+    return stored[module]
+
+
+def _takes_activations(
+    module: nn.Module, precision: Precision, stored: dict[nn.Module, set[torch.dtype]]
+) -> bool:
+    """Whether all that this layer of torch takes are activations that it needs low.
+
+    Under autocast those are layers for which autocast has no rule on every device, such as an LSTM.
+    """
+    config, low = precision.config, precision.config.param_dtype
+    if not _is_of_torch(module) or isinstance(module, (nn.Embedding, nn.Sequential)):
+        return False
+    if config.autocast:
+        own = {param.dtype for param in own_params(module)}
+        return low in own and not isinstance(module, MATMULS)
+    return config.cast_forward_inputs and low in _dtypes(module, stored)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether the code of its forward is torch's, or it is a norm of the user's."""
+    return isinstance(module, NORMS) or type(module).forward.__module__.startswith("torch.nn.")
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    """Whether its own code reads a parameter of several dimensions, also one in a list."""
+    return any(
+        sum(size > 1 for size in param.shape) > 1 and is_packable(param)
+        for param in own_params(module)
+    ) or any(_holds_matrix(child) for child in module.children() if not _is_called(child))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Lists and the like are not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _with_callers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Each module once, with the one that holds it and calls it, before those inside it.
+
+    Lists and the like, which are never called, are left out: who holds them calls what is inside.
+    """
+    seen = {model}
+    waiting: deque[tuple[nn.Module, nn.Module | None]] = deque([(model, None)])
+    while waiting:
+        module, caller = waiting.popleft()
+        called = caller is None or _is_called(module)
+        if called:
+            yield module, caller
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                waiting.append((child, module if called else caller))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with each packable tensor inside cast; containers keep their type."""
+    if isinstance(value, Tensor):
+        same = value.dtype == dtype or not (is_packable(value) and value.dim())
+        return value if same else value.to(dtype)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        items = {key: _cast(item, dtype) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)
+    return value

@@ -1,0 +1,471 @@
+"""Scripts written for DDP and autocast: the same loss, and inputs as the script passes them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import GPT, sharded
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BATCH, WIDTH = 16, 32
+Batch = Mapping[str, Any]
+
+
+class Regression(nn.Module):
+    """Holds bare weights itself, as a ViT does, and gets labels and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, 5, WIDTH))
+        self.stem, self.norm = nn.Conv1d(3, WIDTH, 2, stride=2), nn.LayerNorm(WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        x = self.stem(x).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        x = self.head(self.norm(self.layer(x))[:, 0])
+        return F.mse_loss(100 * x, labels, reduction="sum") / num_items_in_batch
+
+
+class Denoiser(nn.Module):
+    """A UNet's parts: time steps in fp32, then layers; a group norm and attention between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.first, self.norm = nn.Conv1d(3, WIDTH, 3, padding=1), nn.GroupNorm(4, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.last = nn.Conv1d(WIDTH, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, steps: Tensor, target: Tensor) -> Tensor:
+        frequencies = torch.exp(-math.log(10000) * torch.arange(WIDTH // 2) / (WIDTH // 2))
+        angles = steps[:, None] * frequencies
+        time = self.time(torch.cat([angles.sin(), angles.cos()], dim=-1))
+        x = F.silu(self.norm(self.first(x))) + time[:, :, None]
+        x = x.transpose(1, 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return F.mse_loss(self.last(x.transpose(1, 2)), target)
+
+
+class Rotary(nn.Module):
+    """Attention with rotary positions that are computed in fp32.
+
+    Args:
+        cast: the rotated queries and keys get the dtype of the hidden states, as in transformers.
+    """
+
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.cast = cast
+        self.embed, self.qkv = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(tokens)).chunk(3, dim=-1)
+        rates = 100.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+        angles = (torch.arange(tokens.shape[1])[:, None] * rates).repeat(1, 2)
+        cos, sin = angles.cos(), angles.sin()
+        if self.cast:
+            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+        q, k = (x * cos + torch.cat(x.chunk(2, -1)[::-1], -1) * sin for x in (q, k))
+        x = self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return F.cross_entropy(x.float().flatten(0, 1), tokens.flatten())
+
+
+class Bare(nn.Module):
+    """Multiplies by weights of its own, one of them in a list, and takes what is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH))
+        self.more = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, 2) / 8)])
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.inner(torch.tanh(x @ self.weight))
+        return F.mse_loss(100 * F.linear(x, self.more[0].t()), target)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(3, WIDTH, batch_first=True), nn.GRU(WIDTH, 2)
+        self.mix, self.relu = nn.Bilinear(2, 2, 2), nn.PReLU()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        state = (torch.ones(1, len(x), WIDTH), torch.ones(1, len(x), WIDTH))
+        x, (hidden, _) = self.lstm(x.transpose(1, 2), state)
+        x = self.gru((x + hidden.transpose(0, 1)).transpose(0, 1))[0][-1]
+        return F.mse_loss(self.relu(self.mix(x.float(), x.float())), target)
+
+
+class Residual(nn.Module):
+    """A stream that stays fp32, as its inputs are."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.RMSNorm(8), nn.LayerNorm(8)])
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            if self.recompute:
+                x = x + checkpoint(lambda y, n=norm, f=layer: f(n(y)), x, use_reentrant=False)
+            else:
+                x = x + layer(norm(x))
+        return F.mse_loss(x[..., :2].mean(1), target)
+
+
+class Reader(nn.Module):
+    """Uses a weight without calling its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = F.linear(torch.tanh(self.first(x.transpose(1, 2))), self.other.weight)
+        return F.mse_loss(x.mean(1)[:, :2], target)
+
+
+class Graph:
+    """As PyG's ``Data``: an object of the script, of which nothing is known."""
+
+    def __init__(self, x: Tensor, edge_index: Tensor) -> None:
+        self.x, self.edge_index = x, edge_index
+
+
+class GraphNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, WIDTH), Bare()
+        self.second.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def forward(self, graph: Graph, target: Tensor) -> Tensor:
+        source, sink = graph.edge_index
+        x = self.first(graph.x)
+        x = torch.zeros(len(graph.x), WIDTH, dtype=x.dtype).index_add(0, sink, x[source])
+        return self.second(graph.x[:, :1] + x, target)
+
+
+class Normed(nn.Module):
+    """Weights that are computed from others, in either way that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.second = parametrizations.orthogonal(nn.Linear(8, 8))
+        self.third = parametrizations.weight_norm(nn.Linear(8, 8))
+        self.fourth, self.fifth = spectral_norm(nn.Linear(8, 8)), weight_norm(nn.Linear(8, 8))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.third, self.fourth, self.fifth):
+            x = torch.tanh(layer(x))
+        return F.mse_loss(self.last(x).mean(1), target)
+
+
+class Language(GPT):
+    def forward(self, tokens: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        loss = F.cross_entropy(x.float().flatten(0, 1), tokens.flatten(), reduction="sum")
+        return loss / num_items_in_batch
+
+
+def batches(seed: int) -> dict[str, Batch]:
+    torch.manual_seed(seed)
+    x, target = torch.randn(BATCH, 3, 8), torch.randn(BATCH, 2)
+    steps = torch.rand(BATCH) * 1000
+    return {
+        "labels": {"x": x, "labels": 300 * target, "num_items_in_batch": torch.tensor(367.0)},
+        "steps": {"x": x, "steps": steps, "target": torch.randn_like(x)},
+        "tokens": {"tokens": torch.randint(11, (BATCH, 8))},
+        "counted": {"tokens": torch.randint(37, (BATCH, 8)),
+                    "num_items_in_batch": torch.tensor(367.0)},
+        "flat": {"x": x[..., 0], "target": 300 * target},
+        "plain": {"x": x, "target": target},
+        "graph": {"graph": Graph(x[..., 0], torch.randint(BATCH, (2, 40))), "target": 300 * target},
+    }  # fmt: skip
+
+
+Case = tuple[Callable[[], nn.Module], str, dict[str, Any]]
+SCRIPTS: dict[str, Case] = {
+    "regression labels, bare tokens": (Regression, "labels", {}),
+    "time steps": (Denoiser, "steps", {}),
+    "rotary positions": (lambda: Rotary(cast=True), "tokens", {}),
+    "rotary positions in fp32": (lambda: Rotary(cast=False), "tokens", {"autocast": True}),
+    "tokens counted by Trainer, tied head": (Language, "counted", {}),
+    "norms in fp32": (Language, "counted", {"keep_fp32": "norms"}),
+    "a part in fp32": (Regression, "labels", {"keep_fp32": ("layer.*", "token")}),
+    "a head that returns fp32": (Regression, "labels", {"fp32_outputs": "head"}),
+    "bare weights": (Bare, "flat", {}),
+    "recurrent": (Recurrent, "plain", {}),
+    "fp32 residual stream": (Residual, "plain", {}),
+    "fp32 residual stream, recomputed": (lambda: Residual(recompute=True), "plain", {}),
+    "weights without their module": (Reader, "plain", {}),
+    "an object of the script's own": (GraphNet, "graph", {}),
+    "computed weights": (Normed, "plain", {}),
+}
+MODES = [(name, autocast) for name, case in SCRIPTS.items() for autocast in (False, True)
+         if case[2].get("autocast", autocast) == autocast]  # fmt: skip
+
+
+def loss_and_norm(model: nn.Module, batch: Batch, autocast: bool) -> tuple[float, float]:
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        loss = model(**batch)
+    grads = torch.autograd.grad(loss.float(), list(model.parameters()), allow_unused=True)
+    squares = (float(grad.float().square().sum()) for grad in grads if grad is not None)
+    return float(loss), math.sqrt(sum(squares))
+
+
+def figures(name: str, autocast: bool, dtype: torch.dtype = BF16) -> tuple[float, float, float]:
+    """The greatest distances of the losses: ours from stock autocast, its from fp32; gradients."""
+    build, kind, fields = SCRIPTS[name]
+    models = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        models.append(build())
+    plain, stock, low = models
+    optimizer = sharded(low, param_dtype=dtype, **{"autocast": autocast, **fields})
+    distance, noise, gradients = [], [], []
+    for seed in range(12):
+        batch = batches(seed)[kind]
+        exact, _ = loss_and_norm(plain, batch, False)
+        expected, expected_norm = loss_and_norm(stock, batch, True)
+        with optimizer.no_sync():
+            loss, norm = loss_and_norm(low, batch, False)
+        distance.append(abs(loss - expected) / abs(exact))
+        noise.append(abs(expected - exact) / abs(exact))
+        gradients.append(abs(norm - expected_norm) / expected_norm)
+    return max(distance), max(noise), max(gradients)
+
+
+@pytest.mark.parametrize(("name", "autocast"), MODES)
+def test_a_script_has_the_loss_of_stock_autocast(name: str, autocast: bool):
+    distance, noise, gradients = figures(name, autocast)
+    assert distance < 2 * noise
+    assert gradients < 0.05
+
+
+class Keeper(nn.Module):
+    """A root with a matrix of its own, which notes what it is given and computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.ones(4, 4)), nn.LayerNorm(4)
+        self.last = nn.Linear(4, 4)
+        self.seen: tuple[Any, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen = (*args, *kwargs.values())
+        x = self.norm(self.seen[0] @ self.weight)
+        self.normed = x.dtype
+        return self.last(x)
+
+
+INPUTS = (torch.ones(2, 4), torch.tensor(367.0), torch.tensor([497.3, 1.0]), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_forward_gets_its_inputs_as_the_script_passes_them(autocast: bool):
+    model = Keeper()
+    sharded(model, param_dtype=BF16, autocast=autocast)
+    model(*INPUTS[:2], steps=INPUTS[2], labels=INPUTS[3])
+    assert all(seen is passed for seen, passed in zip(model.seen, INPUTS, strict=True))
+
+
+def test_what_is_inside_a_module_with_a_matrix_of_its_own_computes_low():
+    model = Keeper()
+    sharded(model, param_dtype=BF16)
+    model(torch.ones(2, 4))
+    assert model.normed == model.weight.dtype == BF16
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", FP16):
+        assert model(torch.ones(2, 4)).dtype == FP16, "an autocast of the script's own goes on"
+
+
+def test_under_autocast_norms_stay_fp32_and_kept_modules_run_without_it():
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.inner = nn.Parameter(torch.ones(4, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x @ self.weight
+            seen.append(x.dtype)
+            x = x @ self.weight + self.inner(x)
+            seen.append(x.dtype)
+            return x
+
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), Kept(), nn.Linear(4, 4))
+    sharded(model, param_dtype=BF16, autocast=True, keep_fp32="2.weight")
+    assert {p.dtype for p in model[1].parameters()} == {model[2].weight.dtype} == {FP32}
+    assert model[2].inner.weight.dtype == BF16
+    assert model(torch.ones(2, 4)).dtype == BF16
+    assert seen == [FP32, FP32]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_error_in_forward_leaves_autocast_as_it_was():
+    model = Keeper()
+    sharded(model, param_dtype=BF16, autocast=True)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.ones(2, 3))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_copies_keep_the_casts_and_a_closed_model_loses_them(autocast: bool):
+    torch.manual_seed(0)
+    model, x = Keeper(), torch.randn(2, 4)
+    forward = model.forward
+    optimizer = sharded(model, param_dtype=BF16, autocast=autocast)
+    expected = model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    with torch.no_grad():
+        model.weight.zero_()
+        model.last.weight.zero_()
+    for twin in copies:
+        assert torch.equal(twin(x), expected), "it computes with its own weights"
+    optimizer.close()
+    assert model.forward == forward and "forward" not in vars(model.last)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["regression labels, bare tokens", "norms in fp32", "bare weights",
+                                  "fp32 residual stream, recomputed"])  # fmt: skip
+def test_a_compiled_model_has_the_loss_of_an_eager_one(name: str, autocast: bool):
+    build, kind, fields = SCRIPTS[name]
+    torch.manual_seed(1)
+    model = build()
+    sharded(model, param_dtype=BF16, autocast=autocast, **fields)
+    expected = loss_and_norm(model, batches(0)[kind], False)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    assert loss_and_norm(compiled, batches(0)[kind], False) == pytest.approx(expected, rel=1e-2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_layers_of_torch_that_read_their_childrens_weights_work_in_evaluation():
+    """The fast paths of a transformer's layers, which call no module inside."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.MultiheadAttention(8, 2)).eval()
+    x = torch.randn(2, 3, 8)
+    expected = model[0](x), model[1](x, x, x)[0]
+    sharded(model, param_dtype=BF16)
+    with torch.no_grad():
+        found = model[0](x), model[1](x, x, x)[0]
+    torch.testing.assert_close([y.float() for y in found], list(expected), rtol=0.05, atol=0.05)
+
+
+# -- what stays fp32 without being asked to --------------------------------------------------------
+
+
+class Momentum(nn.Module):
+    """As MoCo: an encoder that is trained, and one that follows it."""
+
+    def __init__(self, encoder: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.encoder_q, self.encoder_k = encoder(), encoder()
+        self.encoder_k.load_state_dict(self.encoder_q.state_dict())
+        self.encoder_k.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p_k, p_q in zip(self.encoder_k.parameters(), self.encoder_q.parameters(),
+                                strict=True):  # fmt: skip
+                p_k.data.mul_(0.999).add_(p_q.data, alpha=0.001)
+            key = self.encoder_k(x)
+        return F.mse_loss(self.encoder_q(x), key + 1)
+
+
+def encoder() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def learnt(**fields: Any) -> float:
+    """How far the teacher moves in 50 steps: under stock autocast, or sharded with ``fields``."""
+    torch.manual_seed(0)
+    model = Momentum(encoder)
+
+    def sgd(model: Momentum) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.encoder_q.parameters(), lr=0.05)
+
+    optimizer = sharded(model, optimizer=sgd, param_dtype=BF16, **fields) if fields else sgd(model)
+    before = [param.float().clone() for param in model.encoder_k.parameters()]
+    for step in range(50):
+        torch.manual_seed(step)
+        with torch.autocast("cpu", BF16, enabled=not fields):
+            loss = model(torch.randn(8, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = zip(before, model.encoder_k.parameters(), strict=True)
+    return math.sqrt(sum(float((new.float() - old).square().sum()) for old, new in after))
+
+
+def test_a_momentum_teacher_follows_as_under_autocast():
+    stock = pytest.approx(learnt(), rel=0.02)
+    assert learnt(autocast=False) == stock
+    assert learnt(autocast=True) == stock
+    assert learnt(convert_rest=True) != stock, "the control: in bf16 it stands still"
+
+
+class Adapted(nn.Module):
+    """A base that is frozen, as LoRA's, and what is trained beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.trained = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False))
+        self.base.requires_grad_(False)
+        self.list = nn.ModuleList([encoder(), encoder()])
+        self.list[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.list[1](self.list[0](self.base(x) + self.first(x))) + self.trained(x)
+
+
+@pytest.mark.parametrize(("convert", "dtype"), [(None, BF16), (True, BF16), (False, FP32)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_frozen_base_is_low_unless_asked(convert: Any, dtype: torch.dtype, autocast: bool):
+    model = Adapted()
+    optimizer = sharded(model, param_dtype=BF16, convert_rest=convert, autocast=autocast)
+    assert model.base.weight.dtype == model.list[0][0].weight.dtype == dtype
+    assert model.trained.weight.dtype == model.list[1][0].weight.dtype == BF16
+    model(torch.randn(4, 4)).float().sum().backward()
+    optimizer.step()
+
+
+def test_computed_weights_stay_fp32_and_train():
+    torch.manual_seed(0)
+    model = Normed()
+    optimizer = sharded(model, param_dtype=BF16)
+    low = {name for name, param in model.named_parameters() if param.dtype == BF16}
+    assert low == {"last.weight", "last.bias"}
+    before = model.second.weight.detach().clone()
+    model(**batches(0)["plain"]).backward()
+    optimizer.step()
+    second = model.second.weight.detach()
+    assert not torch.equal(second, before)
+    torch.testing.assert_close(second @ second.t(), torch.eye(8))
