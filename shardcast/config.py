@@ -270,15 +270,20 @@ class ShardcastConfig:
         object.__setattr__(copy, "named", self.named.union(changes))
         return copy
 
-    def following(self, option: str, value: str, dtype: torch.dtype) -> ShardcastConfig:
+    def following(
+        self, option: str, value: str, dtype: torch.dtype, *, mixed: bool
+    ) -> ShardcastConfig:
         """The configuration beside a framework whose own ``option`` asks for ``dtype``.
 
         A ``param_dtype`` that was not named is ``dtype``. One that was named wins over fp32, which
-        is the default of every framework, and must equal any other.
+        is the default of every framework, and must equal any other. Likewise ``autocast`` is
+        ``mixed``: whether the framework's word means autocast.
 
         Raises:
             ValueError: they contradict each other.
         """
+        if mixed and "autocast" not in self.named:
+            return self.replace(autocast=True).following(option, value, dtype, mixed=False)
         if "param_dtype" not in self.named:
             return self.replace(param_dtype=dtype)
         if dtype not in (torch.float32, self.param_dtype):

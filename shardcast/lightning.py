@@ -5,7 +5,8 @@
     trainer = Trainer(strategy="shardcast", precision="bf16-true", ...)
     trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
 
-``precision`` decides ``param_dtype`` where the shardcast configuration does not name it. Under
+``precision`` decides ``param_dtype`` where the shardcast configuration does not name it, and with
+``"bf16-mixed"`` or ``"16-mixed"`` ``autocast``; ``"bf16-true"`` computes in bf16 throughout. Under
 manual optimization, optimizers that train the same child of the LightningModule are sharded
 together, and those of different children, as of a GAN, apart. A Lightning checkpoint holds fp32
 weights and the plain torch optimizer state, gathered on rank 0: it resumes at any world size, and
@@ -15,7 +16,7 @@ under any other strategy. The norm of the last step is ``self.optimizers().grad_
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,10 +33,9 @@ from shardcast.plan.activations import install_casts
 from shardcast.plan.precision import Precision as Rules
 
 try:
-    from lightning.fabric.utilities.apply_func import apply_to_collection
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
-    from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,15 +45,20 @@ except ImportError as error:
         "pip install 'shardcast-optim[lightning]'"
     ) from error
 
-DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+DTYPES = {
+    "32-true": torch.float32,
+    **dict.fromkeys(("bf16-true", "bf16-mixed"), torch.bfloat16),
+    **dict.fromkeys(("16-true", "16-mixed"), torch.float16),
+}
 
 
 class ShardcastPrecision(Precision):
-    """Leaves casts, loss scale and clipping to the sharded optimizer."""
+    """Leaves casts of parameters, loss scale and clipping to the sharded optimizer."""
 
     def __init__(self, precision: Any) -> None:
         self.precision = precision
         self.config = ShardcastConfig()  # the strategy's, from setup on
+        self.device_type = "cpu"  # likewise
         self.sharded: list[ShardedOptimizer] = []  # kept after fit, to be saved
         self.accumulates = False  # within the micro-batches of a step but its last
         self._casts: list[Any] = []
@@ -81,13 +86,11 @@ class ShardcastPrecision(Precision):
             tensor.data = exact
         self._casts, self._exact = [], []
 
-    def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors of a batch in ``param_dtype``: steps bypass the root's forward."""
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self.config.param_dtype) if tensor.is_floating_point() else tensor
-
-        return apply_to_collection(data, Tensor, cast) if self.config.cast_forward_inputs else data
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Autocast around a step of the module, which bypasses its forward, if it is asked for."""
+        low, device_type = self.config.param_dtype, self.device_type
+        enabled = self.config.autocast and low != torch.float32
+        return torch.autocast(device_type, low) if enabled else nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """The loss times the loss scale."""
@@ -193,21 +196,23 @@ class ShardcastStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        if type(plugin) in (Precision, HalfPrecision):
+        if type(plugin) in (Precision, HalfPrecision, MixedPrecision):
             plugin = ShardcastPrecision(plugin.precision)
         elif plugin is not None and not isinstance(plugin, ShardcastPrecision):
             raise ValueError(
                 f"precision: strategy 'shardcast' expects {', '.join(DTYPES)}, got "
-                f"{plugin.precision!r}; the masters are fp32 and nothing is autocast, so mixed "
-                "precision is 'bf16-true' or '16-true' here"
+                f"{plugin.precision!r}"
             )
         self._precision_plugin = plugin
 
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""
         precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
-        config = config.following("lightning: precision", precision, DTYPES[precision])
+        config = config.following(
+            "lightning: precision", precision, DTYPES[precision], mixed="mixed" in precision
+        )
         self.precision_plugin.config = config
+        self.precision_plugin.device_type = self.root_device.type
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return

@@ -62,12 +62,13 @@ class ShardcastAccelerator(Accelerator):
     def _take_over(self, source: ConfigSource, fields: Mapping[str, Any]) -> None:
         guards.refuse_unsupported(self)
         self.shardcast_config = guards.resolve_config(self.mixed_precision, source, **fields)
-        self.native_amp = False  # no autocast: the parameters are in param_dtype
+        self.native_amp = self.native_amp and self.shardcast_config.autocast
         self.scaler = None  # the sharded optimizer scales the loss, and skips, for all ranks
         self._owners: dict[nn.Module, ShardcastOptimizer] = {}  # of each bare model that is sharded
         self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
 
-    _models: list[Any]  # Accelerate's own
+    native_amp: bool  # Accelerate's own: whether it runs forwards under autocast
+    _models: list[Any]  # likewise
     _optimizers: list[Any]
     save_masters = True  # get_state_dict and save_model give fp32, as under DDP with autocast
     provisional = False  # made by shardcast.run: enable() may still give it another configuration

@@ -33,7 +33,8 @@ def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> Shardcas
         ValueError: both are given and differ.
     """
     config, dtype = ShardcastConfig.load(source, **fields), PRECISIONS[mixed_precision]
-    return config.following("accelerate: mixed_precision", mixed_precision, dtype)
+    mixed = dtype != torch.float32
+    return config.following("accelerate: mixed_precision", mixed_precision, dtype, mixed=mixed)
 
 
 def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> ShardcastConfig:

@@ -85,8 +85,9 @@ def test_a_missing_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("shardcast.accelerate")
 
 
-def test_prepare_shards_without_ddp_and_autocast() -> None:
-    accelerator = accelerator_of("bf16")
+@pytest.mark.parametrize("autocast", [True, False])
+def test_prepare_shards_without_ddp(autocast: bool) -> None:
+    accelerator = accelerator_of("bf16", None if autocast else {"autocast": False})
     network = MLP()
     optimizer = torch.optim.AdamW(network.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -97,7 +98,9 @@ def test_prepare_shards_without_ddp_and_autocast() -> None:
     assert isinstance(ready.optimizer, ShardedOptimizer)
     assert accelerator.sharded_optimizer is ready.optimizer
     assert {p.dtype for p in model.parameters()} == {BF16}
-    assert not accelerator.native_amp and accelerator.scaler is None
+    assert accelerator.scaler is None
+    with accelerator.autocast():
+        assert torch.is_autocast_enabled("cpu") == autocast
     assert model(torch.randn(2, 7)).dtype == FP32, "as autocast under Accelerate leaves it"
     one_step(accelerator, model, ready)
     wrapped.step()
@@ -117,7 +120,8 @@ def test_a_loss_that_a_model_of_transformers_computes_is_as_exact_as_its_logits(
     )  # fmt: skip
     tokens, labels = torch.arange(24).view(4, 6), torch.tensor([0, 1, 2, 3])
     # Named by the user, here as nothing, it is the user's: the control.
-    accelerator = accelerator_of("bf16", {"fp32_outputs": ()} if named else None)
+    options = {"autocast": False, **({"fp32_outputs": ()} if named else {})}
+    accelerator = accelerator_of("bf16", options)
     model, _ = prepared(accelerator, transformers.BertForSequenceClassification(shape))
     found = model(input_ids=tokens, labels=labels)
     exact = nn.functional.cross_entropy(found.logits, labels)
