@@ -214,6 +214,72 @@ def test_a_clip_is_one_of_the_norm_over_all_parameters():
             assert found == pytest.approx([float(norm) for norm in norms], rel=1e-5)
 
 
+def clip_in_fp64(model: nn.Module, bound: float) -> None:
+    """As torch clips, but for the norm, which it takes in fp32."""
+    grads = [param.grad for param in model.parameters()]
+    norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
+    assert norm > bound
+    for grad in grads:
+        grad.mul_((bound / (norm + 1e-6)).clamp(max=1.0).float())
+
+
+def micro_batches(model: nn.Module, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return list((BATCH + torch.randn(BATCH.shape, generator=generator)).chunk(2))
+
+
+def clipped(clip: Callable[[nn.Module], None], steps: int) -> nn.Module:
+    """Two plain optimizers with the mean over two micro-batches, as under DDP."""
+    model = mlp()
+    optimizers = pair(model)
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for rows in micro_batches(model, step):
+            (model(rows).square().mean() / 2).backward()
+        clip(model)
+        for optimizer in optimizers:
+            optimizer.step()
+    return model
+
+
+def test_clipped_muon_differs_from_torchs_by_the_rounding_of_the_norm_alone():
+    """The norm is taken in fp64 here and in fp32 there, so that the factor may differ by an ulp.
+
+    Muon rounds the clipped gradient to bf16, so an ulp of fp32 now and then becomes one of bf16,
+    which Newton-Schulz amplifies.
+    """
+
+    def run(group: Any) -> nn.Module:
+        model = mlp()
+        optimizer = shard(model, pair(model), group, max_grad_norm=0.01)
+        for step in range(20):
+            model(micro_batches(model, step)[group.rank()]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    expected = clipped(lambda model: clip_in_fp64(model, 0.01), 20)
+    for model in ThreadedWorld(2).run(run):
+        assert difference(model, expected) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [(torch.optim.Muon, 1e-5, 1e-2), (torch.optim.AdamW, 0.0, 1e-7)]
+)
+def test_an_ulp_of_the_clip_factor_moves_torchs_own_muon_far(kind: Any, least: float, most: float):
+    """The control of the test above: it is no matter of sharding."""
+
+    def stepped(factor: float) -> Tensor:
+        param = nn.Parameter(torch.zeros(512, 512))
+        param.grad = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * factor
+        kind([param], lr=1e-2).step()
+        return param.detach()
+
+    moved = (stepped(0.7) - stepped(0.7 * (1 - 2**-23))).abs().max()
+    assert least <= moved <= most
+
+
 @pytest.mark.filterwarnings("ignore:step skipped")
 @pytest.mark.parametrize("name", ["0.weight", "4.bias"], ids=["of Muon", "of AdamW"])
 def test_a_non_finite_gradient_of_one_optimizer_skips_the_step_of_all(name: str):
