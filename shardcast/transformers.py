@@ -92,6 +92,10 @@ class ShardcastTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         enable(self.accelerator, self._shardcast_config)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer does; weights of the loss, as sentence-transformers has, are sharded too."""
+        return _create_optimizer(self, super().create_optimizer, *args, **kwargs)  # type: ignore[misc]
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As Trainer does; of several optimizers for the groups of all, which are sharded now."""
         if isinstance(self.optimizer, (list, tuple)):  # Trainer 5.0 prepares them after this
@@ -250,6 +254,29 @@ def _shards(trainer: Any) -> bool:
 # -- methods of a Trainer, beside its ``stock`` ones; those that write are called on every rank ----
 
 
+def _create_optimizer(trainer: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """What losses hold beside the model is prepared as a second model, and so sharded with it.
+
+    Stock DDP leaves their gradients as each rank has them.
+    """
+    optimizer = stock(*args, **kwargs)
+    loss, accelerator = getattr(trainer, "loss", None), trainer.accelerator
+    known = set(trainer.model.parameters())
+    for module in loss.values() if isinstance(loss, Mapping) else [loss]:
+        if isinstance(module, nn.Module) and isinstance(accelerator, ShardcastAccelerator):
+            beside = nn.Module()
+            for name, child in module.named_children():
+                if known.isdisjoint(child.parameters()):
+                    beside.add_module(name, child)
+            own = dict(module.named_parameters(recurse=False))
+            if own:
+                beside.add_module("own", nn.ParameterDict(own))
+            if any(param.requires_grad for param in beside.parameters()):
+                accelerator.prepare_model(beside)
+                accelerator.loss_params = tuple({*accelerator.loss_params, *beside.parameters()})
+    return optimizer
+
+
 def _save_model(
     trainer: Any, stock: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
@@ -319,6 +346,7 @@ def _sync_replicated(trainer: Any, stock: Any, model: nn.Module) -> None:
 
 
 OVERRIDES: Mapping[str, Callable[..., Any]] = {
+    "create_optimizer": _create_optimizer,
     "save_model": _save_model,
     "_save": _save_state,
     "_save_optimizer_and_scheduler": _save_shards,

@@ -70,6 +70,7 @@ class ShardcastAccelerator(Accelerator):
     native_amp: bool  # Accelerate's own: whether it runs forwards under autocast
     _models: list[Any]  # likewise
     _optimizers: list[Any]
+    loss_params: tuple[nn.Parameter, ...] = ()  # trained beside a model; Trainer's clip has none
     save_masters = True  # get_state_dict and save_model give fp32, as under DDP with autocast
     provisional = False  # made by shardcast.run: enable() may still give it another configuration
 
@@ -275,6 +276,7 @@ class ShardcastAccelerator(Accelerator):
 
     def _clip(self, call: str, parameters: Any, *bounds: float) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        params += [param for param in self.loss_params if param not in set(params)]
         clipped = [it.optimizer for it in self.sharded if not it.params.isdisjoint(params)]
         if not clipped:
             return getattr(super(), call)(params, *bounds)  # of a model that is not sharded

@@ -18,11 +18,12 @@ from commands import TORCHRUN, command, python
 from safetensors.torch import load_file
 from test_accelerate import Casts
 from test_accelerate_processes import fresh
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardcast.optimizer import frameworks
 from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.transformers import ShardcastTrainer, ShardcastTrainerMixin
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -55,8 +56,6 @@ def model_of() -> Any:
 
 
 def trainer_of(folder: str, kind: str = "sharded", steps: int = STEPS, **options: Any) -> Any:
-    from shardcast.transformers import ShardcastTrainer
-
     fresh()
     config = options.pop("shardcast_config", None)
     arguments = transformers.TrainingArguments(
@@ -67,7 +66,8 @@ def trainer_of(folder: str, kind: str = "sharded", steps: int = STEPS, **options
             "report_to": "none", "disable_tqdm": True, "seed": 3, **options,
         }
     )  # fmt: skip
-    cls = transformers.Trainer if kind == "stock" else ShardcastTrainer
+    kinds = {"stock": transformers.Trainer, "sharded": ShardcastTrainer, "loss": WithLoss}
+    cls: Any = kinds[kind]
     given = {} if kind == "stock" else {"shardcast_config": config}
     return cls(model=model_of(), args=arguments, train_dataset=Text(), eval_dataset=Text(), **given)
 
@@ -291,6 +291,65 @@ def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_wa
     for name in ("alone", "alone again", "low", "mismatched"):
         found = load_file(tmp_path / name / "model.safetensors")
         assert {value.dtype for value in found.values()} == {torch.bfloat16}, name
+
+
+class Clearing(transformers.TrainerCallback):
+    """Clears what model.zero_grad() of Trainer does not, as sentence-transformers does."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.loss = loss
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        for param in self.loss.parameters():
+            param.grad = None
+
+
+class WithLoss(ShardcastTrainerMixin, transformers.Trainer):
+    """As of sentence-transformers: the loss holds the model, and weights beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss = nn.Module()
+        torch.manual_seed(8)
+        self.loss.model, self.loss.head = self.model, nn.Linear(256, 3)
+        self.loss.scale = nn.Parameter(torch.ones(()))
+        self.add_callback(Clearing(self.loss))
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=1e-2)
+        return super().create_optimizer()
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        logits = model(input_ids=inputs["input_ids"]).logits.mean(1)
+        return nn.functional.cross_entropy(
+            self.loss.head(logits) * self.loss.scale, inputs["labels"][:, 0] % 3
+        )
+
+
+def with_loss(_group: Any, folder: str, resume: str | None = None, **options: Any) -> Any:
+    trainer = trainer_of(folder, "loss", **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer), weights(trainer.loss)
+
+
+def low_loss(group: Any, folder: str, resume: str | None = None) -> Any:
+    return with_loss(group, folder, resume, bf16=True)
+
+
+def test_weights_of_a_loss_train_beside_the_model(tmp_path: Path, gloo: SpawnedWorld):
+    whole = with_loss(None, str(tmp_path / "one"), per_device_train_batch_size=4)
+    for bf16, tolerance in ((False, 1e-5), (True, 5e-2)):
+        folder = str(tmp_path / f"{bf16}")
+        both = gloo.run(low_loss if bf16 else with_loss, folder, timeout=100)
+        assert equal(both[0][1], both[1][1]), "the weights of the loss are averaged, too"
+        for ours, one in zip(both[0][0], whole[0], strict=True):
+            assert ours == pytest.approx(one, rel=tolerance)
+        resume = f"{folder}/checkpoint-3"
+        again = gloo.run(low_loss if bf16 else with_loss, f"{folder}b", resume, timeout=100)
+        assert again[0][0] == both[0][0]  # of all steps, the first three from the checkpoint
+        assert equal(again[0][1], both[0][1])
+    names = load_file(tmp_path / "True" / "checkpoint-6" / "model.safetensors")
+    assert {value.dtype for value in names.values()} == {torch.float32}
 
 
 STOCK_SCRIPT = """
