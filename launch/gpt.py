@@ -28,6 +28,11 @@ class GPTConfig:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
 
 
+def gpt_7b() -> GPT:
+    """6.7 billion parameters, as Llama 7B: for ``shardcast estimate gpt:gpt_7b``."""
+    return GPT(GPTConfig(vocabulary=32_000, context=2048, width=4096, depth=32, heads=32))
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

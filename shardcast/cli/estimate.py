@@ -37,6 +37,8 @@ STYLES = {  # of lines of others: color, marker
     "FSDP": ("#555555", "D"),
     "FSDP2": ("#555555", "D"),
     "Megatron": ("#332288", "v"),
+    "ZeroRedundancyOptimizer": ("#cc7733", "<"),
+    "FlashOptim + DDP": ("#77aadd", ">"),
 }
 PLOTTED = tuple(2**power for power in range(13))  # world sizes 1 ... 4096
 
@@ -79,8 +81,11 @@ def estimate(arguments: list[str]) -> int:
         plot(rows_of(PLOTTED, *job), title, parsed.plot)
     if parsed.json:
         print(json.dumps(rows, indent=2))
-    else:
-        print("\n".join(table(rows, title)))
+        return 0
+    overlapped = rows_of(parsed.world_size, stages, config.replace(overlap_sync=True), *job[2:])
+    print("\n".join(summary(rows, overlapped, title)))
+    if parsed.details:
+        print("\n".join(["", *table(rows, title)]))
     return 0
 
 
@@ -114,6 +119,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--tokens", type=_positive, default=8192, help="of one rank in a step, for the time that "
         "forward and backward take",
     )  # fmt: skip
+    parser.add_argument("--details", action="store_true", help="print all tables too")
     parser.add_argument("--json", action="store_true", help="print it for programs: bytes, seconds")
     parser.add_argument(
         "--plot", type=Path, metavar="PNG", help="draw it over world sizes 1 to 4096"
@@ -231,18 +237,50 @@ def _stages(time: estimates.StepTime) -> dict[str, float]:
     return {name: getattr(time, name) for name in STAGES}
 
 
+def summary(rows: Sequence[Row], overlapped: Sequence[Row], title: str) -> list[str]:
+    """A sentence per world size: memory and time of a rank, and those of others.
+
+    Args:
+        overlapped: the same with ``overlap_sync``.
+    """
+    lines = [f"{title}; {rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"]
+    for row, other in zip(rows, overlapped, strict=True):
+        size, step, hidden = row["world_size"], row["time"]["step"], other["time"]["step"]
+        memory = ", ".join(f"{name} {gigabytes(n)}" for name, n in row["others"].items())
+        times = ", ".join(
+            f"{name} {1e3 * time['step']:,.0f}" for name, time in row["other_times"].items()
+        )
+        advice = f" ({1e3 * hidden:,.0f} with overlap_sync: true)" if hidden < step else ""
+        lines += [
+            f"{size:,} rank{'s' * (size > 1)}: {gigabytes(row['total'])} GB per rank, predicted step {1e3 * step:,.0f} ms"
+            f"{advice}",
+            f"    others hold {memory} GB",
+            f"    others take {times} ms",
+        ]
+    return [*lines, "Memory and traffic are exact, times are predictions. --details has all tables"]
+
+
+def gigabytes(nbytes: float) -> str:
+    """In GB of 10^9 bytes, with digits for small ones."""
+    value = nbytes / 1e9
+    return f"{value:,.1f}" if value >= 1 else f"{value:.4f}"
+
+
 def table(rows: Sequence[Row], title: str) -> list[str]:
     """Lines for people: what a rank holds and sends, how long a step takes, others, a legend."""
-    scale, unit = (2**30, "GiB") if rows[0]["total"] >= 2**33 else (2**20, "MiB")
 
     def block(heading: str, cells: Callable[[Row], dict[str, str]]) -> list[str]:
-        found = {row["world_size"]: cells(row) for row in rows}
-        names = ("world_size", *found[rows[0]["world_size"]])
-        lines = [(f"{size:,}", *row.values()) for size, row in found.items()]
-        return ["", heading, *(" ".join(f"{it:>14}" for it in line) for line in (names, *lines))]
+        by_size = {row["world_size"]: cells(row) for row in rows}
+        names = ("world_size", *by_size[rows[0]["world_size"]])
+        lines = [(f"{size:,}", *row.values()) for size, row in by_size.items()]
+        widths = [max(14, len(name)) for name in names]
+        return ["", heading] + [
+            " ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+            for line in (names, *lines)
+        ]
 
     def sizes(values: Mapping[str, float]) -> dict[str, str]:
-        return {name: f"{value / scale:,.1f}" for name, value in values.items()}
+        return {name: gigabytes(value) for name, value in values.items()}
 
     def sends(row: Row) -> dict[str, str]:
         counts = {name: f"{row[name]:,}" for name in ("sender", "packs", "collectives")}
@@ -252,13 +290,13 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
     def milliseconds(values: Mapping[str, float]) -> dict[str, str]:
         return {name: f"{1e3 * value:,.2f}" for name, value in values.items()}
 
-    holds = f"{title}; bytes of the rank that holds most, in {unit}"
+    holds = f"{title}; GB of the rank that holds most"
     ways = [(row["world_size"], way) for row in rows for way in row["algorithms"]]
     where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
     return [
         *block(holds, lambda row: sizes({n: row[n] for n in BYTES if n != "sent"}))[1:],
-        *block(f"what others hold, in {unit}", lambda row: sizes(row["others"])),
-        *block(f"what a step sends; bytes in {unit}, of the rank that sends most", sends),
+        *block("what others hold, in GB", lambda row: sizes(row["others"])),
+        *block("what a step sends; GB of the rank that sends most", sends),
         "",
         "how packs travel, and why (rough costs of the biggest one)",
         *(f"{size:>14,} {way['packs']:>14,}  {way['algorithms']}" for size, way in ways),

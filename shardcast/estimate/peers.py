@@ -26,12 +26,16 @@ def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
     exact = 4.0 * (1 + moments)  # fp32 weights and moments
     return {
         "DDP + autocast": numel * (exact + 4),
+        # torch's: fp32 weights and gradients on every rank, moments cut.
+        "ZeroRedundancyOptimizer": numel * (4 + 4 + 4.0 * moments / world_size),
         "ZeRO-1": numel * (2 + 2 + exact / world_size),
         "ZeRO-2": numel * (2 + (2 + exact) / world_size),
         "FSDP": numel * (exact + 4) / world_size,
         # Its docs/source/api-guide/dist_optimizer.md: 6 + 12 / d with bf16 parameters, whose
         # gradients are kept in fp32.
         "Megatron": numel * (2 + 4 + exact / world_size),
+        # Its README: 24-bit weights (bf16 and a byte), a byte per moment, bf16 gradients.
+        "FlashOptim + DDP": numel * (2 + 1 + moments + 2),
     }
 
 

@@ -1,0 +1,39 @@
+"""Two models, each with its optimizer and its loss: torchrun --nproc-per-node=2 examples/gan.py."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardcast
+
+cuda = torch.cuda.is_available()
+dist.init_process_group("nccl" if cuda else "gloo")
+rank = dist.get_rank()
+device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+torch.manual_seed(0)
+
+generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
+critic = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
+of_generator = torch.optim.RMSprop(generator.parameters(), lr=1e-3)
+of_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
+of_generator = shardcast.shard(generator, of_generator)  # <- each model with its own optimizer
+of_critic = shardcast.shard(critic, of_critic)
+
+data = torch.Generator().manual_seed(rank)
+for _ in range(100):
+    real = (torch.randn(64, 2, generator=data) * 0.1 + 1.0).to(device)
+    noise = torch.randn(64, 8, generator=data).to(device)
+    of_critic.zero_grad()  # <- also what the generator's backward left there
+    gap = critic(generator(noise).detach()).mean() - critic(real).mean()
+    gap.backward()
+    of_critic.step()
+    with torch.no_grad():
+        for param in critic.parameters():
+            param.clamp_(-0.1, 0.1)  # <- a weight that a script edits is taken into the masters
+    of_generator.zero_grad()
+    (-critic(generator(noise)).mean()).backward()
+    of_generator.step()
+if rank == 0:
+    print(f"mean of what is generated: {generator(noise).float().mean().item():.2f} (data: 1.00)")
+
+dist.destroy_process_group()
