@@ -38,6 +38,10 @@ ATTRIBUTES = 10_000  # objects and tensor elements that a twin may copy
 REACH = 4  # attributes of attributes that are looked at
 
 
+class _RefusedError(TypeError):
+    """The class cannot be sharded, as its twin shows."""
+
+
 class Traits(NamedTuple):
     """What a class needs.
 
@@ -65,6 +69,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
     if is_known(optimizer):
         return Traits(type(optimizer) in ELEMENTWISE)
     _refuse_holder(optimizer)
+    _refuse_common_state(optimizer)
     if not _can_be_copied(optimizer):
         return Traits(elementwise=False)
     try:
@@ -73,8 +78,8 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
             is_random = draws()
     except _compat.CollectiveError as error:
         raise collective_refusal(optimizer) from error
-    except _RefusedError as refusal:
-        raise TypeError(str(refusal)) from None
+    except _RefusedError:
+        raise
     except Exception as error:  # the class cannot run on tiny host tensors
         if _compat.raised_in_distributed(error):  # there is no process group yet
             raise collective_refusal(optimizer) from error
@@ -114,6 +119,17 @@ def _refuse_holder(optimizer: torch.optim.Optimizer) -> None:
                 f"model's parameters and not their masters; shard that one, "
                 f"shardcast.shard(model, {path}), and leave {outer} out or build it around the "
                 "result"
+            )
+
+
+def _refuse_common_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for state that belongs to no parameter: no rank would save it."""
+    for key in optimizer.state:
+        if not isinstance(key, Tensor):
+            raise _RefusedError(
+                f"optimizer: {type(optimizer).__name__} cannot be sharded: its state {key!r} "
+                "belongs to no parameter, so that checkpoints would lose it; use an implementation "
+                "that keeps it in the state of each parameter, or in the groups"
             )
 
 
@@ -158,15 +174,12 @@ def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
 # -- measured -----------------------------------------------------------------------------------
 
 
-class _RefusedError(Exception):
-    """What is wrong with the class."""
-
-
 def _measured(optimizer: torch.optim.Optimizer) -> Traits:
     twins = Twins(optimizer)
     samples = twins.samples(SMALL, SCALES)
     with _compat.StepObserver() as small:
         together = twins.stepped(samples)
+    _refuse_common_state(together)
     fits = _has_state_of_elements(together)
     params = [param for group in together.param_groups for param in group["params"]]
     if not all(bool(param.isfinite().all()) for param in params):

@@ -190,6 +190,14 @@ class QuantizedState(Rule):
         return average.as_subclass(Tensor)
 
 
+class CommonState(Rule):
+    """A count of steps in a state of its own; as some MADGRADs."""
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        self.state.setdefault("k", torch.zeros(1)).add_(1)  # type: ignore[call-overload]
+        return grad
+
+
 class OwnShapes(Rule):
     """Moments of rows and columns, without the dimension that was reduced; as Adafactor's."""
 

@@ -137,6 +137,11 @@ def test_state_in_subclasses_of_tensors_is_refused_by_name():
     assert "QuantizedState" in message and "Wrapped" in message and "exp_avg" in message
 
 
+def test_state_that_belongs_to_no_parameter_is_refused_by_name():
+    message = refusal(foreign.CommonState, size=1)
+    assert "CommonState" in message and "'k'" in message
+
+
 def with_collectives(group: Any, real: bool) -> str:
     kind = foreign.UnmeasuredGathersMatrices if real else foreign.GathersMatrices
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))

@@ -105,16 +105,16 @@ class AnyOptimizerUpdate:
     def _update(
         self, shards: Sequence[Shard], decision: Decision, present: Mapping[Shard, Sequence[bool]]
     ) -> None:
-        mine = [shard for shard in shards if shard in self._params]
-        for shard in mine:
+        owned = [shard for shard in shards if shard in self._params]
+        for shard in owned:
             assert shard.grads is not None
             factor = decision.factors[shard.pack.layout.group]
-            exact = shard.grads.own.to(MASTER_DTYPE)
-            exact = exact if factor is None else exact * factor
-            pairs = zip(self._params[shard], shard.fragments, present[shard], strict=True)
-            for param, part, here in pairs:
-                if here:
-                    grad = exact[shard.local(part.start, part.stop)]
+            grads = shard.grads.own.to(MASTER_DTYPE)
+            grads = grads if factor is None else grads * factor
+            triples = zip(self._params[shard], shard.fragments, present[shard], strict=True)
+            for param, fragment, is_present in triples:
+                if is_present:  # else grad is None: the class leaves the parameter alone
+                    grad = grads[shard.local(fragment.start, fragment.stop)]
                     param.grad = grad.view(param.shape)
         with torch.enable_grad():  # some optimizers compute with autograd
             if self._watched and self._comm.size > 1:
@@ -122,15 +122,15 @@ class AnyOptimizerUpdate:
                 self._step_watched(decision.skip.device)
             else:
                 self._step()
-        for shard in mine:
+        for shard in owned:
             for param in self._params[shard]:
-                param.grad = None
+                param.grad = None  # else the gradients of the pack would live on
             self._publish(shard)
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
         groups = zip(self._optimizer.param_groups, self._inner.param_groups, strict=True)
-        for outer, inner in groups:
+        for outer, inner in groups:  # in place: a script and its schedulers hold the outer ones
             for key in outer.keys() - inner.keys():
                 del outer[key]
             outer.update((key, value) for key, value in inner.items() if key != "params")
@@ -191,8 +191,9 @@ class AnyOptimizerUpdate:
         """See :class:`.several.Updates`."""
         return sum(
             value.nbytes
-            for state in self._inner.state.values()
-            for value in state.values()
+            for params in self._params.values()
+            for param in params
+            for value in self._inner.state.get(param, {}).values()
             if isinstance(value, Tensor) and value.dim()
         )
 
@@ -214,6 +215,7 @@ class AnyOptimizerUpdate:
         loaded = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
+                # The caller's tensors stay its own; the class writes into these.
                 value = value.detach().clone().to(param.device)
                 if value.dim() and self.elementwise:
                     value = value.view(param.shape)
