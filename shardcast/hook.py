@@ -18,5 +18,11 @@ class Hook:
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
 
+    def __getattr__(self, name: str) -> Any:
+        remedy = ""
+        if name == "__name__":  # which torch.jit.script asks for
+            remedy = ": a sharded model cannot be scripted; script it after optimizer.close()"
+        raise AttributeError(f"'Hook' object has no attribute {name!r}{remedy}")
+
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()

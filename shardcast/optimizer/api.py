@@ -153,6 +153,19 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             raise TypeError(
                 f"model: expected a torch.nn.Module, or a list of them, got {type(stage).__name__}"
             )
+        if isinstance(stage, nn.DataParallel):
+            raise TypeError(
+                "model: expected one model for each process, got nn.DataParallel, which copies it "
+                "to several devices in every forward; pass model.module, and start a process for "
+                "each device (torchrun)"
+            )
+        for name, module in stage.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"model: expected nn.Modules, got TorchScript in {name or 'the root'!r}, whose "
+                    "forward has no hooks; shard the nn.Module, and script it after "
+                    "optimizer.close()"
+                )
     return [_compat.unwrapped(stage) for stage in given]
 
 
@@ -178,6 +191,14 @@ def _check(
                 "optimizer: expected a torch.optim.Optimizer, or a list of them, got "
                 f"{type(optimizer).__name__}; build one over model.parameters() and pass the "
                 "object, not the class"
+            )
+        replaced = vars(optimizer).get("step")
+        if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+            raise TypeError(
+                f"optimizer: the step of this {type(optimizer).__name__} was replaced by "
+                f"{getattr(replaced, '__qualname__', replaced)!r}, which would not be called; use "
+                "register_step_pre_hook or register_step_post_hook, or replace the step of what "
+                "shard() returns"
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(

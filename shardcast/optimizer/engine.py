@@ -181,6 +181,7 @@ class Engine:
             ]
         )
         self.edits.note()
+        self.hooks.watch_copies()
         self.decider.conclude(decision)
         self.reduce.show(decision.present)
         self.reduce.used()

@@ -2,11 +2,12 @@
 
 A backward that begins (so that the outermost one flushes the reduction), weights that
 ``load_state_dict`` has in full precision, a model that was converted, and a DDP wrapper put around
-a sharded one.
+a sharded one. And a copy of the model that is written in every step, as an average is.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,11 @@ from shardcast import _compat
 from shardcast.hook import Hook
 from shardcast.memory.shard import Shard
 from shardcast.memory.weight_edits import WeightEdits
+from shardcast.messages import warn
 from shardcast.plan.layout import Fragment
-from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.precision import MASTER_DTYPE, is_packable
 
+WRITES = 3  # steps after whose writes a copy is taken for an average
 MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
 
 
@@ -27,18 +30,50 @@ class Mark:
     """Says that a model is sharded, or has masters that wait for the next ``shard()``.
 
     Copies and pickles of the model carry an empty one.
+
+    Attributes:
+        copies: of the model, made by ``copy.deepcopy``, with the version of a parameter.
     """
 
-    def __init__(self, sharded: bool = False, restore: Callable[[], None] | None = None) -> None:
-        self.sharded, self.restore = sharded, restore
+    def __init__(
+        self, model: nn.Module | None = None, restore: Callable[[], None] | None = None
+    ) -> None:
+        self.sharded, self.restore = model is not None and restore is None, restore
+        self.copies: list[tuple[weakref.ref[nn.Module], int, int]] = []
+        self._model = id(model)
 
     def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
         return Mark, ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        if self.sharded and isinstance(memo.get(self._model), nn.Module):
+            self.copies.append((weakref.ref(memo[self._model]), -1, 0))
+        return Mark()
+
+    def watch_copies(self) -> None:
+        """Warn of a low-precision copy that is written between any two of some steps."""
+        watched, self.copies = self.copies, []
+        for reference, version, writes in watched:
+            copied = reference()
+            params = () if copied is None or is_marked(copied) else copied.parameters()
+            low = (param for param in params if is_packable(param) and param.dtype != MASTER_DTYPE)
+            param = next(low, None)
+            if param is None:
+                continue
+            writes = writes + 1 if param._version != version else 0
+            if writes <= WRITES:
+                self.copies.append((reference, param._version, writes))
+            else:
+                warn(
+                    f"a copy of the sharded model, in {param.dtype}, is written in every step: an "
+                    "average that is kept so stands still, for its changes are rounded away; copy "
+                    "the model before shardcast.shard (docs/averages.md)"
+                )
+
 
 def mark(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
     """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
-    setattr(model, MARK, Mark(restore is None, restore))
+    setattr(model, MARK, Mark(model, restore))
 
 
 def unmark(model: nn.Module) -> None:
@@ -76,7 +111,7 @@ class ModelHooks:
         begin: Callable[[], None],
         averaged: bool,
     ) -> None:
-        self._shards, self._edits = shards, edits
+        self._stages, self._shards, self._edits = stages, shards, edits
         self._begin, self._averaged = begin, averaged
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
@@ -91,6 +126,13 @@ class ModelHooks:
                 for module in stage.modules()
             ]
 
+    def watch_copies(self) -> None:
+        """See :class:`Mark`. Local."""
+        for stage in self._stages:
+            mark: Mark | None = getattr(stage, MARK, None)
+            if mark is not None and mark.copies:
+                mark.watch_copies()
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -101,6 +143,11 @@ class ModelHooks:
         """Refuse what torch would stop at somewhere without saying why."""
         if torch.compiler.is_compiling():
             return
+        if vars(module).get("_is_replica"):  # torch's own mark
+            raise RuntimeError(
+                "model: a sharded model was wrapped in nn.DataParallel, whose copies train "
+                "nothing; use the model as shardcast.shard left it, in a process for each device"
+            )
         if not self._averaged and _compat.inside_ddp(module):
             raise RuntimeError(
                 "model: a sharded model was wrapped in DistributedDataParallel, so gradients "

@@ -463,6 +463,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.engine.close(restore and sys.exc_info()[0] is None)
 
+    def __getattr__(self, name: str) -> Any:
+        remedy = {
+            "join_hook": "Join has no part here: give all ranks the same number of batches "
+            "(drop_last=True)",
+            "consolidate_state_dict": "call full_state_dict() on all ranks",
+        }.get(name)
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(what if remedy is None else f"{what}: {remedy}")
+
     def __repr__(self) -> str:
         return f"Sharded{self.engine.originals.name}: {self.layout.lines()[0]}"
 

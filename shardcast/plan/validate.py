@@ -29,7 +29,8 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
             kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
             raise TypeError(
                 f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
-                "leave it out of this optimizer's groups (complex ones: train a real view)"
+                "call model.float() before shard() (of complex ones train a real view), or leave "
+                "it out of this optimizer's groups"
             )
 
 

@@ -57,7 +57,7 @@ def test_parameters_of_an_unusable_dtype_are_refused_by_name(dtype: torch.dtype,
     model = nn.Module()
     model.good = nn.Parameter(torch.ones(2))
     model.odd = nn.Parameter(torch.ones(2, dtype=dtype))
-    expected = rf"parameter 'odd' is {told}; expected float32, bfloat16 or float16"
+    expected = rf"'odd' is {told}; expected float32, bfloat16 or float16.*model\.float\(\)"
     with pytest.raises(TypeError, match=expected):
         shardcast.shard(model, adamw(model))
 
@@ -584,3 +584,59 @@ def test_an_error_on_one_rank_of_a_gathering_call_is_raised_on_all(call: str, ra
             getattr(optimizer, call)()
 
     ThreadedWorld(2).run(run)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "told"),
+    [
+        (nn.DataParallel, r"got nn\.DataParallel.*model\.module"),
+        (torch.jit.script, "TorchScript in 'the root'"),
+        (lambda model: torch.jit.trace(model, torch.ones(1, 7)), "TorchScript in 'the root'"),
+        (lambda model: nn.Sequential(torch.jit.script(model)), "TorchScript in '0'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_models_whose_forward_is_not_the_models_own_are_refused(wrap: Any, told: str):
+    model = wrap(MLP())
+    with pytest.raises(TypeError, match=told):
+        shardcast.shard(model, adamw(model))
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+
+
+def test_copies_of_a_sharded_model_on_several_devices_are_refused():
+    model = MLP()
+    sharded(model)
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"wrapped in nn\.DataParallel"):
+        replica(torch.ones(1, 7))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_sharded_model_is_scripted_after_the_training_only():
+    model = MLP()
+    optimizer = sharded(model)
+    with pytest.raises(AttributeError, match=r"cannot be scripted.*optimizer\.close\(\)"):
+        torch.jit.script(model)
+    optimizer.close()
+    assert torch.jit.script(model)(torch.ones(1, 7)).isfinite().all()
+
+
+def test_an_optimizer_whose_step_was_replaced_is_refused_unless_a_scheduler_did():
+    model = MLP()
+    inner = adamw(model)
+    torch.optim.lr_scheduler.StepLR(inner, 1)
+    inner_step = inner.step
+    inner.step = lambda: inner_step()
+    with pytest.raises(TypeError, match="the step of this AdamW was replaced"):
+        shardcast.shard(model, inner)
+    inner.step = inner_step
+    shardcast.shard(model, inner)
+
+
+def test_what_a_script_for_ddp_or_zero_asks_for_is_named():
+    optimizer = sharded(MLP())
+    for name, remedy in (("join_hook", "same number of batches"),
+                         ("consolidate_state_dict", r"full_state_dict\(\)"),
+                         ("other", "no attribute 'other'")):  # fmt: skip
+        with pytest.raises(AttributeError, match=remedy):
+            getattr(optimizer, name)
