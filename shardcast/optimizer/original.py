@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardcast.messages import DCP_STATE, caller_of
+from shardcast.optimizer.state_view import StateView
 
 if TYPE_CHECKING:  # it imports this module
     from shardcast.optimizer.sharded import ShardedOptimizer
@@ -144,16 +145,18 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """That of all optimizers; see :attr:`ShardedOptimizer.state`."""
+        """That of its own parameters; see :attr:`ShardedOptimizer.state`."""
         module, _ = caller_of("state")
         if module == DCP_STATE:  # its next call makes a step, to begin the state
             self._refuse("state_dict")
-        return self._sharded.state
+        engine = self._sharded.engine
+        shards = [s for s in engine.shards if s.pack.layout.group.optimizer == self._place]
+        return StateView(shards, engine.update)
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._ready:
-            self._sharded.state = value
+            self.state.replace(value)
 
     def state_dict(self) -> Any:
         """Refused; the state is one."""

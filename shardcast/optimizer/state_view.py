@@ -1,9 +1,10 @@
-"""``optimizer.state`` as a dictionary: what scripts write into it reaches the shards."""
+"""``optimizer.state`` as a mapping: what scripts write into it reaches the shards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,86 +14,104 @@ from shardcast.plan.layout import Fragment
 from shardcast.step.update.several import Updates
 
 
-class NotifyingDict(dict[Any, Any]):
-    """A dictionary that tells ``changed`` the key of every item that is set or removed.
+class StateView(MutableMapping[Any, Any]):
+    """torch's state by model parameter, of this rank's fragments; read when it is asked for.
 
-    Copies of it are plain ones. By default nobody is told, for tools that rebuild mappings.
+    Parameters of other ranks have an empty state, and what is written for them is theirs to write.
     """
 
-    def __init__(self, items: Any = (), changed: Callable[[Any], None] = lambda _key: None) -> None:
+    def __init__(self, shards: Sequence[Shard], update: Updates) -> None:
+        self._fragments = {
+            param: (shard, number) for shard in shards for number, _, param in shard.owned()
+        }
+        self._update = update
+
+    def __getitem__(self, param: Any) -> ParamState:
+        own = param in self._fragments
+        values = self._update.fragment_state(*self._fragments[param]) if own else {}
+        return ParamState(values, partial(self.__setitem__, param))
+
+    def __setitem__(self, param: Any, values: Mapping[str, Any]) -> None:
+        if param in self._fragments:
+            shard, number = self._fragments[param]
+            elementwise = self._update.elementwise(shard)
+            checked = check_sizes(elementwise, shard.fragments[number], dict(values))
+            self._update.load_fragment(shard, number, checked)
+
+    def __delitem__(self, param: Any) -> None:
+        self[param] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([param for param in self._fragments if param in self])
+
+    def __contains__(self, param: Any) -> bool:
+        own = param in self._fragments
+        return own and bool(self._update.fragment_state(*self._fragments[param], False))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def pop(self, param: Any, *_default: Any) -> Any:
+        """As of a dictionary that has an item for every parameter."""
+        values = _cloned(self[param])  # what is removed is zeroed where it lies
+        del self[param]
+        return values
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Remove, and return, the state of the first parameter."""
+        param = next(iter(self))
+        return param, self.pop(param)
+
+    def clear(self) -> None:
+        """Forget all state."""
+        for param in self:
+            del self[param]
+
+    def replace(self, items: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Have these items and no others; they may be views of what is cleared."""
+        values = {param: _cloned(state) for param, state in items.items()}
+        self.clear()
+        self.update(values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, {param: dict(values) for param, values in self.items()})
+
+
+class ParamState(dict[str, Any]):
+    """The state of one parameter; ``write`` takes all of it when an item is set or removed.
+
+    Copies of it are plain ones; tools that rebuild mappings write nothing.
+    """
+
+    def __init__(
+        self, items: Any = (), write: Callable[[Any], None] = lambda _values: None
+    ) -> None:
         super().__init__(items)
-        self._changed = changed
+        self._write = write
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        before = self.get(key)
-        super().__setitem__(key, value)
-        if value is not before:
-            self._changed(key)
+    def __setitem__(self, name: str, value: Any) -> None:
+        is_new = value is not self.get(name)
+        super().__setitem__(name, value)
+        if is_new:
+            self._write(self)
 
-    def __delitem__(self, key: Any) -> None:
-        super().__delitem__(key)
-        self._changed(key)
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._write(self)
 
-    # The others by these two: a dictionary's own would change it without a word.
+    # A dictionary's own would change it without a word.
     clear, pop, popitem = MutableMapping.clear, MutableMapping.pop, MutableMapping.popitem
     setdefault, update = MutableMapping.setdefault, MutableMapping.update
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
-        self.update(other)
+    def __ior__(self, items: Any) -> Any:  # type: ignore[misc]
+        self.update(items)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
-class StateView(NotifyingDict):
-    """torch's state by model parameter; what is assigned in it is so in the shards too."""
-
-    def __init__(self, shards: Sequence[Shard], update: Updates) -> None:
-        self._places = {
-            param: (shard, number) for shard in shards for number, _, param in shard.owned()
-        }
-        self._update = update
-        super().__init__(
-            {p: values for p in self._places if (values := self._notifying(p))}, self._write
-        )
-
-    def _notifying(self, param: Any) -> NotifyingDict:
-        return NotifyingDict(
-            self._update.fragment_state(*self._places[param]), lambda _: self._write(param)
-        )
-
-    def _write(self, param: Any) -> None:
-        if param in self._places:  # else another rank's
-            shard, number = self._places[param]
-            found = dict(self.get(param, {}))
-            elementwise = self._update.elementwise(shard)
-            values = check_sizes(elementwise, shard.fragments[number], found)
-            self._update.load_fragment(shard, number, values)
-
-    def pop(self, param: Any, *_default: Any) -> Any:
-        """As of a dictionary that has an item for every parameter."""
-        values = _apart(self[param])
-        del self[param]
-        return values
-
-    def replace(self, items: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Have these items and no others; they may be views of what is cleared."""
-        new = {param: _apart(values) for param, values in items.items()}
-        self.clear()
-        self.update(new)
-
-    def __missing__(self, param: Any) -> dict[str, Any]:
-        values = self._notifying(param) if param in self._places else {}
-        dict.__setitem__(self, param, values)  # as a defaultdict does, and nothing to tell
-        return values
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return defaultdict, (dict, dict(self))
-
-
-def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """State of one parameter with tensors of its own: what is removed is zeroed where it lies."""
+def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: value.clone() if isinstance(value, Tensor) else value for n, value in values.items()}
 
 

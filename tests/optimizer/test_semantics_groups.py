@@ -276,6 +276,13 @@ def pops_and_puts_back(optimizer: Any) -> None:
         optimizer.state[param] = values
 
 
+def takes_items_and_puts_them_back(optimizer: Any) -> None:
+    items = []
+    while optimizer.state:
+        items.append(optimizer.state.popitem())
+    optimizer.state.update(items)
+
+
 def replaces(optimizer: Any) -> None:
     """As ReLoRA does: new tensors in place of the moments, the count of steps stays."""
     for values in optimizer.state.values():
@@ -300,6 +307,7 @@ def begins_elsewhere(optimizer: Any) -> None:
     "act",
     [
         clears, assigns, assigns_its_own, empties, pops, pops_and_puts_back, replaces,
+        takes_items_and_puts_them_back,
         begins_elsewhere,
     ],
 )  # fmt: skip

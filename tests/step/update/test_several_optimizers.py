@@ -500,6 +500,20 @@ def test_a_group_that_is_replaced_through_a_handle_or_the_joint_list_is_used(rep
     assert difference(model, expected) <= TOL
 
 
+def test_state_that_is_forgotten_through_a_handle_is_forgotten():
+    expected = mlp()
+    optimizers = pair(expected)
+    train(expected, optimizers, 2)
+    optimizers[1].state.clear()
+    train(expected, optimizers, range(2, 5))
+    model = mlp()
+    optimizer = shard(model, pair(model))
+    train(model, optimizer.optimizers, 2)
+    optimizer.optimizers[1].state.clear()
+    train(model, optimizer.optimizers, range(2, 5))
+    assert difference(model, expected) <= TOL
+
+
 @pytest.mark.parametrize("remove", [True, False], ids=["removed", "overwritten"])
 def test_row_splits_that_are_removed_from_a_group_stay_away(remove: bool):
     def run(then: Callable[[dict[str, Any]], Any]) -> nn.Module:
