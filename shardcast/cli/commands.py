@@ -1,4 +1,4 @@
-"""The ``shardcast`` command: see :data:`COMMANDS`.
+"""The ``shardcast`` command, see :data:`COMMANDS`; ``estimate`` and ``launch`` have own files.
 
 A command is one function of its arguments that returns the exit status; the first line of its
 docstring is its help.
@@ -6,27 +6,34 @@ docstring is its help.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import importlib.metadata
 import os
+import platform
 import sys
-from collections.abc import Callable
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
 
 import shardcast
-from shardcast.cli.checkpoints import export, inspect
-from shardcast.cli.config import config
-from shardcast.cli.env import env
+from shardcast import checkpoint
 from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
-from shardcast.cli.selftest import test
+from shardcast.config import CONFIG_VARIABLE, ShardcastConfig
+from shardcast.testing import spawn
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "launch": launch,
-    "config": config,
-    "env": env,
-    "estimate": estimate,
-    "inspect": inspect,
-    "export": export,
-    "test": test,
-}
+PACKAGES = ("accelerate", "transformers", "lightning", "safetensors", "triton", "numpy")
+PREFIXES = ("SHARDCAST_", "ACCELERATE_", "NCCL_", "GLOO_", "TORCH", "OMP_", "CUDA_")
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TRIED_STEPS = 5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,5 +65,251 @@ def _usage() -> str:
     lines = [
         f"  {name:8} {(call.__doc__ or '').splitlines()[0]}" for name, call in COMMANDS.items()
     ]
-    head = "usage: shardcast COMMAND [arguments], shardcast --version"
-    return "\n".join([head, "", "commands:", *lines])
+    return "\n".join(
+        ["usage: shardcast COMMAND [arguments], shardcast --version", "", "commands:", *lines]
+    )
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"shardcast {command}", allow_abbrev=False)
+
+
+# -- configuration --------------------------------------------------------------------------------
+
+
+def config(arguments: list[str]) -> int:
+    """Write an annotated configuration file with every option and its default."""
+    parser = _parser("config")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: print it")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    parsed = parser.parse_args(arguments)
+    text = annotated_config()
+    if parsed.output is None:
+        print(text, end="")
+    elif parsed.output.exists() and not parsed.overwrite:
+        raise FileExistsError(f"{parsed.output} exists; pass --overwrite to replace it")
+    else:
+        parsed.output.write_text(text)
+    return 0
+
+
+def annotated_config() -> str:
+    """YAML with the help of every field; options stand there commented out, with the default."""
+    lines = [
+        "# shardcast configuration. Name it in SHARDCAST_CONFIG, or pass it to shardcast.shard().",
+        "# Remove the '# ' before an option to change it; every value shown is the default.",
+        "# A keyword in code and a variable SHARDCAST_<FIELD> win over this file.",
+    ]
+    defaults = ShardcastConfig().to_dict()
+    for option in dataclasses.fields(ShardcastConfig):
+        lines += ["", *(f"## {line}" for line in textwrap.wrap(option.metadata["help"], 90))]
+        expected, _ = option.metadata["range"]
+        if expected:
+            lines.append(f"## {expected}")
+        if option.name in ("group_fn", "cost_fn"):
+            lines.append("## (a function: in code only)")
+            continue
+        value = yaml.safe_dump({option.name: defaults[option.name]}, default_flow_style=True)
+        lines.append(f"# {value.strip().strip('{}')}")
+    return "\n".join(lines) + "\n"
+
+
+# -- facts for a bug report -----------------------------------------------------------------------
+
+
+def env(arguments: list[str]) -> int:
+    """Print what a bug report needs: versions, devices, variables, resolved configuration."""
+    _parser("env").parse_args(arguments)
+    named = [it for it in sorted(os.environ) if it.startswith(PREFIXES) or it in LAUNCHER]
+    sections: dict[str, Mapping[str, str]] = {
+        "versions": _versions(),
+        "machine": _machine(),
+        "environment": {name: os.environ[name] for name in named},
+        "configuration (* changed)": _configuration(),
+    }
+    for title, facts in sections.items():
+        print(f"{title}:")
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items() or [("none", "")]:
+            print(f"  {name:{width}}  {value}".rstrip())
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "shardcast": shardcast.__version__,
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__} (CUDA {torch.version.cuda}, debug {torch.version.debug})",
+    }
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _machine() -> dict[str, str]:
+    facts = {
+        "system": platform.platform(),
+        "processors": f"{os.cpu_count()} ({torch.get_num_threads()} torch threads)",
+        "backends": ", ".join(_backends()) or "none",
+    }
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        facts[f"GPU {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    return facts
+
+
+def _backends() -> list[str]:
+    if not dist.is_available():
+        return []
+    checks = {"gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
+    names = [name for name, available in checks.items() if available()]
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        names.append("nccl " + ".".join(str(part) for part in torch.cuda.nccl.version()))
+    return names
+
+
+def _configuration() -> dict[str, str]:
+    """Every option as this environment resolves it; an error where it cannot be."""
+    source = os.environ.get(CONFIG_VARIABLE) or "none"
+    try:
+        options = ShardcastConfig.load().to_dict()
+    except (ValueError, TypeError, OSError) as error:
+        return {"file": source, "error": str(error)}
+    default = ShardcastConfig().to_dict()
+    special = {None: "null", True: "true", False: "false"}  # as in YAML
+    return {"file": source} | {
+        f"{name}{'*' * (value != default[name])}": special[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+        for name, value in options.items()
+    }
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def inspect(arguments: list[str]) -> int:
+    """Show what a checkpoint holds: step, ranks, size, and every tensor."""
+    parser = _parser("inspect")
+    parser.add_argument("directory", help="a checkpoint, or the newest one of a directory")
+    print("\n".join(_table(checkpoint.inspect(parser.parse_args(arguments).directory))))
+    return 0
+
+
+def _table(info: checkpoint.Info) -> list[str]:
+    """The optimizer's state of a parameter stands beside the parameter."""
+    prefix, state = "model.", "optimizer.state."
+    states: dict[str, list[str]] = {}  # names of state tensors, by parameter
+    for key in info.tensors:
+        if key.startswith(state):
+            param, _, name = key.removeprefix(state).rpartition(".")
+            states.setdefault(param, []).append(name)
+    rows = [("tensor", "shape", "dtype", "state of the optimizer")]
+    for key, stored in info.tensors.items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            dtype = str(stored.dtype).removeprefix("torch.")
+            shape = "x".join(map(str, stored.shape)) or "-"
+            rows.append((name, shape, dtype, ", ".join(states.get(name, ()))))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
+    return [
+        f"checkpoint  {info.path}",
+        f"step        {info.step}",
+        f"saved by    {info.world_size} ranks, partition {info.partition}, {info.optimizer}",
+        f"size        {info.nbytes:,} bytes in {len(info.files)} files, checksums right",
+        "",
+        *(
+            "  ".join(map(str.ljust, row, widths)).rstrip()  # columns
+            for row in rows
+        ),
+    ]
+
+
+def export(arguments: list[str]) -> int:
+    """Write a checkpoint's model as safetensors and its plain torch optimizer state."""
+    parser = _parser("export")
+    parser.add_argument("directory", help="a checkpoint, or the newest one of a directory")
+    parser.add_argument("out", help="a new or an empty directory")
+    parser.add_argument("--max_shard_mb", type=float, default=5000.0, help="cut the model at this")
+    parser.add_argument("--model_only", action="store_true", help="leave the optimizer state out")
+    parsed = parser.parse_args(arguments)
+    options: dict[str, Any] = {"max_shard_mb": parsed.max_shard_mb}
+    options["optimizer"] = not parsed.model_only
+    for path in checkpoint.export(parsed.directory, parsed.out, **options):
+        print(path)
+    return 0
+
+
+# -- a try of the installation --------------------------------------------------------------------
+
+
+def test(arguments: list[str]) -> int:
+    """Try this installation: one process, two over gloo, and NCCL where there are GPUs."""
+    parser = _parser("test")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each check")
+    timeout = parser.parse_args(arguments).timeout
+    worlds = [("one process", 1, "gloo", "cpu"), ("two processes over gloo", 2, "gloo", "cpu")]
+    gpus = min(2, torch.cuda.device_count())
+    if gpus:
+        worlds.append((f"{gpus} GPU(s) over NCCL", gpus, "nccl", "cuda"))
+    failed = 0
+    for name, size, backend, device in worlds:
+        started = time.monotonic()
+        try:
+            reports = spawn(_try, size, device, timeout=timeout, backend=backend)
+        except Exception as error:  # whatever is wrong with an installation is to be shown
+            failed += 1
+            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+        else:
+            print(f"ok     {name}: {reports[0]}, {time.monotonic() - started:.1f} s", flush=True)
+    if not gpus:
+        print("-      NCCL: no GPU found", flush=True)
+    return 1 if failed else 0
+
+
+def _try(group: Any, device_type: str) -> str:
+    """Train beside plain torch; every rank calls it. Raises what is wrong."""
+    rank = dist.get_rank(group)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    difference = float((_trained(device, torch.float32) - _trained(device)).abs().max())
+    if not difference < 1e-5:
+        raise RuntimeError(
+            f"fp32 weights: expected those of plain torch.optim.AdamW, got {difference:.1e} off"
+        )
+    low = _trained(device, torch.bfloat16)
+    of_rank_0 = low.clone()
+    dist.broadcast(of_rank_0, 0, group=group)
+    if not torch.equal(of_rank_0, low):
+        raise RuntimeError("bf16 weights: expected equal ones on all ranks, got different ones")
+    return f"fp32 {difference:.0e} from plain torch, bf16 ranks equal"
+
+
+def _trained(device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The weights after a few steps, 1-d; of plain torch without a ``dtype``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(15, 33), nn.GELU(), nn.Linear(33, 5)).to(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if dtype is not None:
+        optimizer = shardcast.shard(model, optimizer, ShardcastConfig(param_dtype=dtype))
+    for step in range(TRIED_STEPS):
+        data = torch.randn(8, 15, generator=torch.Generator().manual_seed(step)).to(device)
+        model(data).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
+    "launch": launch,
+    "config": config,
+    "env": env,
+    "estimate": estimate,
+    "inspect": inspect,
+    "export": export,
+    "test": test,
+}

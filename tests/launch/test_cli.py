@@ -21,7 +21,7 @@ from commands import python
 import shardcast
 from shardcast import checkpoint
 from shardcast.cli import commands as cli
-from shardcast.cli import main, selftest
+from shardcast.cli import main
 from shardcast.cli.launch import split_config
 from shardcast.config import ShardcastConfig
 from shardcast.testing import spawn_world
@@ -147,7 +147,7 @@ def test_the_self_test_passes_here(
         with spawn_world(size, start_method="forkserver", **options) as world:
             return world.run(check, *args)
 
-    monkeypatch.setattr(selftest, "spawn", forked)  # processes that need not import torch
+    monkeypatch.setattr(cli, "spawn", forked)  # processes that need not import torch
     assert main(["test"]) == 0
     printed = capsys.readouterr().out
     assert "ok     one process" in printed
@@ -161,7 +161,7 @@ def test_the_self_test_shows_what_failed(
     def broken(*_args: object, **_options: object) -> None:
         raise RuntimeError("fp32 weights: expected those of plain torch.optim.AdamW")
 
-    monkeypatch.setattr(selftest, "spawn", broken)
+    monkeypatch.setattr(cli, "spawn", broken)
     assert main(["test"]) == 1
     assert "FAILED one process: RuntimeError: fp32 weights" in capsys.readouterr().out
 
