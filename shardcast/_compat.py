@@ -13,8 +13,7 @@ import subprocess
 import sys
 import traceback
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter as tree_iter
-from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_iter
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor.placement_types import Placement as Placement
@@ -162,30 +160,6 @@ def rows_of(flat: Tensor, row: int) -> Tensor:
     return rows
 
 
-def hook_gradients(
-    params: Sequence[Tensor], hooks: Iterable[Callable[[Tensor | None], None]]
-) -> Callable[[], None]:
-    """``param.register_hook(hook)`` for each of them; call what it returns to remove the hooks.
-
-    A handle for each would take longer than all else that is done for a small parameter. Frozen
-    ones, which torch refuses, have a hook for when they are unfrozen.
-    """
-    key = object()
-    for param, hook in zip(params, hooks, strict=True):
-        there: Any = param._backward_hooks
-        if there is None:
-            there = param._backward_hooks = OrderedDict()
-        there[key] = hook
-
-    def remove() -> None:
-        for param in params:
-            there: Any = param._backward_hooks
-            if there is not None:
-                there.pop(key, None)
-
-    return remove
-
-
 def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:
     """Gives ``group`` until ``destroy_process_group()``; None for None.
 
@@ -203,18 +177,10 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running on this thread ends, as in DDP."""
     Variable._execution_engine.queue_callback(callback)
 
-
-# For a tensor subclass that leaves all to __torch_dispatch__.
-no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 # A number that stands for the backward that is running on this thread, -1 for none. One that a
 # re-entrant checkpoint runs inside another has a number of its own; no number comes twice.

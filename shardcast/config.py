@@ -154,7 +154,7 @@ class ShardcastConfig:
     grads: str = _option(
         "full",
         "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
-        "also under no_sync(), and a rank keeps its own part (.grad then reads NaN)",
+        "also under no_sync(), and a rank keeps its own part (.grad is None then)",
         one_of("full", "sharded"),
     )
     master: str = _option(

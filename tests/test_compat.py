@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import os
@@ -328,24 +327,6 @@ def test_a_group_that_torch_does_not_keep_is_held():
     gc.collect()
     assert mock is not None and mock() is not None
     assert nobody is None
-
-
-def test_gradients_are_hooked_like_with_register_hook_also_of_frozen_parameters():
-    seen: list[str] = []
-    thawed = nn.Parameter(torch.ones(2), requires_grad=False)
-    params = [nn.Parameter(torch.ones(2)), thawed]
-    hooks = [lambda _grad: seen.append("first"), lambda _grad: seen.append("second")]
-    params[0].register_hook(lambda _grad: seen.append("the script's"))
-    remove = _compat.hook_gradients(params, hooks)
-    thawed.requires_grad_(True)
-    for param, there in zip(params, (["the script's", "first"], ["second"]), strict=True):
-        param.sum().backward()
-        assert seen == there
-        seen.clear()
-    remove()
-    (params[0] + params[1]).sum().backward()
-    assert seen == ["the script's"]
-    copy.deepcopy(params[1])
 
 
 def test_a_weak_hook_calls_while_what_it_holds_lives():

@@ -1,37 +1,40 @@
-"""The gradients of a pack: what full and sharded ones have in common."""
+"""The gradients of a pack: storage of the pack's layout, of which ``.grad`` are views."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.memory.pack import Pack
+from shardcast.plan.precision import MASTER_DTYPE
+
+COMING = 1 << 22  # bytes of sharded gradients that are copied in by one call
 
 
-class GradPack(ABC):
-    """The gradients of one pack on their way from autograd to the mean of the own span.
+class Gradients:
+    """The gradients of one pack on this rank, allocated with the first one and kept.
 
-    ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean
-    is written to ``own``, then ``landed(pieces)``, of which it is the mean (one piece: of a sum
-    over ranks). ``adopt()`` takes a ``.grad`` that a script replaced since. ``reopen(kept)``
-    begins anew and returns the fp32 means of the slots ``kept``, to be added to the next.
+    ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean is
+    written to ``own``, then ``landed(pieces)``. ``reopen(kept)`` begins anew and returns the fp32
+    means of the slots ``kept``, to be added to the next ones. Outside of the own span ``data``
+    keeps this rank's own gradients, which a report of a skipped step looks at.
 
     Attributes:
         owned: per slot, whether part of it lies in the own span.
+        has_graph: some gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
         joint: of copies whose gradients are added up, on how many ranks of one data-parallel
-            coordinate each slot had one in the last round, fp32; ``None`` after they were cleared.
-        data: 1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm.
+            coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
     """
 
     culprits: Collection[int] = ()
     joint: Tensor | None = None
 
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
-        self.pack, self.dtype = pack, dtype
+        self.pack, self.dtype, self.has_graph = pack, dtype, False
         _, start, stop = pack.own
         self.owned = tuple(
             numel > 0 and offset < stop and start < offset + numel
@@ -40,6 +43,7 @@ class GradPack(ABC):
         self._device = pack.params[0].device
         self._data: Tensor | None = None
         self._views: list[Tensor] = []  # of ``data``, one per slot
+        self._addresses: list[int] = []  # of the views, until a script does ``.grad.data = ...``
 
     @property
     def allocated(self) -> bool:
@@ -47,54 +51,279 @@ class GradPack(ABC):
         return self._data is not None
 
     @property
-    def version(self) -> int:
-        """Another number after every edit of ``data``."""
-        return 0
-
-    def _allocate(self) -> Tensor:
-        numel = self.pack.layout.numel
-        self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
-        self._views = self.pack.views(self._data)
+    def data(self) -> Tensor:
+        """1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm."""
+        if self._data is None:
+            numel, own = self.pack.layout.numel, self.pack.own
+            self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
+            self._views = self.pack.views(self._data)
+            self._addresses = [view.data_ptr() for view in self._views]
+            self._own_data = self._data[own.start : own.stop]
         return self._data
 
     @property
-    @abstractmethod
-    def data(self) -> Tensor: ...
-    @property
-    @abstractmethod
-    def own(self) -> Tensor: ...
-    @property
-    @abstractmethod
-    def nbytes(self) -> int: ...
+    def own(self) -> Tensor:
+        """The own span, 1-d: the mean, after a reduction."""
+        _ = self.data  # allocates it
+        return self._own_data
 
-    @abstractmethod
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._data is None else self._data.nbytes
+
+    @property
+    def version(self) -> int:
+        """Another number after every edit of ``data``."""
+        return 0 if self._data is None else self._data._version
+
+    def presence(self) -> list[bool]:
+        """Per slot, whether there is a gradient here."""
+        return [param.grad is not None for param in self.pack.params]
+
     def holds(self, position: int) -> bool:
-        """Whether ``.grad`` of the parameter at ``position`` is what stands for ours."""
+        """Whether the gradient is ours, not one that a script put in its place."""
+        grad = self.pack.params[position].grad
+        if grad is None or not self._views:
+            return False
+        return grad is self._views[position] and grad.data_ptr() == self._addresses[position]
 
-    @abstractmethod
     def show(self, position: int) -> None:
-        """Set the ``.grad`` at ``position`` to what stands for ours."""
+        """Set the ``.grad`` at ``position`` to ours."""
+        self.pack.params[position].grad = self._view(position)
 
-    def clear_way(self, position: int) -> bool:
-        """A gradient is about to be accumulated; whether those of other slots must be told too."""
+    def expect(self, position: int) -> bool:
+        """A gradient is about to be accumulated; whether every one is to be announced so."""
         return False  # autograd adds to what is there
 
-    @abstractmethod
-    def collect(self) -> tuple[set[int], bool]:
-        """The positions without a gradient, and whether some gradient had a graph."""
+    def collect(self) -> set[int]:
+        """Take all gradients in; returns the positions without one, which are zeros."""
+        self.adopt()
+        absent = {n for n, is_here in enumerate(self.presence()) if not is_here}
+        for position in absent:
+            self.clear(position)
+        return absent
 
-    @abstractmethod
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
-        """Of all slots by default; whether some gradient had a graph."""
+        """Copy gradients that are not ours in, and show ours; whether there were any."""
+        params = self.pack.params
+        _ = self.data  # allocates the views
+        views, addresses = self._views, self._addresses
+        grads: dict[int, Tensor] = {}
+        for position in range(len(params)) if positions is None else positions:
+            grad = params[position].grad
+            if grad is None or (grad is views[position] and grad.data_ptr() == addresses[position]):
+                continue
+            check_dense(self.pack, position, grad)
+            self.has_graph = self.has_graph or grad.requires_grad
+            grads[position] = grad
+        if grads:
+            with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
+                free = [self._free_view(position) for position in grads]
+                torch._foreach_copy_(free, list(grads.values()))  # one kernel on a GPU
+            for position, view in zip(grads, free, strict=True):
+                params[position].grad = view
+        return bool(grads)
+
+    def clear(self, position: int) -> None:
+        """Zero one slot, if there is storage."""
+        if self._data is not None:
+            self._view(position).zero_()
+
+    def used(self) -> None:
+        """A step was made with the gradients."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """The optimizer clears all gradients; views itself."""
+
+    def discard(self, position: int) -> None:
+        """The script clears one gradient; it is no longer shown then."""
 
     def local(self, sent: Tensor) -> Tensor:
         """The own span of ``sent``; ``own`` itself where that is the same memory."""
+        own = self.pack.own
+        return self._own_data if sent is self._data else sent[own.start : own.stop]
+
+    def landed(self, pieces: Sequence[Tensor]) -> None:
+        """The mean of ``pieces`` (one piece: of a sum over ranks) was written to ``own``."""
+
+    def reopen(self, kept: Collection[int]) -> Tensor | None:
+        """Begin anew: autograd adds to ``data``, so it is zeroed; without ``kept`` overwritten."""
+        if not kept:
+            return None
+        for position in range(len(self.pack.params)):
+            if position not in kept:
+                self.clear(position)
+        means = self.own.to(MASTER_DTYPE, copy=True)
+        self.data.zero_()
+        return means
+
+    @torch.no_grad()
+    def gather(self, present: Sequence[bool]) -> None:
+        """Have the means of all owners in ``data``, and shown where ``present``. Collective."""
+        data, pack = self.data, self.pack
+        if len(pack.layout.lengths) == 1:
+            pack.comm.all_gather(data, self.own, pack.layout)
+        else:
+            spans = pack.layout.owned_spans()
+            pieces = [(span.owner, data[span.start : span.stop]) for span in spans]
+            if pieces:
+                pack.comm.broadcast_all(pieces, pack.layout)
+        for position, param in enumerate(pack.params):
+            if present[position]:
+                param.grad = None  # a DTensor's was a part of the sum, and is all of it now
+                self.show(position)
+
+    def _view(self, position: int) -> Tensor:
+        """The memory of one slot; a view that a script moved elsewhere is replaced."""
+        _ = self.data  # allocates the views
+        if self._views[position].data_ptr() != self._addresses[position]:
+            slot = self.pack.layout.slots[position]
+            self._views[position] = self.data[slot.offset : slot.end].view(size=slot.shape)
+        return self._views[position]
+
+    def _free_view(self, position: int) -> Tensor:
+        """The memory of one slot for another gradient; whoever kept the old one gets a copy.
+
+        Gradients that a script keeps over a backward (PCGrad) must not change. To make views
+        anew, so that weak references tell which are still in use, would take longer than all else
+        here.
+        """
+        if _compat.held_elsewhere(self._views, position):
+            kept = self._views[position]
+            kept.data = kept.detach().clone()
+        return self._view(position)
+
+
+class ShardedGradients(Gradients):
+    """Of which only the own span stays: ``data`` is there from the first gradient to ``landed()``.
+
+    ``.grad`` is ``None`` after the reduction, so who has a gradient is noted in here, until the
+    optimizer or the model clears gradients, or the backward after a step. Gradients are copied in
+    while others still come, so that the pack is not there twice. Over several backwards the own
+    span is fp32, in which means are added up.
+    """
+
+    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
+        super().__init__(pack, dtype)
+        self._own: Tensor | None = None
+        self._present: set[int] = set()
+        self._used = False  # by a step
+        self._zeroed = False  # by zero_grad(set_to_none=False): zeros need not be added to
+        self._coming: list[int] = []  # gradients to be copied in when the next one comes
+        self._coming_bytes = 0
+
+    @property
+    def own(self) -> Tensor:
+        if self._own is None:
+            self._own = torch.zeros(self.pack.own.numel, dtype=self.dtype, device=self._device)
+        return self._own
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self._own is None else self._own.nbytes)
+
+    @property
+    def version(self) -> int:
+        return 0  # nobody can edit what is not shown
+
+    def presence(self) -> list[bool]:
+        return [is_set or n in self._present for n, is_set in enumerate(super().presence())]
+
+    def holds(self, position: int) -> bool:
+        return position in self._present and self.pack.params[position].grad is None
+
+    def show(self, position: int) -> None:
+        self._present.add(position)
+        self.pack.params[position].grad = None
+
+    def expect(self, position: int) -> bool:
+        if self._coming_bytes >= COMING:
+            self._take(self._coming)
+        self._coming.append(position)
+        self._coming_bytes += self.pack.layout.slots[position].numel * self.dtype.itemsize
+        return True
+
+    def _take(self, positions: Iterable[int]) -> None:
+        """Copy gradients into ``data``; ``.grad`` is a view of it, to which autograd may add."""
+        super().adopt(positions)
+        self._coming, self._coming_bytes = [], 0
+
+    def collect(self) -> set[int]:
+        params = self.pack.params
+        self._used = self._zeroed = False
+        self._take(range(len(params)))
+        for position, param in enumerate(params):
+            if param.grad is None:
+                self.clear(position)  # it may have been cleared since it was copied in
+            else:
+                self.show(position)
+        return set(range(len(params))) - self._present
+
+    @torch.no_grad()
+    def adopt(self, positions: Iterable[int] | None = None) -> bool:
+        """Take gradients that a script set after the reduction for means."""
+        found = False
+        for position in range(len(self.pack.params)) if positions is None else positions:
+            grad = self.pack.params[position].grad
+            if grad is not None:
+                found = True
+                check_dense(self.pack, position, grad)
+                part = own_part(self.pack, position)
+                shift = self.pack.own.start - self.pack.layout.slots[position].offset
+                self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
+                self.show(position)
+        return found
+
+    def clear(self, position: int) -> None:
+        if self._data is not None:
+            self._views[position].zero_()
+
+    def used(self) -> None:
+        self._used = True
+
+    def discard(self, position: int) -> None:
+        self._present.discard(position)
+
+    @torch.no_grad()
+    def zero(self, set_to_none: bool) -> None:
+        if set_to_none:
+            self._present.clear()
+        elif self._own is not None:
+            self._own.zero_()
+        self._zeroed = True
+
+    def local(self, sent: Tensor) -> Tensor:
         return sent[self.pack.own.start : self.pack.own.stop]
 
-    @abstractmethod
-    def landed(self, pieces: Sequence[Tensor]) -> None: ...
-    @abstractmethod
-    def reopen(self, kept: Collection[int]) -> Tensor | None: ...
+    def landed(self, pieces: Sequence[Tensor]) -> None:
+        """Give the storage back.
+
+        Nobody could be asked later for the gradients that spoil the mean. So they are looked for
+        here, on CPU, where a report names the element: one more sum over the own span, which would
+        copy it into another dtype first; where it overflows for nothing, nobody is named.
+        """
+        self._data, self._views = None, []
+        own = self.own
+        if own.device.type != "cpu" or len(pieces) == 1 or self.culprits:
+            return
+        if not bool(own.sum().isfinite()):
+            index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
+            self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
+
+    def reopen(self, kept: Collection[int]) -> Tensor | None:
+        """The own span becomes the fp32 sum, unless there is nothing to be added to."""
+        if self._used and not self._zeroed:
+            self._present.clear()  # the script may have cleared them, which nobody can see
+        if self._used or self._zeroed or not kept:
+            self.culprits = ()
+            if self.own.dtype != self.dtype:
+                self._own = None
+            return None
+        for position in range(len(self.pack.params)):
+            if position not in kept:
+                self.own[own_part(self.pack, position)].zero_()
+        self._own = self.own.to(MASTER_DTYPE)
+        return self._own
 
 
 def own_part(pack: Pack, position: int) -> slice:

@@ -71,6 +71,7 @@ class LocalParam:
 
     def repeats(self, dims: Collection[str]) -> bool:
         """Whether the gradient is that of other ranks, whole, along one of these dimensions."""
+        _ = self.grad  # redistributed, if it has to be
         grad = self.param.grad
         found = {} if grad is None else _compat.placements(grad)
         return any(dim in found and found[dim].is_replicate() for dim in dims)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory.full_gradients import FullGradients
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.option_values import GroupFn
 from shardcast.plan.layout import Layout
@@ -32,7 +32,7 @@ class PackedParameters:
     def __init__(self, layout: Layout, packs: list[Pack]) -> None:
         self.layout = layout
         self.packs = packs
-        self._grads = [FullGradients(pack, pack.layout.dtype) for pack in packs]
+        self._grads = [Gradients(pack, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
         for flat in self._flats:  # the hooks live while an optimizer holds a flat parameter
             flat._shardcast_packed = self  # type: ignore[attr-defined]

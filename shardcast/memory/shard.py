@@ -16,7 +16,7 @@ from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import master_codec, row_of
 from shardcast.memory.encoded import Encoded
-from shardcast.memory.gradients import GradPack
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.messages import warn
 from shardcast.plan.layout import Fragment, PackLayout
@@ -39,7 +39,7 @@ class Shard:
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
         self.pack = pack
         self.given_dtypes = [param.dtype for param in pack.params]
-        self.grads: GradPack | None = None  # None while frozen: neither reduced nor updated
+        self.grads: Gradients | None = None  # None while frozen: neither reduced nor updated
         self.fragments = pack.layout.fragments(pack.own.owner)
         self._codec = master_codec(config, pack.layout.dtype)
         self._row = row_of(config, pack.layout.dtype)

@@ -121,8 +121,6 @@ def shard(
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
         whole = model if isinstance(model, nn.Module) else joined(stages)
         plan = setup.plan_for(whole, originals, config, grid.axes, stages)
-        if plan.averaged and mesh is not None:
-            raise ValueError("mesh: expected the bare model, got one in DDP; leave DDP out")
         after = f"after {len(restores)} closed without restore"
         plan = dataclasses.replace(plan, options=(*plan.options, after))
         Updates(originals, config, grid.dp)  # what it refuses, before the model is converted

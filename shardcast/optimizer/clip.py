@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from shardcast.messages import warn
 from shardcast.step.decide.decision import Decision
-from shardcast.step.reduce.averaged import AveragedReducer
 from shardcast.step.reduce.reducer import Reducer
 
 
 class ClipAhead:
     """The decision of the last clip, as long as the gradients are those that it saw."""
 
-    def __init__(self, reduce: Reducer | AveragedReducer) -> None:
+    def __init__(self, reduce: Reducer) -> None:
         self._reduce = reduce
         self._decision: Decision | None = None
         self._seen = 0  # version of the gradients

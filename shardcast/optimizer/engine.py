@@ -24,7 +24,6 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
 from shardcast.step.decide.decision import Decision
-from shardcast.step.reduce.averaged import AveragedReducer
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.buffers import Buffers
 from shardcast.step.sync.overlap import Overlap
@@ -64,9 +63,7 @@ class Engine:
         self.shards: list[Shard] = []
         # Stages wait for one another in their backwards, of which a step has many.
         at_step = len(self.stages) > 1 or grid.axes.in_pipeline
-        self.reduce: Reducer | AveragedReducer = (
-            AveragedReducer(plan.config) if plan.averaged else Reducer(grid, plan.config, at_step)
-        )
+        self.reduce = Reducer(grid, plan.config, at_step)
         self.edits = WeightEdits(self.shards, self.device)
         self.decider = Decider(
             self.reduce.grads, grid, plan.config, self.device, originals, self.reduce.divisor,
@@ -78,6 +75,7 @@ class Engine:
         self.edits.note()
         for module in {*self.stages, *self._called}:
             mark(module)
+            self.reduce.watch(module)
         self._hook()
 
     def extend(self, added: GroupId) -> None:
@@ -152,7 +150,7 @@ class Engine:
 
     def send(self) -> None:
         """Sync the packs, and the buffers that forwards write. Every rank must call it."""
-        if self.config.broadcast_buffers and not self.reduce.averaged:
+        if self.config.broadcast_buffers:
             self._buffers()
         if self._overlap is None:
             self.sync()
@@ -260,7 +258,7 @@ class Engine:
         if self.config.overlap_sync and self.comm.size > 1:
             self._overlap = Overlap(self.model, self.sync)
             begin = self._overlap.noting(begin)
-        self.hooks = ModelHooks(self._called, self.shards, self.edits, begin, self.reduce.averaged)
+        self.hooks = ModelHooks(self._called, self.shards, self.edits, begin)
         self._casts: list[Any] = [
             handle for root in self._called for handle in install_casts(root, self.precision)
         ]

@@ -100,7 +100,6 @@ class ModelHooks:
         shards: those of all packs; the list may grow.
         edits: of their weights.
         begin: called when a backward reaches an output of the model.
-        averaged: a DDP wrapper was there first, and is to stay.
     """
 
     def __init__(
@@ -109,10 +108,9 @@ class ModelHooks:
         shards: Sequence[Shard],
         edits: WeightEdits,
         begin: Callable[[], None],
-        averaged: bool,
     ) -> None:
         self._stages, self._shards, self._edits = stages, shards, edits
-        self._begin, self._averaged = begin, averaged
+        self._begin = begin
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
         for stage in stages:
@@ -148,7 +146,7 @@ class ModelHooks:
                 "model: a sharded model was wrapped in nn.DataParallel, whose copies train "
                 "nothing; use the model as shardcast.shard left it, in a process for each device"
             )
-        if not self._averaged and _compat.inside_ddp(module):
+        if _compat.inside_ddp(module):
             raise RuntimeError(
                 "model: a sharded model was wrapped in DistributedDataParallel, so gradients "
                 "would be averaged twice; use the model as shardcast.shard left it, without DDP"

@@ -41,7 +41,6 @@ class Plan:
 
     Attributes:
         model: the root module, without wrappers.
-        averaged: it is in DDP, which averages gradients.
         layout: all packs of the optimizer.
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
@@ -54,7 +53,6 @@ class Plan:
     """
 
     model: nn.Module
-    averaged: bool
     config: ShardcastConfig
     precision: Precision
     layout: Layout
@@ -109,7 +107,8 @@ def plan_for(
     Raises:
         TypeError, ValueError: what cannot be sharded, by name.
     """
-    inner, averaged = _compat.unwrapped(model), _compat.is_ddp(model)
+    validate.check_bare(model)
+    inner = _compat.unwrapped(model)
     axes = Axes(world) if isinstance(world, int) else world
     originals = Originals.of(optimizers)
     names = {param: name for name, param in inner.named_parameters()}
@@ -119,8 +118,6 @@ def plan_for(
     validate.check_kinds(params)
     optimized = (param for group in originals.groups for param in group["params"])
     precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
-    if averaged:
-        validate.check_ddp(params, precision.storage_dtype, config)
     elementwise = _elementwise(originals, config, axes)
     partitions = {
         number: partition_of(owner, elementwise[number.optimizer], config)
@@ -149,7 +146,7 @@ def plan_for(
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += axes.options() + validate.describe_groups(originals, added)
     return Plan(
-        inner, averaged, config, precision, layout, new, params, rest, sharings, costs,
+        inner, config, precision, layout, new, params, rest, sharings, costs,
         tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
 

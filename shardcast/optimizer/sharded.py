@@ -141,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._clip.note(None)
-        self.engine.reduce.cleared()
+        self.engine.reduce.cleared(set_to_none)
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -263,8 +263,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"divisor: expected a number above 0, a 0-dim tensor or None, got {value!r}"
             )
-        if self.engine.reduce.averaged:
-            raise RuntimeError("divisor: DDP averages the gradients of this model itself")
         self.engine.reduce.divisor.given = value
 
     @property

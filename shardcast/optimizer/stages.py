@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardcast.messages import warn
-from shardcast.step.reduce.averaged import AveragedReducer
 
 if TYPE_CHECKING:
     from shardcast.optimizer.engine import Engine
@@ -83,8 +82,6 @@ def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
             f"given to shard(), got {len(held)} of others; build them from these very modules"
         )
     reduce = engine.reduce
-    if isinstance(reduce, AveragedReducer):
-        raise ValueError("stages: expected bare modules, got one in DDP; leave DDP out")
     reduce.at_step = True  # also where the pipeline has one rank
     done: set[int] = set()  # stages of this run of the schedule
 

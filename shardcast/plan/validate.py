@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -221,24 +221,13 @@ def check_groups(
     return groups
 
 
-def check_ddp(
-    named: Mapping[str, nn.Parameter],
-    storage_dtype: Callable[[nn.Parameter], torch.dtype],
-    config: ShardcastConfig,
-) -> None:
-    """Raise ValueError for what DDP, whose buckets have the dtype it found, makes impossible."""
-    if config.grads == "sharded":
+def check_bare(model: nn.Module) -> None:
+    """Raise ValueError for a model in DDP, which would reduce gradients a second time."""
+    if _compat.is_ddp(model):
         raise ValueError(
-            "grads: 'sharded' cannot be combined with DDP, whose buckets hold all gradients; pass "
-            "the bare model"
+            "model: expected the bare model, got one in DistributedDataParallel; pass "
+            "model.module: shardcast averages gradients itself"
         )
-    for name, param in named.items():
-        if storage_dtype(param) != param.dtype:
-            raise ValueError(
-                f"model: it is wrapped in DDP, whose buckets hold {param.dtype} gradients, but "
-                f"parameter {name!r} is to be stored as {storage_dtype(param)}; pass the "
-                "bare model (shardcast reduces gradients itself), or param_dtype=fp32"
-            )
 
 
 def check_matched(unmatched: Sequence[str]) -> None:

@@ -68,17 +68,6 @@ def test_a_gradient_that_was_given_other_memory_counts_and_so_do_later_ones(size
     assert_as_plain(script, size)
 
 
-def test_a_mark_of_a_sharded_gradient_cannot_be_given_other_memory():
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        loss_of(model, x).backward()
-        grad = next(model.parameters()).grad
-        assert grad is not None
-        with pytest.raises(RuntimeError, match=r"grad\.data = \.\.\.: with grads 'sharded'"):
-            grad.data = torch.zeros_like(grad)
-
-    on_ranks(script, 2, grads="sharded")
-
-
 @WORLDS
 def test_gradients_that_a_script_kept_outlive_the_next_backward(size: int):
     def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:

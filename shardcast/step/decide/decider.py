@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
-from shardcast.memory.gradients import GradPack
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.weight_edits import WeightEdits, unseen_error
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
@@ -39,7 +39,7 @@ class Decider:
 
     def __init__(
         self,
-        grads: Sequence[GradPack],
+        grads: Sequence[Gradients],
         grid: Grid,
         config: ShardcastConfig,
         device: torch.device,
@@ -70,9 +70,9 @@ class Decider:
         if scale.value is not None and not scale.applied:
             backward = backward or scale.wanted
             scale.wanted = any(
-                param.grad is not None and (backward or not grads.holds(position))
+                is_here and (backward or not grads.holds(position))
                 for grads in self._grads
-                for position, param in enumerate(grads.pack.params)
+                for position, is_here in enumerate(grads.presence())
             )
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class Decider:
         places[self._grid.dp.rank].fill_(number)  # assigning would wait for a GPU (torch < 2.13)
         return places
 
-    def _power(self, grads: GradPack) -> Tensor:
+    def _power(self, grads: Gradients) -> Tensor:
         """The power of an own span; of a copy that counts elsewhere only whether it is finite."""
         power = self._norm.power(grads.own)
         if grads.pack.layout.sharing.counts:

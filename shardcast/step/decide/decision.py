@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardcast.comm import Comm, Grid
-from shardcast.memory.gradients import GradPack
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.plan.layout import GroupId
 from shardcast.step.decide.options import to_device
@@ -85,14 +85,14 @@ class Presence:
         grads: the gradient packs that are reduced; the list may grow.
     """
 
-    def __init__(self, grads: Sequence[GradPack], grid: Grid, device: torch.device) -> None:
+    def __init__(self, grads: Sequence[Gradients], grid: Grid, device: torch.device) -> None:
         self._grads, self._grid, self._device = grads, grid, device
         self._uploaded: dict[tuple[bool, ...], Tensor] = {}
         self._none = torch.empty(0, dtype=torch.float64, device=device)
 
     def local(self) -> tuple[bool, ...]:
         """Whether there is a gradient here, per slot of all packs in order."""
-        return tuple(param.grad is not None for g in self._grads for param in g.pack.params)
+        return tuple(is_here for grads in self._grads for is_here in grads.presence())
 
     def counts(self, local: tuple[bool, ...]) -> Tensor:
         """This rank's part of :attr:`ControlVector.presence`; uploaded once per pattern."""
@@ -154,6 +154,6 @@ class Presence:
             position, start = position + slots, start + blocks * slots
         return present
 
-    def _blocks(self, grads: GradPack) -> tuple[int, int, int]:
+    def _blocks(self, grads: Gradients) -> tuple[int, int, int]:
         blocks, own_block = self._grid.axes.lanes(grads.pack.layout.sharing)
         return blocks, own_block, len(grads.owned)

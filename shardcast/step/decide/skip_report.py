@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardcast.comm import Comm
-from shardcast.memory.gradients import GradPack
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.weight_edits import WeightEdits, unseen_error
 from shardcast.messages import warn
 from shardcast.plan.layout import Slot
@@ -72,7 +72,7 @@ class SkipReport:
 
     def __init__(
         self,
-        grads: Sequence[GradPack],
+        grads: Sequence[Gradients],
         comm: Comm,
         device: torch.device,
         options: OptionCheck,
@@ -220,7 +220,7 @@ class SkipReport:
             for owner, grads, slot, offset in elements
         )
 
-    def _element(self, position: int) -> tuple[GradPack, Slot, int]:
+    def _element(self, position: int) -> tuple[Gradients, Slot, int]:
         """Pack, slot and offset in the pack of an element counted over all packs."""
         for grads in self._grads:
             layout = grads.pack.layout
@@ -231,7 +231,7 @@ class SkipReport:
         raise AssertionError("a position beyond the last pack")
 
 
-def _who(owner: int, culprits: list[int], grads: GradPack) -> str:
+def _who(owner: int, culprits: list[int], grads: Gradients) -> str:
     if culprits:
         return f"rank {', '.join(map(str, culprits))}"
     if grads.allocated:  # full ones, of which the owner's own are the mean by now

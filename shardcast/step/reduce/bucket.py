@@ -1,40 +1,62 @@
-"""Reduce: one gradient pack on its way to the owners, and the sum that arrives there."""
+"""Reduce: where the gradients of one pack stand, and the way of them to the mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardcast.comm import Comm, Exchanged, Flight, Scattered, TwoLevel
-from shardcast.memory.gradients import GradPack, own_part
+from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
 
 
+class State(Enum):
+    """What the gradients of a pack are."""
+
+    LOCAL = "this rank's own, or there are none"
+    IN_FLIGHT = "on their way to the owners"
+    REDUCED = "the mean, in the own span"
+
+
 @dataclass(eq=False)
 class Bucket:
-    """Where one gradient pack stands."""
+    """The gradients of one pack, sent to the owners exactly once in each reduction.
 
-    grads: GradPack
+    If more gradients come after a reduction (several backwards before a step), the means move to
+    an fp32 *carry*, and are added back when the pack is reduced again.
+
+    Attributes:
+        sums: further groups over which gradients are summed.
+        repeated: mesh dimensions along which a gradient that is whole is left to the ranks of
+            coordinate 0.
+        arrived: slots with a gradient in the running backward.
+        counting: the backward whose further gradients need no more than to be put into ``arrived``.
+        absent: slots without a gradient here when it was last sent: the own span has others'.
+        carry: fp32 means of earlier reductions of this step.
+        early: it was sent before the reduction of its step, as all gradients of its pipeline stage
+            were there; they are sums over ``micro_batches``.
+    """
+
+    grads: Gradients
     wire: torch.dtype
     mean: Mean
     divisor: Divisor
-    sums: Sequence[Comm] = ()  # further groups over which gradients are summed
-    # Mesh dimensions along which a gradient that is whole is left to the ranks of coordinate 0.
+    sums: Sequence[Comm] = ()
     repeated: Sequence[str] = ()
-    # Sent before the round of its step, as all gradients of its pipeline stage were there; they are
-    # sums over so many micro-batches.
+    state: State = State.LOCAL
+    arrived: set[int] = field(default_factory=set)
+    counting: int | None = None
+    absent: set[int] = field(default_factory=set)
+    carry: Tensor | None = None
     early: bool = False
     micro_batches: int = 1
-    flight: Flight | None = None
-    reduced: bool = False  # the own span holds the mean
-    carry: Tensor | None = None  # fp32 means of earlier rounds of this step
-    # Slots without a gradient here when it was last sent: what is in the own span is of others.
-    absent: set[int] = field(default_factory=set)
+    _flight: Flight | None = None
 
     @property
     def first(self) -> str:
@@ -42,49 +64,63 @@ class Bucket:
         return self.grads.pack.layout.slots[0].name
 
     @property
-    def begun(self) -> bool:
-        """Whether gradients that come now are to be added to what was sent already."""
-        return self.reduced or self.flight is not None
-
-    @property
     def late(self) -> bool:
-        """Whether it is sent at the end only, as its further sums are with ranks whose backward
+        """Whether it is sent at the end only: its further sums are with ranks whose backward
         waits for others than ours.
         """
         return self.grads.pack.layout.sharing.adds
 
-    def collect(self) -> bool:
-        """Take in all gradients that are there; whether one had a graph of its own."""
-        self.absent, has_graph = self.grads.collect()
-        if self.repeated:
-            pack = self.grads.pack
-            for slot, param in zip(pack.layout.slots, pack.params, strict=True):
-                if isinstance(param, LocalParam) and param.repeats(self.repeated):
-                    self.grads.data[slot.offset : slot.end].zero_()
-        return has_graph
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients have come in this backward."""
+        return len(self.arrived) == len(self.grads.pack.params)
 
-    def clear(self) -> None:
-        """All gradients were cleared."""
-        self.settle()
+    def forget(self) -> None:
+        """All gradients were cleared, by whomever."""
+        self.end_early()
         self.carry = self.grads.joint = None
 
-    def settle(self) -> None:
-        """The round of the step is here, for which it was sent early, or it is not to be."""
+    def end_early(self) -> None:
+        """The reduction of the step is here, for which it was sent early, or it is not to be."""
         self.early, self.micro_batches = False, 1
 
-    def forget(self, positions: Iterable[int]) -> None:
-        """Keep no means of these slots."""
-        if self.carry is not None:
-            for position in positions:
-                self.carry[own_part(self.grads.pack, position)].zero_()
-
-    def drop_cleared(self, others_too: bool) -> None:
-        """Zero the means of gradients that were cleared, and if asked of other ranks' alone."""
-        gone = {n for n, p in enumerate(self.grads.pack.params) if p.grad is None}
-        for position in gone if others_too else gone - self.absent:
+    def drop_cleared(self, of_all_ranks: bool) -> None:
+        """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
+        gone = {n for n, is_here in enumerate(self.grads.presence()) if not is_here}
+        for position in gone if of_all_ranks else gone - self.absent:
             self.grads.own[own_part(self.grads.pack, position)].zero_()
             if self.late and self.grads.joint is not None:
                 self.grads.joint[position].fill_(0.0)
+
+    def reopen(self, cleared: bool) -> None:
+        """Gradients are going to come again: keep the means of those that are there.
+
+        Args:
+            cleared: the means of ranks that have a gradient where this one has none count no more.
+        """
+        grads, every = self.grads, set(range(len(self.grads.pack.params)))
+        kept: set[int] = set()
+        if not cleared:
+            # One that a script replaced (p.grad = p.grad * 2) is a mean too, not to be averaged.
+            grads.adopt(every - self.absent)
+            presence = grads.presence()
+            kept = {position for position in self.absent if not presence[position]}
+        kept.update(position for position in every if grads.holds(position))
+        # Usually none: all gradients were set to None, all are overwritten.
+        self.carry, self.state = grads.reopen(kept), State.LOCAL
+
+    def collect(self) -> None:
+        """Take in all gradients that are there."""
+        pack = self.grads.pack
+        # Asked first: sharded gradients are shown no more when they are collected.
+        repeated = [
+            slot
+            for slot, param in zip(pack.layout.slots, pack.params, strict=True)
+            if self.repeated and isinstance(param, LocalParam) and param.repeats(self.repeated)
+        ]
+        self.absent = self.grads.collect()
+        for slot in repeated:
+            self.grads.data[slot.offset : slot.end].zero_()
 
     def send(self, spare: list[Tensor]) -> None:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
@@ -92,11 +128,12 @@ class Bucket:
         sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
         buffer = partial(self._buffer, spare)
         if pack.algorithms.reduce == "reduce_scatter":
-            self.flight = Scattered(comm, pack, sent, buffer)
+            self._flight = Scattered(comm, pack, sent, buffer)
         elif pack.algorithms.reduce == "two_level":
-            self.flight = TwoLevel(comm, pack, sent, buffer, pack.algorithms.node)
+            self._flight = TwoLevel(comm, pack, sent, buffer, pack.algorithms.node)
         else:
-            self.flight = Exchanged(comm, pack, sent, buffer, grads.local)
+            self._flight = Exchanged(comm, pack, sent, buffer, grads.local)
+        self.state = State.IN_FLIGHT
 
     def _buffer(self, spare: list[Tensor], numel: int) -> Tensor:
         device = self.grads.data.device
@@ -108,32 +145,38 @@ class Bucket:
     @torch.no_grad()
     def advance(self) -> None:
         """Launch what follows on the collective under way: the first one of two, if there are."""
-        if self.flight is not None:
-            self.flight.advance()
+        if self._flight is not None:
+            self._flight.advance()
 
     @torch.no_grad()
-    def land(self) -> Tensor:
-        """Wait for the collective and write the mean over the own span.
+    def land(self) -> Tensor | None:
+        """Wait for the collective, if one is under way, and write the mean over the own span.
 
         Returns:
             The receive buffer, free again.
         """
-        flight, grads = self.flight, self.grads
-        assert flight is not None
+        flight, grads = self._flight, self.grads
+        if flight is None:
+            return None
         pieces, divisor = flight.wait(), self.divisor.value * self.micro_batches
         if self.sums:
-            own, slots = grads.own.numel(), grads.pack.layout.slots if self.late else ()
-            total = added(pieces, len(slots))
-            total[own:].fill_(1.0)  # to assign a number may wait for a GPU, see Control.all_reduce
-            for position in self.absent if self.late else ():
-                total[own + position].fill_(0.0)
-            for comm in self.sums:
-                comm.all_reduce(total, grads.pack.layout)
-            pieces, grads.joint = [total[:own]], total[own:].clone()
+            pieces = [self._summed(pieces)]
         usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         mean(pieces, divisor, self.carry, grads.own)
-        self.flight = self.carry = None
-        self.reduced = True
+        self._flight = self.carry = None
+        self.state = State.REDUCED
         grads.landed(pieces if flight.by_rank else pieces[:1])
         return flight.received
+
+    def _summed(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The sum of ``pieces`` over further groups, and with it who of them has a gradient."""
+        own, slots = self.grads.own.numel(), self.grads.pack.layout.slots if self.late else ()
+        total = added(pieces, len(slots))
+        total[own:].fill_(1.0)  # to assign a number would wait for a GPU (torch < 2.13)
+        for position in self.absent if self.late else ():
+            total[own + position].fill_(0.0)
+        for comm in self.sums:
+            comm.all_reduce(total, self.grads.pack.layout)
+        self.grads.joint = total[own:].clone()
+        return total[:own]

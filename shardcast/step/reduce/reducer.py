@@ -1,8 +1,8 @@
 """Reduce: gradients of every rank to the owner of their span, while backward runs.
 
-One hook per parameter tells the :class:`Round` of the running backward what comes, and the round
-sends the packs. Peers sum in the wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision
-is only on the wire, and the mean is rounded once.
+One hook per parameter tells the :class:`Round` of the running backward what comes. Peers sum in the
+wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision is only on the wire, and the mean
+is rounded once.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
-from shardcast.memory.full_gradients import FullGradients
-from shardcast.memory.gradients import GradPack, set_grad_dtype
+from shardcast.memory.gradients import Gradients, ShardedGradients, set_grad_dtype
 from shardcast.memory.pack import Pack
-from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.precision import grad_dtype, wire_dtype
 from shardcast.plan.sharing import Sharing
-from shardcast.step.reduce.averaged import INSIDE_NO_SYNC, show_others
-from shardcast.step.reduce.bucket import Bucket
+from shardcast.step.reduce.bucket import Bucket, State
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round, land_all
-from shardcast.step.reduce.states import States
 from shardcast.step.reduce.user_edits import Edits, nothing
 
 
@@ -42,62 +39,67 @@ class Reducer:
         divisor: of the sums over ranks.
         at_step: backwards send nothing, as in a pipeline, where a step has many; finish() does.
         touched: a gradient arrived since :meth:`finish`.
+        due: gradients are here that were not reduced; a step needs a round before it.
+        spent: the means were used by a step, or cleared: new gradients are not added to them.
+        beside: packs are launched while a backward runs, not at its end.
     """
 
-    averaged = False
-
     def __init__(self, grid: Grid, config: ShardcastConfig, at_step: bool) -> None:
-        self._grid, self._config = grid, config
+        self.grid, self._config = grid, config
         self.at_step = at_step
         self.divisor = Divisor(grid.dp.size)
-        self.grads: list[GradPack] = []
+        self.grads: list[Gradients] = []
         self.touched = False
+        self.due, self.spent = True, False
+        self.sharded = config.grads == "sharded" and grid.cut.size > 1
+        # Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring
+        # one twice. Sharded ones would need the memory that they are to save.
+        self.beside = self.sharded
+        self._at_end = False  # for good: one backward inside another was seen, or two models in one
+        self.edits = Edits(self.grads)
         self._buckets: dict[Pack, Bucket] = {}
-        self._states = States(self._sharded)
-        self._edits = Edits(self.grads)
         self._syncs = True
         self._round: Callable[[], Round | None] = nothing  # weak: the engine holds it
-        self._unhook: list[Callable[[], None]] = []
+        self._handles: list[Any] = []
 
     @property
-    def _sharded(self) -> bool:
-        return self._config.grads == "sharded" and self._grid.cut.size > 1
+    def alone(self) -> bool:
+        """Whether gradients are means as they come."""
+        return self.grid.everyone.size == 1 and self.divisor.given is None
 
     @property
     def _local(self) -> bool:
         """Whether backwards send nothing at present."""
-        return not self._syncs or self.at_step or self._alone
-
-    @property
-    def _alone(self) -> bool:
-        """Whether gradients are means as they come."""
-        return self._grid.everyone.size == 1 and self.divisor.given is None
+        return not self._syncs or self.at_step or self.alone
 
     @property
     def grad_version(self) -> int:
         """Another number after any gradient came, was edited in place, replaced or cleared."""
-        return self._edits.version()
+        return self.edits.version()
 
-    def add(self, pack: Pack) -> GradPack:
+    def add(self, pack: Pack) -> Gradients:
         """Reduce the gradients of ``pack`` from now on; every rank must add the same packs.
 
         Gradients that its parameters have already are reduced with this step's.
         """
-        kind = ShardedGradients if self._sharded else FullGradients
-        grads: GradPack = kind(pack, grad_dtype(pack.layout.dtype, self._config))
-        wire = wire_dtype(pack.layout.dtype, self._config)
+        kind = ShardedGradients if self.sharded else Gradients
+        grads = kind(pack, grad_dtype(pack.layout.dtype, self._config))
         set_grad_dtype(pack, grads.dtype)
-        axes, sharing = self._grid.axes, pack.layout.sharing
-        mean = choose_mean(self._config, pack.comm.size, pack.data.device)
-        repeated = [dim for dim in sharing.sums if dim in axes.model and axes.here[dim] > 0]
-        sums = self._grid.groups(sharing.sums)
-        bucket = self._buckets[pack] = Bucket(grads, wire, mean, self.divisor, sums, repeated)
+        axes, sharing = self.grid.axes, pack.layout.sharing
+        bucket = self._buckets[pack] = Bucket(
+            grads,
+            wire_dtype(pack.layout.dtype, self._config),
+            choose_mean(self._config, pack.comm.size, pack.data.device),
+            self.divisor,
+            self.grid.groups(sharing.sums),
+            [dim for dim in sharing.sums if dim in axes.model and axes.here[dim] > 0],
+        )
         self.grads.append(grads)
         hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
-        self._unhook.append(_compat.hook_gradients(pack.in_model, hooks))
-        if not self._states.due:
+        self._handles += map(_hook_gradient, pack.in_model, hooks)
+        if not self.due:
             bucket.collect()
-            if not self._alone:
+            if not self.alone:
                 bucket.send([])
         return grads
 
@@ -107,18 +109,24 @@ class Reducer:
 
         It changes nothing for sharded gradients, which have no room to accumulate locally.
         """
-        before, self._syncs = self._syncs, self._sharded
-        self._states.local()
+        before, self._syncs = self._syncs, self.sharded
+        self.due = True
         try:
             yield
         finally:
             self._syncs = before
 
+    def watch(self, model: nn.Module) -> None:
+        """Notice ``model.zero_grad()``, which would not reach sharded gradients by ``.grad``."""
+        if self.sharded:
+            model.zero_grad = ZeroGrad(model, self._cleared_in)  # type: ignore[method-assign]
+            self._handles.append(model.zero_grad)
+
     def close(self) -> None:
         """Remove the hooks from the parameters, and wait for what a failed backward has sent."""
-        for remove in self._unhook:
-            remove()
-        self._unhook.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         land_all(self._buckets.values())  # last: it raises where a rank was lost
 
     def begin(self) -> None:
@@ -141,21 +149,44 @@ class Reducer:
             RuntimeError: inside :meth:`no_sync`.
         """
         if not self._syncs:
-            raise RuntimeError(INSIDE_NO_SYNC)
+            raise RuntimeError(
+                "step() was called inside no_sync(): the gradients were not reduced; leave the "
+                "context before the last backward and the step"
+            )
         self.touched = False
-        self._edits.check_in_place()
-        if self._states.due or self._alone:  # alone no backward makes a round due
-            self._new_round().flush()
-        else:
-            if self._states.past:
-                self._edits.check_strangers()
-            else:
-                self._edits.check_replaced()
+        self.edits.check_in_place()
+        reduced = not (self.due or self.alone)  # alone no backward makes a round due
+        if reduced:
             land_all(self._buckets.values())
             for bucket in self._buckets.values():
-                bucket.drop_cleared(self._states.past)
-        for grads in self.grads:
-            grads.adopt()  # one replaced by hand after the reduction is final, as with DDP
+                bucket.drop_cleared(self.spent)
+        else:
+            self._new_round().flush()
+        # One replaced by hand after the reduction is final, as with DDP.
+        replaced = [grads.adopt() for grads in self.grads]
+        if reduced and any(replaced):
+            self.edits.warn_of_replaced(self.spent)
+
+    @torch.no_grad()
+    def finish_early(self, packs: Collection[Pack], micro_batches: int) -> None:
+        """Send packs whose gradients of this step are all here; :meth:`finish` has the others.
+
+        Every rank that cuts them must call it, in the same order.
+
+        Args:
+            micro_batches: of which the gradients are sums, and by which they are divided.
+        """
+        round = self._new_round()
+        for pack in packs:
+            bucket = self._buckets.get(pack)
+            if bucket is None:  # frozen
+                continue
+            if bucket.late or self.alone:
+                for param in pack.params:
+                    if param.grad is not None:
+                        param.grad.div_(micro_batches)
+            else:
+                round.send_early(bucket, micro_batches)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -163,14 +194,12 @@ class Reducer:
 
         To be called after :meth:`finish`; the next step and backwards go on from there.
         """
-        if self._alone:
+        if self.alone:
             return
         for pack, present in self._present_anywhere().items():
-            bucket = self._buckets[pack]
-            assert isinstance(bucket.grads, FullGradients), "the optimizer refuses sharded ones"
-            bucket.grads.gather(present)
-            bucket.absent.clear()
-        self._edits.gathered()
+            self._buckets[pack].grads.gather(present)
+            self._buckets[pack].absent.clear()
+        self.edits.gathered()
 
     def _present_anywhere(self) -> dict[Pack, list[bool]]:
         """Per pack and slot, whether some rank has a gradient; one all-reduce per kind of pack.
@@ -184,7 +213,7 @@ class Reducer:
         for sharing, packs in kinds.items():
             flags = [param.grad is not None for pack in packs for param in pack.params]
             total = torch.tensor(flags, dtype=torch.float32).to(packs[0].data.device)
-            for comm in (self._grid.holders(sharing), *self._grid.groups(sharing.sums)):
+            for comm in (self.grid.holders(sharing), *self.grid.groups(sharing.sums)):
                 comm.all_reduce(total, "gather_gradients")
             if not all(flags):
                 flags = (total > 0).tolist()
@@ -193,37 +222,31 @@ class Reducer:
                 present[pack], flags = flags[:count], flags[count:]
         return present
 
-    @torch.no_grad()
-    def finish_early(self, packs: Collection[Pack], micro_batches: int) -> None:
-        """Send packs whose gradients of this step are all here; :meth:`finish` has the rest.
-
-        Every rank that cuts them must call it, in the same order.
-
-        Args:
-            micro_batches: of which the gradients are sums, and by which they are divided.
-        """
-        round = self._new_round()
-        for pack in packs:
-            bucket = self._buckets.get(pack)
-            if bucket is None:  # frozen
-                continue
-            if bucket.late or self._alone:
-                for param in pack.params:
-                    if param.grad is not None:
-                        param.grad.div_(micro_batches)
-            else:
-                round.send_early(bucket, micro_batches)
-
     def used(self) -> None:
         """A step used the gradients: the next one needs a round of its own."""
-        self._states.stepped()
+        self.due = self.spent = True
+        for grads in self.grads:
+            grads.used()
 
-    def cleared(self) -> None:
+    def cleared(self, set_to_none: bool = True) -> None:
         """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
         land_all(self._buckets.values())  # of a failed backward, before it is zeroed
-        self._states.cleared()
+        self.spent = True
+        self.edits.changed()
         for bucket in self._buckets.values():
-            bucket.clear()
+            bucket.forget()
+            bucket.grads.zero(set_to_none)
+
+    def _cleared_in(self, model: nn.Module, set_to_none: bool) -> None:
+        """As :meth:`cleared`, of a model that may be one of several whose gradients are here."""
+        params = {*model.parameters()}
+        if all(params.issuperset(pack.in_model) for pack in self._buckets):
+            self.cleared(set_to_none)
+            return
+        for pack, bucket in self._buckets.items():
+            for position, param in enumerate(pack.in_model):
+                if param in params:
+                    bucket.grads.discard(position)
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Make the mean visible as ``.grad`` where only other ranks had a gradient.
@@ -234,29 +257,74 @@ class Reducer:
             present: per pack and slot, whether some rank has a gradient.
         """
         for pack, bucket in self._buckets.items():
-            bucket.absent.difference_update(show_others(bucket.grads, present[pack]))
+            for position in [*bucket.absent]:
+                if present[pack][position] and bucket.grads.owned[position]:
+                    bucket.grads.show(position)
+                    bucket.absent.remove(position)
 
     # -- the round of the running backward ----------------------------------------------------
+
+    def order(self) -> list[Bucket]:
+        """In which buckets are sent: gradients arrive roughly from the last parameter to the first.
+
+        Equal on all ranks.
+        """
+        last_first = list(self._buckets.values())[::-1]
+        return sorted(last_first, key=lambda bucket: bucket.late)
+
+    def launch_at_end(self) -> None:
+        """Launch nothing beside a backward any more."""
+        self._at_end, self.beside = True, False
+
+    def ended(self) -> None:
+        """A synchronised backward ended, without another one inside it unless one was seen."""
+        self.beside = not self._at_end
+
+    def check_cleared(self) -> None:
+        """Gradients are going to come: look whether a script cleared the means of this step.
+
+        Raises:
+            RuntimeError: it cleared some of them; which ones were, other ranks cannot know.
+        """
+        if self.spent:
+            return
+        begun = [
+            b for b in self._buckets.values() if b.state is State.REDUCED or b.carry is not None
+        ]
+        names: dict[bool, str] = {}  # of a gradient that is there, of one that is not
+        for bucket in begun:
+            slots, presence = bucket.grads.pack.layout.slots, bucket.grads.presence()
+            for position, (slot, is_here) in enumerate(zip(slots, presence, strict=True)):
+                if position not in bucket.absent:
+                    names.setdefault(is_here, slot.name)
+        if len(names) == 2:
+            raise RuntimeError(
+                f"backward: .grad of {names[False]!r} was cleared after an earlier backward of "
+                f"this step, that of {names[True]!r} was not; between two backwards of a step "
+                "clear all gradients, by optimizer.zero_grad(), or none"
+            )
+        if False in names:
+            self.spent = True
+            for bucket in begun:
+                bucket.forget()
 
     def _running(self) -> Round | None:
         round = self._round()
         return None if round is None or round.over else round
 
     def _new_round(self) -> Round:
-        self._states.local()  # so a round is due where a backward fails
-        self._edits.begin()
-        # Gradients arrive roughly from the last parameter to the first.
-        order = list(self._buckets.values())[::-1]
-        order.sort(key=lambda bucket: bucket.late)
-        return Round(self._grid, order, self._states, self._edits, not self._local, self._alone)
+        self.due = True  # and stays so where a backward fails
+        self.edits.begin()
+        return Round(self, not self._local)
 
     def _begin(self) -> Round:
+        self.edits.changed()
         round = self._new_round()
         self._round = weakref.ref(round)
         round.begin()
         return round
 
-    def _arrive(self, bucket: Bucket, position: int, running: int) -> None:
+    def arrive(self, bucket: Bucket, position: int, running: int) -> None:
         """A gradient comes of which the hook does not know that it is only to be counted."""
         round = self._running()
         if round is None:
@@ -273,22 +341,48 @@ class Reducer:
             raise
 
 
+class ZeroGrad:
+    """``model.zero_grad`` of one model; its copies and pickles have that of their class."""
+
+    def __init__(self, model: nn.Module, cleared: Callable[[nn.Module, bool], None]) -> None:
+        self._model, self._cleared = model, cleared
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._cleared(self._model, set_to_none)
+        type(self._model).zero_grad(self._model, set_to_none)
+
+    def remove(self) -> None:
+        vars(self._model).pop("zero_grad", None)
+
+    def __reduce__(self) -> Any:
+        return plain_zero_grad, (self._model,)
+
+
+def plain_zero_grad(model: nn.Module) -> Any:
+    """That of its class."""
+    return MethodType(type(model).zero_grad, model)
+
+
+def _hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """``param.register_hook``, also of a frozen one, which torch refuses: it may be unfrozen."""
+    requires_grad = param.requires_grad
+    try:
+        return param.requires_grad_(True).register_hook(hook)
+    finally:
+        param.requires_grad_(requires_grad)
+
+
 def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Callable[[Any], None]]:
     """Run before a gradient is accumulated, one per parameter: so they do next to nothing."""
     for number in range(count):
 
         def hook(grad: Tensor | None, position: int = number) -> None:
-            reducer = me()
-            if reducer is None:
-                return
             running = _compat.current_backward()
-            round = reducer._round()
-            if round is not None and round.backward == running:
-                arrived = round.counting.get(bucket)
-                if arrived is not None:
-                    arrived.add(position)
-                    return
-            if grad is not None:  # as a function may give, which autograd does not accumulate
-                reducer._arrive(bucket, position, running)
+            if bucket.counting == running:
+                bucket.arrived.add(position)
+            elif grad is not None:  # as a function may give, which autograd does not accumulate
+                reducer = me()
+                if reducer is not None:
+                    reducer.arrive(bucket, position, running)
 
         yield hook

@@ -3,42 +3,36 @@
 Life of a pack in one synchronised backward::
 
     gradients accumulated -> counted                            (hook before accumulation)
-    all slots there       -> adopted and launched with the next gradient, packs in a fixed
+    all of them there     -> collected and launched with the next gradient, packs in a fixed
                              order, last first
     two launches later    -> landed: waited for, summed in fp32 over ranks in rank order,
                              divided by their number, written over the own span
     end of backward       -> packs still incomplete are launched, absent gradients as zeros
 
 so each synchronised backward launches every pack exactly once, in the same order, on every rank,
-whatever gradients are absent. The own span of a gradient pack then holds the mean. If more is
-accumulated on top (several backwards before a step), the mean moves to an fp32 *carry* first and is
-added back when the pack is reduced again.
+whatever gradients are absent.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Grid
-from shardcast.step.reduce.bucket import Bucket
-from shardcast.step.reduce.states import Launch, States
-from shardcast.step.reduce.user_edits import Edits
+from shardcast.step.reduce.bucket import Bucket, State
+
+if TYPE_CHECKING:
+    from shardcast.step.reduce.reducer import Reducer
 
 WINDOW = 2  # packs in flight: bounds the memory of receive buffers
 
-
-class _Crowd(list["weakref.ref[Round]"]):
-    """The rounds of one backward, in the order in which it reached their models."""
-
-
-# By the number of the backward, which is all that models in one backward have in common: nobody
-# but its rounds holds what is in here, so an entry ends with them, in a failed backward too.
-_CROWDS: weakref.WeakValueDictionary[int, _Crowd] = weakref.WeakValueDictionary()
+# Rounds that a backward holds, by process group: there is more than one where a backward goes
+# through several models, or a failed one is not collected yet.
+_ROUNDS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Round]] = weakref.WeakKeyDictionary()
 
 
 class Round:
@@ -49,51 +43,41 @@ class Round:
     in the buckets, and lands when the next round begins.
 
     Args:
-        buckets: in the order of launching.
-        sends: else complete packs are only adopted: with one rank, or inside ``no_sync()``.
-        alone: gradients are means as they come.
+        sends: else complete packs are only taken in: with one rank, or inside ``no_sync()``.
 
     Attributes:
         backward: which one it is.
         over: it ended, or one of our own errors ended it, whose traceback keeps the round.
-        counting: packs whose gradients the hooks only have to count, with those that came.
     """
 
-    def __init__(
-        self, grid: Grid, buckets: Sequence[Bucket], states: States, edits: Edits, sends: bool,
-        alone: bool,
-    ) -> None:  # fmt: skip
-        self._grid, self._buckets, self._states, self._edits = grid, buckets, states, edits
-        self._sends, self._alone = sends, alone
+    def __init__(self, reducer: Reducer, sends: bool) -> None:
+        self._reducer, self._sends = reducer, sends
+        self._buckets = reducer.order()
         self.over = False
         self.backward = _compat.current_backward()
-        self.counting: dict[Bucket, set[int]] = {}
         self._inner = self.backward  # the last backward inside it that adds to gradients
         self._next = 0  # first bucket that was not sent yet
-        self._arrived: dict[Bucket, set[int]] = {}  # slots with a gradient in this backward
         self._flying: list[Bucket] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again
-        self._looked = False  # for gradients that were cleared
-        self._crowd = _Crowd()
-        land_all(bucket for bucket in buckets if not bucket.early)  # where a backward failed
-        if any(bucket.carry is not None for bucket in buckets):
-            self._forget_cleared()  # before more is accumulated
+        land_all(bucket for bucket in self._buckets if not bucket.early)  # where a backward failed
+        reducer.check_cleared()
+        for bucket in self._buckets:
+            bucket.arrived, bucket.counting = set(), None
 
     def begin(self) -> None:
         """Have the running backward hold and end this round.
 
-        With others on its group this round, and theirs, launch at the end only, in this order.
+        Two models in one backward launch at its end, in the order in which it reached them: which
+        of them has a pack complete first depends on the gradients of a rank.
         """
         _compat.at_end_of_backward(self._end)
         if self._sends:
-            self._crowd = _CROWDS.setdefault(self.backward, _Crowd())
-            self._crowd.append(weakref.ref(self))
-            group = self._grid.cut.group
-            rounds = (there() for there in self._crowd)
-            met = [r for r in rounds if r is not None and r._grid.cut.group is group]
-            if len(met) > 1:
-                for other in met:
-                    other._states.crowded()
+            group = self._reducer.grid.cut.group
+            rounds = _ROUNDS.setdefault(group, weakref.WeakSet())
+            met = [round for round in rounds if not round.over and round.backward == self.backward]
+            rounds.add(self)
+            for round in (self, *met) if met else ():
+                round._reducer.launch_at_end()
 
     def accumulates(self, running: int) -> bool:
         """Whether ``running`` is this backward, or one inside it that adds to gradients."""
@@ -109,30 +93,27 @@ class Round:
         Packs that were complete before are sent now. Not when the last one comes: hooks of the
         script on that very parameter, which may clip or replace ``.grad``, run later.
         """
-        if running != self.backward and self._sends:
-            self._states.nested()
-        eager = not self._sends or self._states.launch is Launch.EAGER
-        if eager:
+        reducer, outer = self._reducer, running == self.backward
+        if not outer and self._sends and not reducer.sharded:
+            reducer.launch_at_end()
+        advances = not self._sends or reducer.beside
+        if advances:
             self._advance(bucket.grads.pack.data.device)
-        arrived = self._arrived.get(bucket)
-        if arrived is None:
-            arrived = self._arrived[bucket] = set()
+        if not bucket.arrived:
             self._open(bucket)
-        elif bucket.begun:  # to launch it again would be a collective that others may not issue
+        elif bucket.state is not State.LOCAL:  # to launch it again others may not do
             raise RuntimeError(
                 f"backward: a re-entrant checkpoint brought a gradient of {bucket.first!r} or a "
                 "parameter packed with it for a second time after it was sent; use "
                 "torch.utils.checkpoint with use_reentrant=False, or checkpoint from the first "
                 "step on with grads 'full'"
             )
-        arrived.add(position)
-        told = bucket.grads.clear_way(position)
-        if running == self.backward and not told and (not eager or self._waits_for(bucket)):
-            self.counting[bucket] = arrived
-
-    def _waits_for(self, bucket: Bucket) -> bool:
-        """Whether it is the next one: the first gradient of another pack will launch it."""
-        return self._next < len(self._buckets) and self._buckets[self._next] is bucket
+        bucket.arrived.add(position)
+        announced = bucket.grads.expect(position)
+        # Of the next bucket: the first gradient of another pack will launch it.
+        is_next = self._buckets[self._next : self._next + 1] == [bucket]
+        if outer and not announced and (not advances or is_next):
+            bucket.counting = running
 
     def _advance(self, device: torch.device) -> None:
         """Launch packs that are complete, in order.
@@ -142,13 +123,10 @@ class Round:
         """
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            pack = bucket.grads.pack
-            if bucket.late:
-                return
-            if len(self._arrived.get(bucket, ())) < len(pack.params) or pack.data.device != device:
+            if bucket.late or not bucket.complete or bucket.grads.pack.data.device != device:
                 return
             self._next += 1
-            self.counting.pop(bucket, None)
+            bucket.counting = None
             if self._sends:
                 self._launch(bucket)
             else:
@@ -164,8 +142,11 @@ class Round:
                 "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
             )
         self._check_not_sent(bucket)
-        if bucket.begun:
-            self._reopen(bucket)
+        self._reopen(bucket)
+
+    def _reopen(self, bucket: Bucket) -> None:
+        if bucket.state is not State.LOCAL:
+            bucket.reopen(self._reducer.spent)
 
     def _check_not_sent(self, bucket: Bucket) -> None:
         """Raise for more gradients of a stage that was reduced for this step."""
@@ -179,11 +160,12 @@ class Round:
         self.over = True  # an engine's thread may keep the callback for a moment longer
         if self._sends:
             self.flush()
-            self._states.ended()
-            self._edits.note()
+            self._reducer.ended()
+            self._reducer.edits.note()
         else:
-            for bucket in self._arrived:
-                self._adopt(bucket)
+            for bucket in self._buckets:
+                if bucket.arrived:
+                    self._adopt(bucket)
 
     def flush(self) -> None:
         """Send what was not sent yet, zeros for absent gradients, and have all means here.
@@ -193,13 +175,13 @@ class Round:
         for bucket in self._buckets[self._next :]:
             if bucket.early:
                 land_all([bucket])
-                bucket.drop_cleared(others_too=False)
-                bucket.settle()
+                bucket.drop_cleared(of_all_ranks=False)
+                bucket.end_early()
             else:
                 self._launch(bucket)
         while self._flying:
             self._land()
-        self._states.flushed()
+        self._reducer.due = self._reducer.spent = False
 
     def send_early(self, bucket: Bucket, micro_batches: int) -> None:
         """Send a pack of which this step brings no further gradient, before the round of the step.
@@ -211,18 +193,19 @@ class Round:
         self._launch(bucket)
         bucket.early = True
 
-    # -- one pack -----------------------------------------------------------------------------
-
     def _adopt(self, bucket: Bucket) -> None:
-        if bucket.grads.adopt():
-            self._edits.warn_of_graph()
+        bucket.grads.adopt()
+        self._warn_of_graph(bucket)
+
+    def _warn_of_graph(self, bucket: Bucket) -> None:
+        if bucket.grads.has_graph:
+            self._reducer.edits.warn_of_graph()
 
     def _launch(self, bucket: Bucket) -> None:
-        if bucket.begun:
-            self._reopen(bucket)
-        if bucket.collect():
-            self._edits.warn_of_graph()
-        if not self._alone:
+        self._reopen(bucket)
+        bucket.collect()
+        self._warn_of_graph(bucket)
+        if not self._reducer.alone:
             bucket.send(self._spare)
             self._flying.append(bucket)
             if len(self._flying) > 1:
@@ -231,47 +214,12 @@ class Round:
                 self._land()
 
     def _land(self) -> None:
-        self._spare.append(self._flying.pop(0).land())
-
-    def _reopen(self, bucket: Bucket) -> None:
-        """New gradients for a reduced pack: keep the mean of those that were not cleared.
-
-        Where this rank had no gradient there may be a mean all the same, of other ranks' ones. One
-        that a script replaced (``p.grad = p.grad * 2``) is a mean too, and not to be averaged.
-        """
-        grads, params = bucket.grads, bucket.grads.pack.params
-        others: set[int] = set()
-        if not self._states.past:
-            self._forget_cleared()
-            grads.adopt(set(range(len(params))) - bucket.absent)
-            others = {position for position in bucket.absent if params[position].grad is None}
-        kept = {position for position in range(len(params)) if grads.holds(position)}
-        # Usually none: all gradients were set to None, all are overwritten.
-        bucket.carry, bucket.reduced = grads.reopen(kept | others), False
-
-    def _forget_cleared(self) -> None:
-        """Keep no means of gradients that were cleared by hand.
-
-        If there are any, the means of slots where only other ranks had a gradient were so too.
-        """
-        if self._looked:
-            return
-        self._looked = True
-        cleared = False
-        for bucket in self._buckets:
-            if bucket.reduced or bucket.carry is not None:
-                params = bucket.grads.pack.params
-                gone = {n for n, p in enumerate(params) if p.grad is None} - bucket.absent
-                bucket.forget(gone)
-                cleared = cleared or bool(gone)
-        if cleared:
-            for bucket in self._buckets:
-                bucket.forget(bucket.absent)
-                bucket.absent = set()
+        buffer = self._flying.pop(0).land()
+        if buffer is not None:
+            self._spare.append(buffer)
 
 
 def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
-        if bucket.flight is not None:
-            bucket.land()
+        bucket.land()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from shardcast.memory.gradients import GradPack
+from shardcast.memory.gradients import Gradients
 from shardcast.messages import warn
 
 LOCAL = (
@@ -25,9 +25,9 @@ class Edits:
         grads: the gradient packs; the list may grow.
     """
 
-    def __init__(self, grads: Sequence[GradPack]) -> None:
+    def __init__(self, grads: Sequence[Gradients]) -> None:
         self._grads = grads
-        self._noted: dict[GradPack, int] = {}  # versions when the last backward had ended
+        self._noted: dict[Gradients, int] = {}  # versions when the last backward had ended
         self._warned: set[str] = set()
         self._gathered = False  # every .grad is the mean, on all ranks: all edits are right
         self._seen: list[tuple[Callable[[], Tensor | None], int]] = []
@@ -36,6 +36,11 @@ class Edits:
     def begin(self) -> None:
         """Gradients are reduced anew."""
         self._gathered = False
+
+    def changed(self) -> None:
+        """Gradients come, or were cleared: sharded ones, which are no ``.grad``, too."""
+        self._version += 1
+        self._noted = {}
 
     def gathered(self) -> None:
         """Every ``.grad`` is the mean now."""
@@ -52,10 +57,22 @@ class Edits:
         if edited:
             self._warn_once(f"gradients were edited in place after backward; {LOCAL}")
 
-    def check_replaced(self) -> None:
-        """Warn of gradients that a script put in the place of ours."""
-        if not self._gathered and self._replaced():
+    def warn_of_replaced(self, spent: bool) -> None:
+        """Warn of gradients that a script put in the place of ours.
+
+        Args:
+            spent: ours were cleared, without a step.
+        """
+        if self._gathered:
+            return
+        if not spent:
             self._warn_once(f"gradients were replaced after backward; {LOCAL}")
+            return
+        warn(
+            "gradients were set by hand after those of a backward were dropped without a step: "
+            "they are taken for means and not averaged over ranks; average them yourself, or "
+            "drop gradients by a step that changes nothing (all .grad None)"
+        )
 
     def warn_of_graph(self) -> None:
         """Warn of gradients that have a graph of their own, which the mean has not."""
@@ -69,22 +86,6 @@ class Edits:
         if message not in self._warned:
             self._warned.add(message)
             warn(message)
-
-    def check_strangers(self) -> None:
-        """Warn of gradients set by hand after zero_grad(), of which no rank knows the others'."""
-        if not self._gathered and self._replaced():
-            warn(
-                "gradients were set by hand after those of a backward were dropped without a step: "
-                "they are taken for means and not averaged over ranks; average them yourself, or "
-                "drop gradients by a step that changes nothing (all .grad None)"
-            )
-
-    def _replaced(self) -> bool:
-        return any(
-            param.grad is not None and not grads.holds(position)
-            for grads in self._grads
-            for position, param in enumerate(grads.pack.params)
-        )
 
     def version(self) -> int:
         """Another number after any gradient came, was edited in place, replaced or cleared."""

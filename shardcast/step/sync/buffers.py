@@ -50,7 +50,8 @@ class Buffers:
             return
         self._calls += 1
         # A captured CUDA graph cannot wait for an answer; ranks capture the same step.
-        if self._calls.bit_count() == 1 and not _compat.is_capturing():
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self._calls.bit_count() == 1 and not capturing:
             self._agree()
         if self._sent:
             self._broadcast()

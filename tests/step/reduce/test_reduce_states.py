@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcast
 from shardcast.step.reduce import round as rounds
-from shardcast.step.reduce import states
-from shardcast.step.reduce.states import GRADIENTS, LAUNCH, Gradients, Launch, States
+from shardcast.step.reduce.bucket import State
+from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.reduce.user_edits import Edits
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
@@ -179,6 +179,8 @@ def sequence(choose: random.Random, sharded: bool) -> list[Action]:
             actions.append((Side.clear, (choose.choice(zeros),)))
         else:
             actions.append((getattr(Side, kind), ()))
+            if kind == "step" and sharded:  # their gradients are gone then
+                actions.append((Side.clear, (choose.choice(["none", "zeros", "model"]),)))
         clipped = kind == "clip" or (clipped and kind not in ("step", "clear"))
     return [*actions, (Side.step, ())]
 
@@ -203,21 +205,11 @@ def compare(actions: list[Action], size: int, grads: str) -> None:
                     assert torch.equal(left, right), (number, actions)
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
-    """The transitions that were made."""
-    found: set[Any] = set()
-    enter = states.entered
-
-    def note(table: Any, now: Any, then: Any) -> Any:
-        if now is not then:
-            found.add((now, then))
-        return enter(table, now, then)
-
-    monkeypatch.setattr(states, "entered", note)
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*this clip is lost.*")
-        yield found
+        yield
 
 
 def run_many(grads: str, examples: int) -> None:
@@ -226,18 +218,9 @@ def run_many(grads: str, examples: int) -> None:
         compare(sequence(choose, grads == "sharded"), choose.choice([1, 2, 2, 4]), grads)
 
 
-def of_table(table: Any) -> set[Any]:
-    return {(now, then) for now, after in table.items() for then in after}
-
-
-def test_random_sequences_with_full_gradients_take_every_transition(taken: set[Any]):
-    run_many("full", 45)
-    assert taken == of_table(LAUNCH) | of_table(GRADIENTS)
-
-
-def test_random_sequences_with_sharded_gradients_take_every_transition(taken: set[Any]):
-    run_many("sharded", 35)
-    assert taken >= of_table(GRADIENTS) | {(Launch.EAGER, Launch.DEFERRED)}
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_random_sequences_of_backwards_clears_and_steps_equal_plain_torch(grads: str):
+    run_many(grads, 45)
 
 
 @pytest.mark.parametrize("grads", ["full", "sharded"])
@@ -257,26 +240,42 @@ def test_means_that_were_begun_upon_are_dropped_where_gradients_are_cleared_by_h
 
 @pytest.mark.parametrize("grads", ["full", "sharded"])
 def test_sequences_find_a_round_that_a_failed_backward_leaves_undone(
-    grads: str, monkeypatch: pytest.MonkeyPatch, taken: set[Any]
+    grads: str, monkeypatch: pytest.MonkeyPatch
 ):
     """The control: no round is due after it, so what it did bring is not reduced."""
-    monkeypatch.setattr(States, "local", lambda self: None)
+    new_round = Reducer._new_round
+
+    def undue(self: Reducer) -> Any:
+        due = self.due
+        started = new_round(self)
+        self.due = due
+        return started
+
+    monkeypatch.setattr(Reducer, "_new_round", undue)
     with pytest.raises((AssertionError, RuntimeError)):
         run_many(grads, 50)
 
 
-@pytest.mark.parametrize(
-    ("now", "then"),
-    [
-        (Launch.DEFERRED, Launch.EAGER),
-        (Launch.EAGER, Launch.LEARNING),
-        (Gradients.CONSUMED, Gradients.DISCARDED),
-        (Gradients.DISCARDED, Gradients.REDUCED),
-    ],
-)
-def test_what_is_not_in_the_tables_is_refused(now: Any, then: Any):
-    with pytest.raises(RuntimeError, match="cannot follow"):
-        states.entered(LAUNCH if isinstance(now, Launch) else GRADIENTS, now, then)
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_clearing_some_gradients_between_two_backwards_of_a_step_is_refused_by_name(grads: str):
+    def run(group: Any) -> None:
+        side = Side(2, group, grads)
+        every = (frozenset(range(COUNT)),) * 2
+        side.backward(0, every)
+        assert grads == "full" or side.models[0].all[3].grad is None, "which cannot be cleared"
+        side.models[0].all[3].grad = None
+        if grads == "sharded":
+            return side.backward(1, every)
+        with pytest.raises(RuntimeError, match=r"\.grad of 'all.3' was cleared"):
+            side.backward(1, every)
+        side.optimizers[0].zero_grad()
+        side.backward(1, every)
+        side.models[0].all[3].grad = None  # of the next step, and not between its backwards
+        side.step()
+
+    world = ThreadedWorld(2)
+    world.run(run)
+    assert_same_sequence(world.logs)
 
 
 def test_a_failed_backward_leaves_nothing_behind():
@@ -288,18 +287,18 @@ def test_a_failed_backward_leaves_nothing_behind():
         side.optimizers[0].zero_grad()
         side.failed(1, every, 2)
         reducer = side.optimizers[0].engine.reduce
-        flying = [bucket for bucket in reducer._buckets.values() if bucket.flight]
+        flying = [b for b in reducer._buckets.values() if b.state is State.IN_FLIGHT]
         assert len(flying) == 1, "packs that were sent are on their way"
         side.optimizers[0].zero_grad()
         side.backward(2, every)
-        assert not any(bucket.flight for bucket in reducer._buckets.values())
+        assert all(b.state is State.REDUCED for b in reducer._buckets.values())
         side.step()
 
     try:
         ThreadedWorld(2).run(run)
     finally:
         gc.enable()
-    assert not rounds._CROWDS
+    assert not any(rounds._ROUNDS.values())
 
 
 def test_another_gradient_in_the_place_of_the_last_one_is_another_version():
