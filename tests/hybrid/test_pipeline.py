@@ -77,6 +77,7 @@ def pipelined(
     scale_grads: bool,
     overlap: bool = False,
     late: bool = False,
+    autocast: bool = False,
 ) -> dict[str, Any]:
     """Train this rank's stages; what they hold at the end, and the norms of all steps."""
     pp, dp_rank = mesh["pp"], mesh.get_local_rank("dp")
@@ -92,7 +93,7 @@ def pipelined(
     inner.param_groups[0]["params"] = [
         p for p in inner.param_groups[0]["params"] if not any(p is other for other in added)
     ]
-    optimizer = shardcast.shard(model, inner, mesh=mesh, param_dtype=dtype)
+    optimizer = shardcast.shard(model, inner, mesh=mesh, param_dtype=dtype, autocast=autocast)
     parts = [
         PipelineStage(stage, number, count, torch.device("cpu"), group=pp.get_group())
         for number, stage in zip(numbers, stages, strict=True)
@@ -174,6 +175,14 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     found = ranks[0]["values"] | ranks[1]["values"]
     assert len(found) == 4 * LAYERS
     return found
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_stages_train_under_autocast_too(schedule: str):
+    """These layers are what autocast casts, so it changes no bit."""
+    train = functools.partial(pipelined, autocast=True)
+    ranks = threaded_world(GRID, train, schedule, BF16, True, False)
+    assert_same_bits(joined(ranks), joined(on_four(schedule, BF16)))
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble"])
