@@ -25,9 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.report import table
+from codegen.epilogues import Average, Swallowed
 from codegen.kernels import Kernel, examine
 from codegen.trace import SMALL, Pass, Step, trace
 from torch.optim import SGD, Adam, AdamW
+
+from shardcast.step.update.fusion import Epilogue
 
 COLUMNS = (
     "what", "stage", "kernels", "bytes", "goal", "access", "registers", "spills", "fp64",
@@ -48,6 +51,7 @@ class Variant:
     fields: tuple[tuple[str, str], ...] = ()
     ranks: int = 1
     stage: str = "update"
+    epilogues: tuple[Epilogue, ...] = ()
 
 
 def variants() -> list[Variant]:
@@ -67,6 +71,9 @@ def variants() -> list[Variant]:
         Variant("int8 moments", 17, fields=(int8,)),
         Variant("split16, bf16 moments", 20, fields=tuple(LEAN.items())),
         Variant("split16, int8 moments", 15, fields=tuple(LEANEST.items())),
+        Variant("AdamW, an average", 36, epilogues=(Average(),)),
+        # Old published values are read, and a number per row of 64 is read and written.
+        Variant("AdamW, a sum", 30.2, epilogues=(Swallowed(),)),
     ]
     rows += [Variant(f"mean of {n} ranks", 2 * n + 2, ranks=n, stage="reduce") for n in range(2, 9)]
     return [*rows, Variant("norm", 2, stage="combine")]
@@ -136,7 +143,8 @@ class Row:
 
 def measure(variant: Variant, source: bool = False) -> Row:
     """Trace one variant, and compile what it compiles."""
-    step = trace(variant.kind, dict(variant.options), variant.ranks, **dict(variant.fields))
+    step = trace(variant.kind, dict(variant.options), variant.ranks, variant.epilogues,
+                 **dict(variant.fields))  # fmt: skip
     # Gradients go into their packs in one pass of their own, before the mean.
     passes = [p for p in step.passes if p.stage == variant.stage and p.name != "_foreach_copy_"]
     launches, small = [], step.scalars

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardcast
 from shardcast import _compat
+from shardcast.step.update.fusion import Epilogue
 from shardcast.testing import fake_world
 
 SHAPES = ((1000, 700), (700,), (420, 701), (33,))  # 995,153 elements: no multiple of anything
@@ -220,12 +221,14 @@ def forget_graphs() -> None:
 
 
 def trace(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], ranks: int = 1, **fields: Any
-) -> Step:
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], ranks: int = 1,
+    epilogues: Sequence[Epilogue] = (), **fields: Any,
+) -> Step:  # fmt: skip
     """The third step of an optimizer on one rank of so many; its state is there by then."""
     compiler, waits = Compiler(), list[str]()
     step = Step(0)
-    with fake_world(ranks, rank=ranks // 2) as group, fake_gpu(compiler, waits):
+    given = mock.patch("shardcast.step.update.several.epilogues_of", lambda _: tuple(epilogues))
+    with given, fake_world(ranks, rank=ranks // 2) as group, fake_gpu(compiler, waits):
         model = nn.ParameterList(torch.empty(shape, device=CUDA) for shape in SHAPES)
         step.elements = sum(param.numel() for param in model.parameters()) // ranks
         optimizer = shardcast.shard(

@@ -34,7 +34,8 @@ class Updated(NamedTuple):
     Attributes:
         grad: fp32, unscaled and clipped.
         state: the rule's new state, in the order of ``rule.state``.
-        old_published, published: of the parameter's dtype, and the masters where it is fp32.
+        old_published, published: bit patterns of the parameter before and after, int16 or int32. A
+            compiler leaves out a cast to low precision and back: values would not be rounded.
     """
 
     grad: Tensor
@@ -190,8 +191,10 @@ def update_(
             old_published, new_published = stored[0][0], encoded[0]
         elif published is not None:
             old_published, new_published = published, master.to(published.dtype)
-        updated = Updated(unscaled, old_master, master, state, old_published, new_published)
-        start, summands = 1 + len(state), list[Tensor]()
+        published_bits = _bits(old_published), _bits(new_published)
+        updated = Updated(unscaled, old_master, master, state, *published_bits)
+        summands: list[Tensor] = []
+        start = 1 + len(state)
         for epilogue, its_numbers in zip(epilogues, numbers.epilogues, strict=True):
             stop = start + len(epilogue.state)
             summands += epilogue.apply_(updated, tuple(news[start:stop]), its_numbers)
@@ -211,6 +214,10 @@ def update_(
             encoded = codec.encode(news[number], bits)
         for memory, values in zip(pieces, encoded, strict=True):
             _write_(memory, values, skip)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
 def _write_(memory: Tensor, values: Tensor, skip: Tensor | None) -> None:
