@@ -143,15 +143,15 @@ def _compute(
 ) -> Compute:
     """In what ``module`` computes; modules without parameters do as their caller."""
     config, dtypes = precision.config, _dtypes(module, stored)
-    if module in precision.kept:
+    if module in precision.fp32_modules:
         return Compute.FP32
-    if module in precision.autocast:
+    if module in precision.autocast_modules:
         return Compute.FP32 if outside is Compute.FP32 else Compute.AUTOCAST
     if config.param_dtype in dtypes:
         bare = config.cast_forward_inputs and not _is_of_torch(module) and _holds_matrix(module)
         return Compute.AUTOCAST if config.autocast or bare else Compute.LOW
     if MASTER_DTYPE in dtypes:
-        as_beside_ddp = any(child in precision.autocast for child in module.modules())
+        as_beside_ddp = any(child in precision.autocast_modules for child in module.modules())
         return Compute.AUTOCAST if as_beside_ddp else Compute.FP32
     return outside or (Compute.AUTOCAST if config.autocast else Compute.LOW)
 

@@ -65,8 +65,8 @@ class Precision:
         trained: parameters that the optimizer updates; ``None``: all that require a gradient.
     Attributes:
         unmatched: patterns of ``keep_fp32`` and ``fp32_outputs`` that match nothing, as messages.
-        kept: modules that compute in fp32.
-        autocast: modules in fp32 that compute under autocast, as they would beside DDP.
+        fp32_modules: they compute in fp32.
+        autocast_modules: modules in fp32 that compute under autocast, as they would beside DDP.
         fp32_outputs: modules that return fp32.
     """
 
@@ -78,19 +78,23 @@ class Precision:
     ) -> None:
         self.config = config
         self.unmatched: list[str] = []
-        self.kept = _kept_modules(model, config.keep_fp32, self.unmatched)
+        self.fp32_modules = _kept_modules(model, config.keep_fp32, self.unmatched)
         norms = [module for module in model.modules() if isinstance(module, NORMS)]
         unasked: list[nn.Module] = norms if config.autocast else []
         if not config.cast_buffers:
             unasked += _parametrized(model)
             if not config.autocast:  # torch refuses fp32 running statistics with low precision
-                self.kept.update((n, None) for n in norms if any(map(is_packable, n.buffers())))
+                self.fp32_modules.update(
+                    (n, None) for n in norms if any(map(is_packable, n.buffers()))
+                )
         if config.convert_rest is not True:
             if trained is None:
                 trained = {param for param in model.parameters() if param.requires_grad}
             unasked += (_teachers if config.convert_rest is None else _untrained)(model, trained)
-        self.autocast = {it: None for it in unasked if it not in self.kept and own_params(it)}
-        self._fp32 = self.kept | self.autocast
+        self.autocast_modules = {
+            it: None for it in unasked if it not in self.fp32_modules and own_params(it)
+        }
+        self._fp32 = self.fp32_modules | self.autocast_modules
         self._fp32_params = {param for module in self._fp32 for param in own_params(module)}
         self.fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
@@ -161,15 +165,19 @@ def _teachers(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[
     for parent in model.modules():
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
             continue
-        shapes = {
-            child: {name: param.shape for name, param in child.named_parameters()}
-            for child in parent.children()
-        }
-        students = [it for it in shapes if not trained.isdisjoint(it.parameters())]
-        for child, own in shapes.items():
+        children = list(parent.children())
+        frozen = [child for child in children if trained.isdisjoint(child.parameters())]
+        if len(frozen) in (0, len(children)):
+            continue
+        students = [_shapes(child) for child in children if child not in frozen]
+        for child in frozen:
             layers = sum(bool(own_params(module)) for module in child.modules())
-            if layers > 1 and child not in students and any(own == shapes[s] for s in students):
+            if layers > 1 and _shapes(child) in students:
                 yield from child.modules()
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: param.shape for name, param in module.named_parameters()}
 
 
 def _untrained(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:

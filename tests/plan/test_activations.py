@@ -225,8 +225,10 @@ MODES = [(name, autocast) for name, case in SCRIPTS.items() for autocast in (Fal
          if case[2].get("autocast", autocast) == autocast]  # fmt: skip
 
 
-def loss_and_norm(model: nn.Module, batch: Batch, autocast: bool) -> tuple[float, float]:
-    with torch.autocast("cpu", BF16, enabled=autocast):
+def loss_and_norm(
+    model: nn.Module, batch: Batch, autocast: bool, dtype: torch.dtype = BF16
+) -> tuple[float, float]:
+    with torch.autocast("cpu", dtype, enabled=autocast):
         loss = model(**batch)
     grads = torch.autograd.grad(loss.float(), list(model.parameters()), allow_unused=True)
     squares = (float(grad.float().square().sum()) for grad in grads if grad is not None)
@@ -246,7 +248,7 @@ def figures(name: str, autocast: bool, dtype: torch.dtype = BF16) -> tuple[float
     for seed in range(12):
         batch = batches(seed)[kind]
         exact, _ = loss_and_norm(plain, batch, False)
-        expected, expected_norm = loss_and_norm(stock, batch, True)
+        expected, expected_norm = loss_and_norm(stock, batch, True, dtype)
         with optimizer.no_sync():
             loss, norm = loss_and_norm(low, batch, False)
         distance.append(abs(loss - expected) / abs(exact))
@@ -262,18 +264,39 @@ def test_a_script_has_the_loss_of_stock_autocast(name: str, autocast: bool):
     assert gradients < 0.05
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["time steps", "bare weights", "fp32 residual stream"])
+def test_a_script_in_fp16_has_the_loss_of_stock_autocast(name: str, autocast: bool):
+    distance, noise, gradients = figures(name, autocast, FP16)
+    assert distance < 2 * noise
+    assert gradients < 0.05
+
+
+class Gain(nn.Module):
+    """Notes whether it runs under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.autocast = torch.is_autocast_enabled("cpu")
+        return x * self.gain
+
+
 class Keeper(nn.Module):
     """A root with a matrix of its own, which notes what it is given and computes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.norm = nn.Parameter(torch.ones(4, 4)), nn.LayerNorm(4)
+        self.gain = Gain()
         self.last = nn.Linear(4, 4)
         self.seen: tuple[Any, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self.seen = (*args, *kwargs.values())
-        x = self.norm(self.seen[0] @ self.weight)
+        x = self.gain(self.norm(self.seen[0] @ self.weight))
         self.normed = x.dtype
         return self.last(x)
 
@@ -294,9 +317,10 @@ def test_what_is_inside_a_module_with_a_matrix_of_its_own_computes_low():
     sharded(model, param_dtype=BF16)
     model(torch.ones(2, 4))
     assert model.normed == model.weight.dtype == BF16
-    assert not torch.is_autocast_enabled("cpu")
+    assert not model.gain.autocast and not torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", FP16):
         assert model(torch.ones(2, 4)).dtype == FP16, "an autocast of the script's own goes on"
+    assert model.gain.autocast
 
 
 def test_under_autocast_norms_stay_fp32_and_kept_modules_run_without_it():
