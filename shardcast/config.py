@@ -251,17 +251,17 @@ class ShardcastConfig:
         if source is not None and named and named != str(source):
             warnings.warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it", stacklevel=3)
         source = (named or None) if source is None else source
-        found: Mapping[str, Any] = {}
+        values_of_source: Mapping[str, Any] = {}
         if isinstance(source, Mapping):
-            found = _known(source, "config")
+            values_of_source = _known(source, "config")
         elif isinstance(source, (str, os.PathLike)):
-            found = _known(_read_yaml(Path(source)), str(source))
+            values_of_source = _known(_read_yaml(Path(source)), str(source))
         elif source is not None:
             raise TypeError(
                 "config: expected a ShardcastConfig, a mapping, a path or None, got "
                 f"{type(source).__name__}; pass options by keyword otherwise"
             )
-        values = _with_numbers({**found, **_from_environment(os.environ)})
+        values = _with_numbers({**values_of_source, **_from_environment(os.environ)})
         return cls(**{**values, **_known(keywords, "keyword")})
 
     def replace(self, **changes: Any) -> ShardcastConfig:

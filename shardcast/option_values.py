@@ -55,8 +55,8 @@ def _several(name: str, annotation: str, value: Any) -> tuple[Any, ...]:
     expected, functions = "glob patterns of module names", "KeepRule" in annotation
     if functions:
         expected = "patterns, module classes or predicates (name, parameter) -> bool"
-    one = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
-    items = (value,) if one else tuple(value)
+    single = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
+    items = (value,) if single else tuple(value)
     for item in items:
         if not (isinstance(item, str) or (functions and callable(item))):
             got = f"{item!r} ({type(item).__name__})"

@@ -31,27 +31,27 @@ def options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
 
         both = ("dp", TP)
         mesh = init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=both)
-        found: dict[str, Any] = {"mesh": mesh, "dp": "dp"}
+        options: dict[str, Any] = {"mesh": mesh, "dp": "dp"}
     elif CP in names:  # its ranks have parts of one batch: gradients are averaged over them too
-        found = {"mesh": mesh, "dp": mesh["dp_cp"]}  # flattened by Accelerate
+        options = {"mesh": mesh, "dp": mesh["dp_cp"]}  # flattened by Accelerate
     else:
-        found = {"mesh": mesh, "dp": tuple(name for name in names if name != TP)}
+        options = {"mesh": mesh, "dp": tuple(name for name in names if name != TP)}
     if TP in names:
-        found["grad_sum_over"] = {TP: _partial(model)}
-    return found
+        options["grad_sum_over"] = {TP: _partial(model)}
+    return options
 
 
 def _check_model(model: nn.Module, size: int) -> None:
-    found = set()
+    sizes = set()
     for param in model.parameters():
         dims = list(_compat.placements(param))
         if TP in dims:
-            found.add(param.device_mesh.size(dims.index(TP)))  # type: ignore[attr-defined]
-    found = found or {1}
-    if found != {size}:
+            sizes.add(param.device_mesh.size(dims.index(TP)))  # type: ignore[attr-defined]
+    sizes = sizes or {1}
+    if sizes != {size}:
         raise ValueError(
             f"prepare: expected a model that is tensor-parallel over {size} ranks, as the "
-            f"parallelism config says, found {', '.join(map(str, sorted(found)))}; parallelize it "
+            f"parallelism config says, found {', '.join(map(str, sorted(sizes)))}; parallelize it "
             "before its optimizer is built: parallelize_module(model, "
             'accelerator.torch_device_mesh["tp"], plan), or for a model of transformers '
             f"shardcast.transformers.tensor_parallel(model, {size})"
@@ -64,14 +64,14 @@ def _partial(model: nn.Module) -> list[str]:
     It sums in a hook on ``.grad``, and so again what was accumulated before: the hook is taken off
     (it would be set in the first forward), and the sharded optimizer sums, once per step.
     """
-    found = []
+    names = []
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
         if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
             assert callable(forward)
             module.forward = inspect.getclosurevars(forward).nonlocals["original_forward"]
-            found += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-    return found
+            names += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+    return names
 
 
 def refuse_dispatch(accelerator: Any, dispatches: bool) -> None:

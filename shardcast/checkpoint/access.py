@@ -87,8 +87,8 @@ class Snapshot:
             for shard in engine.shards
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
-        held = set(self._trained.values())
-        self._outside = {n: p for n, p in engine.model.named_parameters() if p not in held}
+        trained = set(self._trained.values())
+        self._outside = {n: p for n, p in engine.model.named_parameters() if p not in trained}
         self._buffers = _persistent(engine.stages)
         tensors = {**self._trained, **self._outside, **self._buffers}
         self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
@@ -105,22 +105,22 @@ class Snapshot:
         Raises:
             ValueError: the optimizer was made for another model.
         """
-        mine = self.together(self._held, call)
+        own = self.together(self._held, call)
         if self._grid.is_flat:  # all ranks hold the same
-            self.inventory = merge({0: mine})
+            self.inventory = merge({0: own})
             return
         comm, device = self._comm, self._engine.device
-        digests = comm.exchange(hashlib.sha256(repr(mine).encode()).digest(), device)
+        digests = comm.exchange(hashlib.sha256(repr(own).encode()).digest(), device)
         # Of ranks that hold the same, as data-parallel ones do, the first one tells.
         tells = digests.index(digests[self.rank]) == self.rank
-        found = comm.gather(mine if tells else None, device)
-        told = {rank: held for rank, held in enumerate(found) if held is not None}
-        merged = self.together(lambda: merge(told) if self.rank == 0 else None, call)
+        gathered = comm.gather(own if tells else None, device)
+        by_rank = {rank: content for rank, content in enumerate(gathered) if content is not None}
+        merged = self.together(lambda: merge(by_rank) if self.rank == 0 else None, call)
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
     def _held(self) -> Held:
-        given, known = [_compat.unwrapped(model) for model in self._given], self._engine.stages
-        if len(given) != len(known) or any(a is not b for a, b in zip(given, known, strict=True)):
+        models, known = [_compat.unwrapped(model) for model in self._given], self._engine.stages
+        if len(models) != len(known) or any(a is not b for a, b in zip(models, known, strict=True)):
             raise ValueError(
                 "model: it is not the one that the optimizer was sharded with; pass that one"
             )
@@ -202,13 +202,13 @@ class Snapshot:
 
     def objects(self) -> dict[str, dict[str, Any]]:
         """This rank's state that is not a tensor, by parameter and state name."""
-        found: dict[str, dict[str, Any]] = {}
+        objects: dict[str, dict[str, Any]] = {}
         for shard, number, fragment in self._stored():
             values = self._engine.update.fragment_state(shard, number, decode=False)
             plain = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
             if plain:
-                found[self.inventory.stored(fragment.slot.name)] = plain
-        return found
+                objects[self.inventory.stored(fragment.slot.name)] = plain
+        return objects
 
     def extra_state(self) -> dict[str, Any]:
         """What modules have besides tensors, of which this rank stores it."""
@@ -246,22 +246,22 @@ class Snapshot:
             load_groups(self._optimizer.param_groups, source.groups)
         if source.scaler is not None:
             self._engine.decider.load_state_dict(dict(source.scaler))
-        given = source.extra_state or {}
+        states = source.extra_state or {}
         for name, (stage, _) in self._extra.items():
-            if name in given:
+            if name in states:
                 module = stage.get_submodule(name.removesuffix(EXTRA_STATE).rstrip("."))
-                module.set_extra_state(given[name])
+                module.set_extra_state(states[name])
 
     @torch.no_grad()
     def take_tensors(self, source: Source) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
         for shard in self._engine.shards:
             self._take_pack(shard, source)
-        rest: dict[str, Tensor] = {**self._outside, **self._buffers}
-        parts = [self._part(name, tensor) for name, tensor in rest.items()]
+        untrained: dict[str, Tensor] = {**self._outside, **self._buffers}
+        parts = [self._part(name, tensor) for name, tensor in untrained.items()]
         staged = [replace(part, flat=torch.empty_like(part.flat, device="cpu")) for part in parts]
         source.read(staged)
-        for tensor, part in zip(rest.values(), staged, strict=True):
+        for tensor, part in zip(untrained.values(), staged, strict=True):
             local = _compat.local_tensor(tensor)
             local.copy_(part.flat.view(local.shape))
 
@@ -312,9 +312,9 @@ def _persistent(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 
     Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
     """
-    found: dict[Tensor, str] = {}
+    names: dict[Tensor, str] = {}
     for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
-    return {name: buffer for buffer, name in found.items()}
+                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in names.items()}

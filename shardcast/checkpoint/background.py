@@ -52,9 +52,9 @@ def save_async(
         ValueError, RuntimeError, OSError: as ``save``.
     """
     snapshot = Snapshot(model, optimizer)
-    before = _running.get(optimizer)
-    if before is not None:
-        before.end("save_async")
+    earlier = _running.get(optimizer)
+    if earlier is not None:
+        earlier.end("save_async")
     job = saving.begin(
         snapshot, "save_async", (os.path.abspath(directory), step, keep), extra, per_rank
     )
@@ -62,8 +62,8 @@ def save_async(
     def copied() -> tuple[saving.Job, list[Part]]:
         job.look()  # else rank 0 would wait for the others in vain
         own, once = copy.deepcopy((job.own, job.once))
-        kept = dataclasses.replace(job, own=own, once=once, timeout=timeout)
-        return kept, list(map(_copied, snapshot.parts()))
+        own_job = dataclasses.replace(job, own=own, once=once, timeout=timeout)
+        return own_job, list(map(_copied, snapshot.parts()))
 
     try:
         running = Saving(snapshot.ranks, *snapshot.together(copied, "save_async"))

@@ -63,8 +63,8 @@ def steps(directory: Path) -> dict[int, Path]:
     if not directory.is_dir():
         return {}
     matches = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    found = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
-    return dict(sorted(found, reverse=True))
+    numbered = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    return dict(sorted(numbered, reverse=True))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -134,8 +134,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         raise _damaged(folder, MANIFEST, f"does not list {METADATA!r}")
     match = NAME.fullmatch(folder.name)
     if match and int(match[1]) != manifest["step"]:
-        told = f"is of step {manifest['step']}; the directory was renamed; restore its name"
-        raise _damaged(folder, MANIFEST, told)
+        reason = f"is of step {manifest['step']}; the directory was renamed; restore its name"
+        raise _damaged(folder, MANIFEST, reason)
     return manifest
 
 
@@ -192,8 +192,8 @@ def _check_references(folder: Path, listed: Mapping[str, Any]) -> None:
         raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
     for name, size in needed.items():
         if name not in listed or listed[name]["bytes"] < size:
-            told = f"refers to byte {size} of {name!r}, which {MANIFEST!r} does not list"
-            raise _damaged(folder, METADATA, told)
+            reason = f"refers to byte {size} of {name!r}, which {MANIFEST!r} does not list"
+            raise _damaged(folder, METADATA, reason)
 
 
 def _holding(folder: Path, name: str, beyond: int) -> str:
@@ -225,8 +225,8 @@ def choose(
         error = check(folder)
         if error is None:
             if reasons and loud:
-                told = f"falling back to {str(folder)!r}: " + "; ".join(reasons)
-                warn(told)
+                message = f"falling back to {str(folder)!r}: " + "; ".join(reasons)
+                warn(message)
             return folder
         if named:
             raise error
@@ -257,12 +257,12 @@ def chosen(directory: str | os.PathLike[str]) -> Path:
         FileNotFoundError: there is none.
         DamagedCheckpointError: none is sound.
     """
-    found = latest(directory)
-    if found is None:
+    newest = latest(directory)
+    if newest is None:
         raise FileNotFoundError(
             f"directory: no committed checkpoint in {str(directory)!r}; check the path"
         )
-    return found
+    return newest
 
 
 def inspect(directory: str | os.PathLike[str]) -> Info:

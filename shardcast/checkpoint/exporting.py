@@ -98,7 +98,7 @@ def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str
     numbered = split_state({"state": state, "param_groups": groups}, places)
     if len(numbered) == 1:
         return {OPTIMIZER: numbered[0]}
-    return {f"optimizer-{place}.pt": one for place, one in enumerate(numbered)}
+    return {f"optimizer-{place}.pt": state for place, state in enumerate(numbered)}
 
 
 def _check_dtypes(reader: Reader) -> None:

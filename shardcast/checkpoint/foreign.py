@@ -144,9 +144,11 @@ def _from_deepspeed(folder: Path) -> Source:
             weights[name] = joined(flats)
             state[name] = {}
             for key, first in base["state"].get(number, {}).items():
-                whole = isinstance(first, Tensor) and first.dim() > 0
-                theirs = [shard["base_optimizer_state"]["state"][number][key] for shard in shards]
-                state[name][key] = joined(theirs) if whole else first
+                divided = isinstance(first, Tensor) and first.dim() > 0
+                pieces_of_shards = [
+                    shard["base_optimizer_state"]["state"][number][key] for shard in shards
+                ]
+                state[name][key] = joined(pieces_of_shards) if divided else first
     return dataclasses.replace(from_tensors(where, weights, state), groups=groups)
 
 
@@ -158,7 +160,7 @@ def _joined(where: str, places: list[Any], shape: tuple[int, ...], flats: list[T
         for flat, place in zip(flats, places, strict=True)
         if place is not None
     ]
-    found = sum(piece.numel() for piece in pieces)
-    if found != math.prod(shape):
-        raise RuntimeError(f"{where}: {found} elements, expected {math.prod(shape)}")
+    numel = sum(piece.numel() for piece in pieces)
+    if numel != math.prod(shape):
+        raise RuntimeError(f"{where}: {numel} elements, expected {math.prod(shape)}")
     return Lazy(shape, flats[0].dtype, lambda: torch.cat(pieces).view(shape))

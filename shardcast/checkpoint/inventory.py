@@ -83,32 +83,34 @@ def merge(found: Mapping[int, Held]) -> Inventory:
     ties = _ties(ranks)
     shapes: dict[str, Shape] = {}
     copies: dict[str, dict[Copy, int]] = {}
-    for rank, held in ranks.items():
-        for name, copy in held.params.items():
+    for rank, content in ranks.items():
+        for name, copy in content.params.items():
             if ties.get(name, name) == name:
                 copies.setdefault(name, {}).setdefault(copy, rank)
-    for name, some in copies.items():
-        _check_tiled(name, some)
-        shapes[name] = next(iter(some)).region.shape
+    for name, entries in copies.items():
+        _check_tiled(name, entries)
+        shapes[name] = next(iter(entries)).region.shape
     buffers: dict[tuple[str, Region], int] = {}
     extra: dict[str, int] = {}
-    for rank, held in ranks.items():
-        for name, region in held.buffers.items():
+    for rank, content in ranks.items():
+        for name, region in content.buffers.items():
             buffers.setdefault((name, region), rank)
             if shapes.setdefault(name, region.shape) != region.shape:
                 raise ValueError(
                     f"model: buffer {name!r} has shape {region.shape} on rank {rank} and "
                     f"{shapes[name]} elsewhere; give different buffers different names"
                 )
-        for name in held.extra:
+        for name in content.extra:
             extra.setdefault(name, rank)
-    lists = [held.groups for held in ranks.values()]
+    lists = [content.groups for content in ranks.values()]
     groups = [
-        [name for name in _interleaved(some) if ties.get(name, name) == name]
-        for some in zip(*lists, strict=True)
+        [name for name in _interleaved(entries) if ties.get(name, name) == name]
+        for entries in zip(*lists, strict=True)
     ]
     trained = {
-        n: any(c.cut for c in some) for n, some in copies.items() if next(iter(some)).trained
+        n: any(c.cut for c in entries)
+        for n, entries in copies.items()
+        if next(iter(entries)).trained
     }
     return Inventory(shapes, trained, groups, ties, buffers, extra)
 
@@ -116,13 +118,13 @@ def merge(found: Mapping[int, Held]) -> Inventory:
 def _ties(ranks: Mapping[int, Held]) -> dict[str, str]:
     """Tied names, within a stage or between two, by the names that are stored."""
     ties: dict[str, str] = {}
-    for held in ranks.values():
-        ties.update(held.ties)
-    for first, other in {pair for held in ranks.values() for pair in held.tied}:
+    for content in ranks.values():
+        ties.update(content.ties)
+    for first, second in {pair for content in ranks.values() for pair in content.tied}:
         counted = any(first in h.params and h.params[first].counts for h in ranks.values())
-        one, same = (first, other) if counted else (other, first)
-        ties[same] = one
-    return {name: ties.get(one, one) for name, one in ties.items()}
+        stored, same = (first, second) if counted else (second, first)
+        ties[same] = stored
+    return {name: ties.get(stored, stored) for name, stored in ties.items()}
 
 
 def _check_tiled(name: str, copies: Mapping[Copy, int]) -> None:
@@ -165,7 +167,7 @@ def _interleaved(lists: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _comes_before(name: str, other: str) -> bool:
-    for mine, theirs in zip(name.split("."), other.split("."), strict=False):
-        if mine != theirs:
-            return mine.isdigit() and theirs.isdigit() and int(mine) < int(theirs)
+    for part, second_part in zip(name.split("."), other.split("."), strict=False):
+        if part != second_part:
+            return part.isdigit() and second_part.isdigit() and int(part) < int(second_part)
     return False

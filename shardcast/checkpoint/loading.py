@@ -99,8 +99,8 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
         return next((error for error in errors if error is not None), None)
 
     def look() -> str:
-        there = path.exists(), path.is_file(), folders.is_checkpoint(path)
-        seen = *there, list(map(str, folders.steps(path).values()))
+        state = path.exists(), path.is_file(), folders.is_checkpoint(path)
+        seen = *state, list(map(str, folders.steps(path).values()))
         return hashlib.sha256(repr(seen).encode()).hexdigest()  # small, however many there are
 
     if len(set(snapshot.collect(look, "load"))) > 1:
@@ -117,12 +117,12 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
     Raises:
         ValueError: names the parameter.
     """
-    where, mine = source.where, snapshot.inventory
-    optimizer, expected = snapshot.head()["optimizer"], mine.shapes
-    given = source.weights.keys() - mine.ties.keys()
+    where, inventory = source.where, snapshot.inventory
+    optimizer, expected = snapshot.head()["optimizer"], inventory.shapes
+    stored = source.weights.keys() - inventory.ties.keys()
     for what, names in (
-        ("lacks", expected.keys() - given),
-        ("has, and this model does not have,", given - expected.keys()),
+        ("lacks", expected.keys() - stored),
+        ("has, and this model does not have,", stored - expected.keys()),
     ):
         if names:
             shown = ", ".join(repr(name) for name in sorted(names)[:5])
@@ -142,26 +142,25 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
             "the same optimizer, or export() the weights and start with fresh state"
         )
     if source.groups is not None:
-        _compare_groups(where, mine.groups, source.groups)
+        _compare_groups(where, inventory.groups, source.groups)
     if source.extra_state is not None:
-        missing = source.extra_state.keys() ^ mine.extra.keys()
+        missing = source.extra_state.keys() ^ inventory.extra.keys()
         if missing:
             raise ValueError(f"{where}: extra state {min(missing)!r} is on one side only")
-    _compare_state(mine, source)
+    _compare_state(inventory, source)
     return source
 
 
-def _compare_groups(where: str, mine: Sequence[Sequence[str]], theirs: Any) -> None:
-    here, there = list(map(set, mine)), [set(group["params"]) for group in theirs]
-    if len(here) != len(there):
+def _compare_groups(where: str, present: Sequence[Sequence[str]], stored: Any) -> None:
+    if len(present) != len(stored):
         raise ValueError(
-            f"{where}: expected {len(here)} param_groups, got {len(there)}; build the optimizer "
-            "with the same groups"
+            f"{where}: expected {len(present)} param_groups, got {len(stored)}; build the "
+            "optimizer with the same groups"
         )
-    for number, (ours, others) in enumerate(zip(here, there, strict=True)):
-        if ours != others:
+    for number, (names, group) in enumerate(zip(present, stored, strict=True)):
+        if differing := {*names} ^ {*group["params"]}:
             raise ValueError(
-                f"{where}: parameter {min(ours ^ others)!r} is in param_group {number} on one side "
+                f"{where}: parameter {min(differing)!r} is in param_group {number} on one side "
                 "only; build the optimizer with the same groups"
             )
 

@@ -77,20 +77,23 @@ def _named(
     if isinstance(state, (str, os.PathLike, Mapping)):
         loaded = _plain_state(state)
     else:
-        loaded = join_states([_plain_state(one) for one in state], head["places"])
-    groups, others = head["groups"], loaded["param_groups"]
-    sizes, theirs = ([len(group["params"]) for group in some] for some in (groups, others))
-    if sizes != theirs:
+        loaded = join_states([_plain_state(each) for each in state], head["places"])
+    groups, loaded_groups = head["groups"], loaded["param_groups"]
+    sizes, loaded_sizes = (
+        [len(group["params"]) for group in group_list] for group_list in (groups, loaded_groups)
+    )
+    if sizes != loaded_sizes:
         raise ValueError(
-            f"state: expected groups with {sizes} parameters, got {theirs}; build the optimizer "
-            "with the same groups as when the state was saved"
+            f"state: expected groups with {sizes} parameters, got {loaded_sizes}; build the "
+            "optimizer with the same groups as when the state was saved"
         )
     names: dict[Any, str] = {}
-    for mine, other in zip(groups, others, strict=True):
-        names.update(zip(other["params"], mine["params"], strict=True))
+    for group, loaded_group in zip(groups, loaded_groups, strict=True):
+        names.update(zip(loaded_group["params"], group["params"], strict=True))
     named = {names[number]: values for number, values in loaded["state"].items()}
     return named, [
-        {**other, "params": mine["params"]} for mine, other in zip(groups, others, strict=True)
+        {**loaded_group, "params": group["params"]}
+        for group, loaded_group in zip(groups, loaded_groups, strict=True)
     ]
 
 
@@ -113,12 +116,14 @@ def torch_file(path: Path, allowed: Callable[[Path], list[Any]] = lambda _path: 
 
 def _tensors(source: Values) -> dict[str, Tensor]:
     if isinstance(source, Mapping):
-        found = dict(source)
+        tensors = dict(source)
     else:
-        found = {}
+        tensors = {}
         for path in _files_of(Path(source)):
-            found.update(_safetensors(path) if path.suffix == ".safetensors" else torch_file(path))
-    for name, value in found.items():
+            tensors.update(
+                _safetensors(path) if path.suffix == ".safetensors" else torch_file(path)
+            )
+    for name, value in tensors.items():
         if _compat.is_dtensor(value):
             raise ValueError(
                 f"weights: {name!r} is a DTensor; give whole tensors (full_tensor()), or files"
@@ -128,7 +133,7 @@ def _tensors(source: Values) -> dict[str, Tensor]:
                 f"weights: expected a model's state_dict, got {type(value).__name__} at {name!r}; "
                 "if that is a larger checkpoint, load it and pass the part with the weights"
             )
-    return found
+    return tensors
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -117,13 +117,13 @@ class Region:
 
 
 def _runs(tensor: Tensor, dim: int) -> tuple[Run, ...]:
-    found: list[Run] = []
+    runs: list[Run] = []
     for index in _compat.indices_of(tensor, dim).tolist():
-        if found and sum(found[-1]) == index:
-            found[-1] = Run(found[-1].first, found[-1].size + 1)
+        if runs and sum(runs[-1]) == index:
+            runs[-1] = Run(runs[-1].first, runs[-1].size + 1)
         else:
-            found.append(Run(index, 1))
-    return tuple(found)
+            runs.append(Run(index, 1))
+    return tuple(runs)
 
 
 def _overlaps(runs: Sequence[Run], offset: int, size: int) -> Iterator[tuple[int, slice]]:

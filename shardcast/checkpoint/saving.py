@@ -95,8 +95,8 @@ def _naming(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = f"checkpoint {str(target)!r} is not saved: {error.strerror or error}"
-        raise OSError(error.errno or errno.EIO, told, error.filename) from error
+        message = f"checkpoint {str(target)!r} is not saved: {error.strerror or error}"
+        raise OSError(error.errno or errno.EIO, message, error.filename) from error
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,10 @@ class Job:
         once = {**self.once, ("per_rank",): [value for value, _, _ in owns]}
         once["shardcast",] = {
             **once["shardcast",],
-            "objects": {name: values for _, some, _ in owns for name, values in some.items()},
-            "extra_state": {name: value for _, _, some in owns for name, value in some.items()},
+            "objects": {name: values for _, by_name, _ in owns for name, values in by_name.items()},
+            "extra_state": {
+                name: value for _, _, by_name in owns for name, value in by_name.items()
+            },
         }
         name = data_file(0, 1)
         with storage.SYSTEM.create(self.writing / name) as file:
@@ -235,10 +237,10 @@ def begin(
 
     head, own, nbytes = snapshot.together(check, call)
     everyone = snapshot.collect(lambda: (arguments, nbytes), call)
-    if any(theirs != arguments for theirs, _ in everyone):
+    if any(passed != arguments for passed, _ in everyone):
         raise ValueError(
             "save: the ranks gave different arguments (directory, step, keep): "
-            + "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
+            + "; ".join(f"rank {rank}: {passed}" for rank, (passed, _) in enumerate(everyone))
         )
     target = folders.folder_of(base, step)
 

@@ -57,18 +57,18 @@ def from_reader(
     """What DCP files hold under two keys, in the dtypes in which it is stored."""
     weights: dict[str, Stored] = {}
     state: dict[str, dict[str, Any]] = {}
-    theirs: dict[tuple[str, ...], tuple[str, ...]] = {}
+    stored_paths: dict[tuple[str, ...], tuple[str, ...]] = {}
     for path in reader.paths:
         stored = reader.stored.get(path)
         if path[0] == model_key and len(path) == 2 and stored is not None:
             weights[path[1]] = stored
-            theirs[model_path(path[1])] = path
+            stored_paths[model_path(path[1])] = path
         elif path[:2] == (optimizer_key, "state") and len(path) == 4:
             state.setdefault(path[2], {})[path[3]] = stored or reader.object(path)
-            theirs[state_path(path[2], path[3])] = path
+            stored_paths[state_path(path[2], path[3])] = path
 
     def read(parts: Sequence[Part]) -> None:
-        reader.read([dataclasses.replace(part, path=theirs[part.path]) for part in parts])
+        reader.read([dataclasses.replace(part, path=stored_paths[part.path]) for part in parts])
 
     return Source(where, weights, state, read)
 
@@ -89,9 +89,9 @@ def from_tensors(
     def read(parts: Sequence[Part]) -> None:
         for part in parts:
             value = values[part.path]
-            whole = (value.make() if isinstance(value, Lazy) else value).reshape(part.shape)
+            complete = (value.make() if isinstance(value, Lazy) else value).reshape(part.shape)
             for box, piece in part.pieces():
-                piece.copy_(whole[box.slices])
+                piece.copy_(complete[box.slices])
 
     shapes = {name: Stored(tuple(value.shape), value.dtype) for name, value in weights.items()}
     return Source(where, shapes, stored, read)

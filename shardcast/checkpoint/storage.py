@@ -195,8 +195,8 @@ def check_writable(path: Path, parameter: str) -> None:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()

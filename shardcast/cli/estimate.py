@@ -153,11 +153,15 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
         ) from error
     with torch.device("meta"):
         built = build()
-    model, *given = built if isinstance(built, tuple) else (built,)
-    several = len(given) == 1 and isinstance(given[0], (list, tuple))
-    more = list(given[0]) if several else given
+    model, *optimizers_of_job = built if isinstance(built, tuple) else (built,)
+    several = len(optimizers_of_job) == 1 and isinstance(optimizers_of_job[0], (list, tuple))
+    more = list(optimizers_of_job[0]) if several else optimizers_of_job
     optimizers = [it for it in more if isinstance(it, torch.optim.Optimizer)]
-    if not isinstance(model, nn.Module) or len(given) > 1 or len(optimizers) != len(more):
+    if (
+        not isinstance(model, nn.Module)
+        or len(optimizers_of_job) > 1
+        or len(optimizers) != len(more)
+    ):
         got = ", ".join(type(it).__name__ for it in (model, *more))
         raise ValueError(
             f"model: expected that {name} returns a torch.nn.Module, or one and its "
@@ -190,21 +194,21 @@ def rows_of(
             estimates.estimate(m, o.optimizers, size, config, Topology.of(machine))
             for m, o in stages
         ]
-        found = max(each, key=lambda stage: stage.total)
-        model, originals = stages[each.index(found)]
+        fullest = max(each, key=lambda stage: stage.total)
+        model, originals = stages[each.index(fullest)]
         numel = sum(param.numel() for param in model.parameters())
         moments, units = _moments(originals), estimates.units_of(model)
-        job = machine.group(size), tokens, sum(found.products)
-        others = estimates.peer_times(units, moments, *job)
+        job = machine.group(size), tokens, sum(fullest.products)
+        peer_times = estimates.peer_times(units, moments, *job)
         rows.append({
             "world_size": size,
-            **{name: getattr(found, name) for name in (*BYTES, *COUNTS)},
-            "algorithms": _algorithms(found),
+            **{name: getattr(fullest, name) for name in (*BYTES, *COUNTS)},
+            "algorithms": _algorithms(fullest),
             "others": estimates.peers(numel, moments, size),
             "machine": machine.name,
             "tokens": tokens,
-            "time": _stages(estimates.step_time(found, config, machine, numel, tokens)),
-            "other_times": {name: _stages(time) for name, time in others.items()},
+            "time": _stages(estimates.step_time(fullest, config, machine, numel, tokens)),
+            "other_times": {name: _stages(time) for name, time in peer_times.items()},
         })  # fmt: skip
     return rows
 
@@ -244,16 +248,16 @@ def summary(rows: Sequence[Row], overlapped: Sequence[Row], title: str) -> list[
         overlapped: the same with ``overlap_sync``.
     """
     lines = [f"{title}; {rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"]
-    for row, other in zip(rows, overlapped, strict=True):
-        size, step, hidden = row["world_size"], row["time"]["step"], other["time"]["step"]
+    for row, overlapped_row in zip(rows, overlapped, strict=True):
+        size, step, hidden = row["world_size"], row["time"]["step"], overlapped_row["time"]["step"]
         memory = ", ".join(f"{name} {gigabytes(n)}" for name, n in row["others"].items())
         times = ", ".join(
             f"{name} {1e3 * time['step']:,.0f}" for name, time in row["other_times"].items()
         )
         advice = f" ({1e3 * hidden:,.0f} with overlap_sync: true)" if hidden < step else ""
         lines += [
-            f"{size:,} rank{'s' * (size > 1)}: {gigabytes(row['total'])} GB per rank, predicted step {1e3 * step:,.0f} ms"
-            f"{advice}",
+            f"{size:,} rank{'s' * (size > 1)}: {gigabytes(row['total'])} GB per rank, "
+            f"predicted step {1e3 * step:,.0f} ms{advice}",
             f"    others hold {memory} GB",
             f"    others take {times} ms",
         ]
@@ -317,28 +321,30 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
         RuntimeError: matplotlib is not installed.
     """
     figure = _figure()
-    held, time = figure.subplots(2)
+    memory_axes, time = figure.subplots(2)
     sizes = [row["world_size"] for row in rows]
     away = ("masters", "state") if rows[0]["host"] else ()
     parts = {
         f"{kind}{' (host)' * (kind in away)}": [row[kind] / 2**30 for row in rows] for kind in KINDS
     }
-    others = {name: [row["others"][name] / 2**30 for row in rows] for name in rows[0]["others"]}
+    lines = {name: [row["others"][name] / 2**30 for row in rows] for name in rows[0]["others"]}
     peak = [row["setup_peak"] / 2**30 for row in rows]
-    held.plot(sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up")
-    held.set_title(title)
-    _stack(held, sizes, parts, others, "GiB of the rank that holds most")
+    memory_axes.plot(
+        sizes, peak, color="black", linestyle=":", label="shardcast: peak of setting up"
+    )
+    memory_axes.set_title(title)
+    _stack(memory_axes, sizes, parts, lines, "GiB of the rank that holds most")
 
     parts = {
         stage: [row["time"][stage] - row["time"].get(beside, 0) for row in rows]
         for stage, beside in STACKED.items()
     }
-    others = {
+    lines = {
         name: [row["other_times"][name]["step"] for row in rows] for name in rows[0]["other_times"]
     }
     time.set_title(f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank")
     time.set_xlabel("data-parallel ranks (logarithmic)")
-    _stack(time, sizes, parts, others, "predicted seconds of a step")
+    _stack(time, sizes, parts, lines, "predicted seconds of a step")
     figure.savefig(path, dpi=120)
 
 

@@ -33,8 +33,8 @@ def launch(arguments: list[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     parsed = launch_command_parser().parse_args(arguments)
-    ours, rest = split_config(parsed.config_file)
-    _check_launch(parsed, ours, rest)
+    ours, accelerate_options = split_config(parsed.config_file)
+    _check_launch(parsed, ours, accelerate_options)
     _have_it_shard(parsed)
     os.environ.setdefault(STORE, "1")  # else most restarts of the processes fail
     with tempfile.TemporaryDirectory(prefix="shardcast-launch-") as directory:
@@ -43,7 +43,7 @@ def launch(arguments: list[str]) -> int:
             path.write_text(yaml.safe_dump(ours))
             os.environ[CONFIG_VARIABLE] = str(path)
             parsed.config_file = os.fspath(Path(directory, "accelerate.yaml"))
-            Path(parsed.config_file).write_text(yaml.safe_dump(rest))
+            Path(parsed.config_file).write_text(yaml.safe_dump(accelerate_options))
         launch_command(parsed)
     return 0
 

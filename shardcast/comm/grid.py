@@ -168,14 +168,19 @@ def _data_parallel(mesh: DeviceMesh, dp: Any) -> tuple[str, DeviceMesh]:
         if dp.ndim != 1:
             raise ValueError(f"dp: expected a mesh of one dimension, got {dp!r}; flatten it")
         return "", dp
-    given = (dp,) if isinstance(dp, str) else tuple(dp)
-    if len(given) not in (1, 2) or len({*given}) < len(given) or not {*given} <= {*names}:
+    names_given = (dp,) if isinstance(dp, str) else tuple(dp)
+    if (
+        len(names_given) not in (1, 2)
+        or len({*names_given}) < len(names_given)
+        or not {*names_given} <= {*names}
+    ):
         raise ValueError(
             f"dp: expected a dimension of the mesh, or two different ones, (replicas, shards), of "
             f"{', '.join(names) or '(none has a name)'}, got {dp!r}; several as one: "
             "dp=mesh['dp', 'cp']._flatten('dp_cp')"
         )
-    return (given[0] if len(given) == 2 else ""), mesh if mesh.ndim == 1 else mesh[given[-1]]
+    replicas = names_given[0] if len(names_given) == 2 else ""
+    return replicas, mesh if mesh.ndim == 1 else mesh[names_given[-1]]
 
 
 def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh, experts: Patterns) -> tuple[str, ...]:
@@ -184,12 +189,12 @@ def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh, experts: Patterns)
     Of one rank they are in any: those of ``experts`` are data-parallel.
     """
     inside = set(inner.mesh.flatten().tolist())
-    given = (outer, *(inner.mesh_dim_names or ()))
+    data_dims = (outer, *(inner.mesh_dim_names or ()))
     lines = {name: _compat.mesh_line(mesh, name) for name in mesh.mesh_dim_names or ()}
     return tuple(
         name
         for name, line in lines.items()
-        if name in given or (inside.issuperset(line) and (len(line) > 1 or name in experts))
+        if name in data_dims or (inside.issuperset(line) and (len(line) > 1 or name in experts))
     )
 
 
@@ -231,45 +236,47 @@ def _ties(
     """
     if line.size == 1:
         return {}
-    mine = [(_names(pair), _ranks(pair), _held(pair, shapes)) for pair in tied]
-    everyone = line.exchange(mine, device)  # nothing raises before it, or the others would wait
+    own = [(_names(pair), _ranks(pair), _held(pair, shapes)) for pair in tied]
+    everyone = line.exchange(own, device)  # nothing raises before it, or the others would wait
     stages = dist.get_process_group_ranks(line.group)
-    found: dict[Tie, Comm] = {}
-    _check_pairs([[names for names, _, _ in theirs] for theirs in everyone])
-    for pair, *told in zip(tied, *everyone, strict=True):
-        tie, held = Tie(*_names(pair)[:2]), [there for _, _, there in told]
-        holders = [stage for stage, some in enumerate(held) if some]
+    groups: dict[Tie, Comm] = {}
+    _check_pairs([[names for names, _, _ in entries] for entries in everyone])
+    for pair, *of_pair in zip(tied, *everyone, strict=True):
+        tie, held_names = Tie(*_names(pair)[:2]), [shapes_there for _, _, shapes_there in of_pair]
+        holders = [stage for stage, shapes_held in enumerate(held_names) if shapes_held]
         members = sorted(stages[stage] for stage in holders)
-        if {number for some in held for number in some} != {0, 1} or len(holders) != 2:
+        numbers = {number for shapes_held in held_names for number in shapes_held}
+        if numbers != {0, 1} or len(holders) != 2:
             raise ValueError(
                 f"tied: expected {tie.first!r} on one pipeline stage and {tie.other!r} on another, "
                 f"found them on stages {holders}; two stages of one rank, such as the first and "
                 "the last one of a V schedule, share the Parameter itself (b.weight = a.weight) "
                 "without tied="
             )
-        found_shapes = {shape for some in held for shape in some.values()}
+        found_shapes = {shape for shapes_held in held_names for shape in shapes_held.values()}
         if len(found_shapes) > 1:
             raise ValueError(
                 f"tied: expected {tie.first!r} and {tie.other!r} of one shape, got "
                 f"{' and '.join(map(str, sorted(found_shapes)))}"
             )
-        given = [told[stage][1] for stage in holders]  # what the other stages say does not count
-        if any(given) and given != [members, members]:
+        # Only the two holders count, whatever the other stages pass.
+        ranks_given = [of_pair[stage][1] for stage in holders]
+        if any(ranks_given) and ranks_given != [members, members]:
             raise ValueError(
                 f"tied: expected for {tie.first!r} and {tie.other!r} a process group of the ranks "
-                f"{members} on both stages, got {' and '.join(map(str, given))} (None: without "
-                "one); give the group of the two holders to both, or leave it out"
+                f"{members} on both stages, got {' and '.join(map(str, ranks_given))} (None: "
+                "without one); give the group of the two holders to both, or leave it out"
             )
         comm = line
-        if not any(given) and line.size > 2:
+        if not any(ranks_given) and line.size > 2:
             # Each rank makes one group for each tie, those between the holders an idle one: torch
             # names a group by how many the rank has, and ranks that differ in it would hang.
             side = line.rank in holders
             ranks = [rank for stage, rank in enumerate(stages) if (stage in holders) == side]
             comm = Comm(dist.new_group(ranks, use_local_synchronization=True))
         if line.rank in holders:
-            found[tie] = Comm(pair[2]) if any(given) else comm
-    return found
+            groups[tie] = Comm(pair[2]) if any(ranks_given) else comm
+    return groups
 
 
 def _names(pair: Sequence[Any]) -> tuple[str, ...]:
@@ -291,7 +298,7 @@ def _held(pair: Sequence[Any], shapes: Mapping[str, Sequence[int]]) -> dict[int,
 def _check_pairs(by_stage: Sequence[Sequence[Sequence[str]]]) -> None:
     """Raise ValueError, on all stages alike, unless these are the same pairs of other names."""
     pairs = by_stage[0]
-    if any(theirs != pairs for theirs in by_stage):
+    if any(entries != pairs for entries in by_stage):
         raise ValueError(
             f"tied: expected the same names on all pipeline stages, got "
             f"{by_rank(enumerate(map(str, by_stage)))}; pass all ties to every rank"

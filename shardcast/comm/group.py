@@ -164,8 +164,8 @@ class Comm(ObjectCollectives):
         a message that is dropped breaks the connection, and one that outlives a profiler that
         saw its start corrupts memory (torch 2.13).
         """
-        mine = [pieces[self.rank]] * self.size
-        return self._send_and_receive(pieces, mine, Waiting(self, "messages", about))
+        copies = [pieces[self.rank]] * self.size
+        return self._send_and_receive(pieces, copies, Waiting(self, "messages", about))
 
     def all_reduce(self, tensor: Tensor, about: object = "") -> None:
         """Replace ``tensor`` by the sum over ranks."""
@@ -258,9 +258,9 @@ class Comm(ObjectCollectives):
         if self.size == 1:
             return Topology(backend, on_host=on_host)
         digest = hashlib.sha256(machine().encode()).digest()[:7]
-        mine = torch.tensor([int.from_bytes(digest, "little")], device=device)
-        gathered = mine.repeat(self.size)
-        self.all_gather(gathered, mine, "the machines")
+        own = torch.tensor([int.from_bytes(digest, "little")], device=device)
+        gathered = own.repeat(self.size)
+        self.all_gather(gathered, own, "the machines")
         machines = gathered.tolist()
         node = machines.count(machines[0])
         firsts = machines[::node]

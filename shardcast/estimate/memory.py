@@ -119,11 +119,11 @@ def estimate(
         TypeError, ValueError: what ``shard`` refuses too.
     """
     originals = Originals.of(optimizer)
-    for one in originals.optimizers:
-        if type(one) not in KNOWN:
+    for each in originals.optimizers:
+        if type(each) not in KNOWN:
             known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
             raise ValueError(
-                f"optimizer: expected one of {known}, got {type(one).__name__}; the state of "
+                f"optimizer: expected one of {known}, got {type(each).__name__}; the state of "
                 "others is not known before they run: see optimizer.memory_report() after a step"
             )
     if world_size < 1:
@@ -140,8 +140,8 @@ def estimate(
         for pack in layout.packs
     ]
     sharded = config.grads == "sharded" and world_size > 1
-    held = [rank.masters + rank.state + sharded * rank.gradients for rank in ranks]
-    fullest = ranks[held.index(max(held))]
+    owned_bytes = [rank.masters + rank.state + sharded * rank.gradients for rank in ranks]
+    fullest = ranks[owned_bytes.index(max(owned_bytes))]
     sent = [rank.sent for rank in ranks]
     trained = [pack for pack in traffic if pack is not None]
     cast_peak, live = _convert_outside(plan)
@@ -157,7 +157,7 @@ def estimate(
         sent=max(sent),
         sender=sent.index(max(sent)),
         collectives=_launches(trained, topology.backend) if world_size > 1 else 0,
-        imbalance=_over_mean(held),
+        imbalance=_over_mean(owned_bytes),
         cost_imbalance=_over_mean([rank.cost for rank in ranks]),
         traffic=tuple(trained),
         updated=max(rank.updated for rank in ranks),
@@ -193,11 +193,11 @@ def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Stat
         return StateOf(1, flat=False)
     if kind in STATE_NAMES:
         return StateOf(len(rule_of(kind, group).state), flat=True)
-    one = nn.Parameter(torch.zeros(1, dtype=MASTER_DTYPE))  # as the masters that it will run on
-    one.grad = torch.zeros_like(one)
-    twin = kind([{**group, "params": [one]}])
+    single = nn.Parameter(torch.zeros(1, dtype=MASTER_DTYPE))  # as the masters that it will run on
+    single.grad = torch.zeros_like(single)
+    twin = kind([{**group, "params": [single]}])
     twin.step()
-    state = [value for value in twin.state[one].values() if isinstance(value, Tensor)]
+    state = [value for value in twin.state[single].values() if isinstance(value, Tensor)]
     return StateOf(sum(value.dim() > 0 for value in state), flat=False)
 
 
@@ -279,12 +279,12 @@ def _add(
 
 def _launches(packs: Sequence[Traffic], backend: str) -> int:
     """Of a step, the small all-reduce included."""
-    found = 1
+    launches = 1
     for pack in packs:
-        found += 2 if pack.algorithms.reduce == "two_level" else 1
+        launches += 2 if pack.algorithms.reduce == "two_level" else 1
         alone = pack.algorithms.sync == "broadcast" and backend not in GROUPED  # Comm.broadcast_all
-        found += pack.owners if alone else 1
-    return found
+        launches += pack.owners if alone else 1
+    return launches
 
 
 def _parts(pack: PackLayout) -> Iterator[tuple[int, Slot, int]]:

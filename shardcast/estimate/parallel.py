@@ -19,8 +19,8 @@ WHOLE = 1  # dimensions of parameters that a rowwise module keeps whole: biases
 
 def plan_of(model: nn.Module) -> dict[str, int]:
     """The dimension that is cut, by pattern of names, of a transformers model; else empty."""
-    given: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
-    return {f"{name}.*": STYLES[style] for name, style in given.items() if style in STYLES}
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    return {f"{name}.*": STYLES[style] for name, style in plan.items() if style in STYLES}
 
 
 def stages_of(
@@ -64,12 +64,15 @@ def _part(
         names.setdefault(param, []).append(name)
     if tp > 1:
         _cut(part, tp, plan)
-    here = dict(part.named_parameters())
+    params = dict(part.named_parameters())
     optimizers: list[torch.optim.Optimizer] = []
     for optimizer in originals.optimizers:
         kind: Any = type(optimizer)
         groups = [
-            {**group, "params": [here[n] for p in group["params"] for n in names[p] if n in here]}
+            {
+                **group,
+                "params": [params[n] for p in group["params"] for n in names[p] if n in params],
+            }
             for group in optimizer.param_groups
         ]
         if any(group["params"] for group in groups):
@@ -92,15 +95,15 @@ def _keep_stage(model: nn.Module, pp: int, stage: int) -> None:
         )
     first, last = (len(numbers) * at // pp for at in (stage, stage + 1))
     gone = {f"{name}.{key}." for key in [*numbers[:first], *numbers[last:]]}
-    before = True
+    above = True
     for module_name, module in list(model.named_modules()):
         prefix = f"{module_name}."
         if prefix.startswith(f"{name}."):
-            before = False
-            mine = not any(prefix.startswith(other) for other in gone)
+            above = False
+            own = not any(prefix.startswith(removed) for removed in gone)
         else:
-            mine = stage == (0 if before else pp - 1)
-        for key, _ in [*module.named_parameters(recurse=False)] if not mine else []:
+            own = stage == (0 if above else pp - 1)
+        for key, _ in [*module.named_parameters(recurse=False)] if not own else []:
             module.register_parameter(key, None)
 
 

@@ -53,14 +53,14 @@ def peer_times(
             are taken to make on every rank, and Megatron to spread evenly.
     """
     seconds = products / group.machine.flops
-    found = {
+    times = {
         "DDP + autocast": (_ddp(sum(units), moments, group, tokens), seconds),
         "FSDP2": (_fsdp2(units, moments, group, tokens), seconds),
         "Megatron": (_megatron(sum(units), moments, group, tokens), seconds / group.size),
     }
     return {
         name: dataclasses.replace(time, update=time.update + more)
-        for name, (time, more) in found.items()
+        for name, (time, more) in times.items()
     }
 
 
@@ -71,7 +71,7 @@ def units_of(model: nn.Module) -> list[int]:
     of them is one more, the first.
     """
     seen: set[nn.Parameter] = set()
-    found: list[int] = []
+    units: list[int] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
@@ -81,11 +81,11 @@ def units_of(model: nn.Module) -> list[int]:
             new = {param for param in child.parameters() if param not in seen}
             seen.update(new)
             if new:
-                found.append(sum(param.numel() for param in new))
+                units.append(sum(param.numel() for param in new))
 
     walk(model)
-    rest = sum(param.numel() for param in model.parameters() if param not in seen)
-    return [rest, *found] if rest else found
+    outside = sum(param.numel() for param in model.parameters() if param not in seen)
+    return [outside, *units] if outside else units
 
 
 def _ddp(numel: int, moments: float, group: Group, tokens: int) -> StepTime:

@@ -104,16 +104,16 @@ def reduce_time(pack: Traffic, group: Group) -> float:
 
 def sync_times(packs: Sequence[Traffic], group: Group) -> list[float]:
     """Seconds for each pack in which its owners' spans travel to everybody."""
-    found: list[float] = []
+    seconds: list[float] = []
     for pack in packs if group.size > 1 else ():
         if pack.algorithms.sync == "messages":  # of all packs at once
-            begun = group.exchange(0) if found else 0.0
-            found.append(group.exchange(pack.stored) - begun)
+            begun = group.exchange(0) if seconds else 0.0
+            seconds.append(group.exchange(pack.stored) - begun)
         elif pack.algorithms.sync == "broadcast":
-            found.append(group.broadcasts(pack.stored, pack.owners))
+            seconds.append(group.broadcasts(pack.stored, pack.owners))
         else:
-            found.append(group.gather(pack.stored))
-    return found or [0.0] * len(packs)
+            seconds.append(group.gather(pack.stored))
+    return seconds or [0.0] * len(packs)
 
 
 def _summed(pack: Traffic, size: int) -> int:
@@ -126,11 +126,11 @@ def _summed(pack: Traffic, size: int) -> int:
 
 def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:
     """When the gradients of each pack, in their order, are complete."""
-    total, so_far, found = sum(sizes) or 1, 0, []
+    total, so_far, times = sum(sizes) or 1, 0, []
     for size in sizes:
         so_far += size
-        found.append(seconds * so_far / total)
-    return found
+        times.append(seconds * so_far / total)
+    return times
 
 
 def hidden(works: Sequence[float], ready: Sequence[float], end: float) -> float:
@@ -144,7 +144,7 @@ def exposed(works: Iterable[float], ready: Iterable[float], end: float) -> float
     One after another, in their order. Read backwards in time, it is also by how much a forward of
     ``end`` seconds is delayed that needs each of ``works`` done before a deadline.
     """
-    now = 0.0
+    clock = 0.0
     for seconds, begin in zip(works, ready, strict=True):
-        now = max(now, begin) + seconds
-    return max(0.0, now - end)
+        clock = max(clock, begin) + seconds
+    return max(0.0, clock - end)

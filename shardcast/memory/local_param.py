@@ -44,18 +44,18 @@ class LocalParam:
         if grad is None or not _compat.is_dtensor(grad):
             return grad  # type: ignore[no-any-return]
         wanted = tuple(
-            here if there.is_replicate() and here.is_partial("sum") else there
-            for here, there in zip(grad.placements, self.param.placements, strict=True)
+            placement if target.is_replicate() and placement.is_partial("sum") else target
+            for placement, target in zip(grad.placements, self.param.placements, strict=True)
         )
         if wanted != tuple(grad.placements):
             with torch.no_grad():
                 self._set_grad(redistributed(grad, wanted), wanted)
             grad = self.param.grad
         local = _compat.local_tensor(grad)
-        here = _compat.arrived(local)
-        if here is not local:
-            self._set_grad(here, wanted)
-        return here
+        placement = _compat.arrived(local)
+        if placement is not local:
+            self._set_grad(placement, wanted)
+        return placement
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -73,8 +73,8 @@ class LocalParam:
         """Whether the gradient is that of other ranks, whole, along one of these dimensions."""
         _ = self.grad  # redistributed, if it has to be
         grad = self.param.grad
-        found = {} if grad is None else _compat.placements(grad)
-        return any(dim in found and found[dim].is_replicate() for dim in dims)
+        placements = {} if grad is None else _compat.placements(grad)
+        return any(dim in placements and placements[dim].is_replicate() for dim in dims)
 
     @property
     def requires_grad(self) -> bool:

@@ -60,10 +60,10 @@ class PackedParameters:
         return repr(self.layout)
 
     def _watch(self, number: int, position: int, param: nn.Parameter) -> None:
-        before = partial(PackedParameters._before_accumulate, number=number)
-        after = partial(PackedParameters._after_accumulate, number=number, position=position)
-        param.register_hook(_compat.weak_hook(before, self))
-        param.register_post_accumulate_grad_hook(_compat.weak_hook(after, self))
+        before_hook = partial(PackedParameters._before_accumulate, number=number)
+        after_hook = partial(PackedParameters._after_accumulate, number=number, position=position)
+        param.register_hook(_compat.weak_hook(before_hook, self))
+        param.register_post_accumulate_grad_hook(_compat.weak_hook(after_hook, self))
 
     def _before_accumulate(self, _grad: Tensor, number: int) -> None:
         # An optimizer's zero_grad clears flat.grad alone: what the views still hold is old
@@ -75,8 +75,8 @@ class PackedParameters:
     def _after_accumulate(self, _param: Tensor, number: int, position: int) -> None:
         flat, grads = self._flats[number], self._grads[number]
         if flat.grad is None:
-            for other in range(len(grads.pack.params)):
-                grads.clear(other)
+            for place in range(len(grads.pack.params)):
+                grads.clear(place)
             flat.grad = grads.data
         grads.adopt([position])
 

@@ -164,30 +164,30 @@ class PackLayout:
     @cached_property  # a step asks for it
     def lengths(self) -> tuple[int, ...]:
         """Of the spans; one for all where they are equal."""
-        found = tuple(span.numel for span in self.spans)
-        return found[:1] if len(set(found)) == 1 else found
+        lengths = tuple(span.numel for span in self.spans)
+        return lengths[:1] if len(set(lengths)) == 1 else lengths
 
     def owned_spans(self) -> list[Span]:
         """The spans that hold a part of a parameter, not padding alone."""
-        found = []
+        spans = []
         slots = iter([slot for slot in self.slots if slot.numel])
         slot = next(slots, None)
         for span in self.spans:  # both are in the order of their elements: one walk along them
             while slot is not None and slot.end <= span.start:
                 slot = next(slots, None)
             if slot is not None and slot.offset < span.stop:
-                found.append(span)
-        return found
+                spans.append(span)
+        return spans
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The slots' parts in ``rank``'s span, in pack order; empty slots are left out."""
         _, begin, end = self.spans[rank]
-        found = []
+        fragments = []
         for slot in self.slots:
             _, _, offset, numel = slot
             if numel and offset < end and begin < offset + numel:
-                found.append(Fragment(slot, max(offset, begin), min(offset + numel, end)))
-        return tuple(found)
+                fragments.append(Fragment(slot, max(offset, begin), min(offset + numel, end)))
+        return tuple(fragments)
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Layout:
     @property
     def partition(self) -> str:
         """``mixed`` where optimizers differ in it."""
-        found = {pack.partition for pack in self.packs}
-        return found.pop() if len(found) == 1 else "mixed"
+        kinds = {pack.partition for pack in self.packs}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
 
     @property
     def numel(self) -> int:
@@ -234,7 +234,7 @@ class Layout:
             frozen = "" if pack.requires_grad else " frozen"
             key = f" key {pack.key}" if pack.key else ""
             key += f" ({pack.sharing})" if str(pack.sharing) else ""
-            whole = " whole" if pack.partition == "whole" else ""
+            partition = " whole" if pack.partition == "whole" else ""
             sizes = [span.numel for span in pack.spans]
             spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)
             if algorithms and len(set(sizes)) > 1 and len(sizes) > SHOWN:
@@ -242,7 +242,7 @@ class Layout:
             how = f", {pack.algorithms}" if algorithms and pack.algorithms.sync else ""
             lines.append(
                 f"  pack {pack.index}: {dtype} on {pack.device}, "
-                f"group {pack.group}{key}{frozen}{whole}, {pack.numel} elements "
+                f"group {pack.group}{key}{frozen}{partition}, {pack.numel} elements "
                 f"({pack.padding} padding), spans {spans}{how}"
             )
             for slot in pack.slots:

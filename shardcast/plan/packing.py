@@ -47,7 +47,7 @@ def describe(
         device = devices.get(param.device)
         if device is None:
             kind = param.device.type
-            count = sum(other.type == kind for other in devices)
+            count = sum(device.type == kind for device in devices)
             device = devices[param.device] = f"{kind} {count + 1}" if count else kind
         infos.append(
             ParamInfo(
@@ -82,8 +82,8 @@ def with_algorithms(
         if pack.algorithms == Algorithms() and len(pack.spans) > 1:
             lengths = [span.numel for span in pack.spans]
             owned = [span.numel for span in pack.owned_spans()]
-            there = (experts or {}).get(pack.sharing.cut, topology)
-            chosen = choose(config, there, lengths, owned, pack.dtype)
+            joined_by = (experts or {}).get(pack.sharing.cut, topology)
+            chosen = choose(config, joined_by, lengths, owned, pack.dtype)
             pack = dataclasses.replace(pack, algorithms=chosen)
         packs.append(pack)
     return dataclasses.replace(layout, packs=tuple(packs))
@@ -127,10 +127,10 @@ def plan_packs(
     bins.sort(key=lambda members: axes.turn(members[0].sharing))
     by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
     owners: dict[str, int] = {}
-    whole = [param for param in params if by_group[param.group] == "whole"]
-    for cut in dict.fromkeys(param.sharing.cut for param in whole):
-        mine = [param for param in whole if param.sharing.cut == cut]
-        owners |= assign_owners(mine, axes.ranks(mine[0].sharing))
+    undivided = [param for param in params if by_group[param.group] == "whole"]
+    for cut in dict.fromkeys(param.sharing.cut for param in undivided):
+        of_group = [param for param in undivided if param.sharing.cut == cut]
+        owners |= assign_owners(of_group, axes.ranks(of_group[0].sharing))
     packs = []
     for index, members in enumerate(bins, first):
         size = axes.ranks(members[0].sharing)

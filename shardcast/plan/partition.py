@@ -116,10 +116,10 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
         classes.setdefault(param.sharing.copies, []).append(param)
     loads = [(0.0, 0)] * world_size  # cost, elements
     owners = {}
-    for copies, some in sorted(classes.items(), reverse=True):  # what has no copies last
+    for copies, names in sorted(classes.items(), reverse=True):  # what has no copies last
         heap = [(*((0.0, 0) if copies else loads[rank]), rank) for rank in range(world_size)]
         heapq.heapify(heap)
-        for param in sorted(some, key=lambda p: (-costs[p.name], -p.numel)):
+        for param in sorted(names, key=lambda p: (-costs[p.name], -p.numel)):
             cost, elements, rank = heapq.heappop(heap)
             heapq.heappush(heap, (cost + costs[param.name], elements + param.numel, rank))
             loads[rank] = loads[rank][0] + costs[param.name], loads[rank][1] + param.numel
@@ -137,8 +137,8 @@ def plan_whole(
     owned: list[list[ParamInfo]] = [[] for _ in range(world_size)]
     for param in members:
         owned[owners[param.name]].append(param)
-    for owner, mine in enumerate(owned):
-        placed, end = _place(mine, offset, align)
+    for owner, owned_slots in enumerate(owned):
+        placed, end = _place(owned_slots, offset, align)
         end = end if world_size == 1 else round_up(end, align)
         slots += placed
         spans.append(Span(owner, offset, end))

@@ -43,10 +43,10 @@ class Sharing(NamedTuple):
         return bool(self.sums) and not set(self.copies).isdisjoint(self.sums)
 
     def __str__(self) -> str:
-        found = [] if self.cut == PLAIN else [f"cut over {self.cut}"]
-        found += [f"copies over {' and '.join(self.copies)}"] if self.copies else []
-        found += [f"summed over {' and '.join(self.sums)}"] if self.sums else []
-        return ", ".join(found)
+        facts = [] if self.cut == PLAIN else [f"cut over {self.cut}"]
+        facts += [f"copies over {' and '.join(self.copies)}"] if self.copies else []
+        facts += [f"summed over {' and '.join(self.sums)}"] if self.sums else []
+        return ", ".join(facts)
 
 
 class Tie(NamedTuple):
@@ -114,12 +114,12 @@ class Axes:
 
     def lanes(self, sharing: Sharing) -> tuple[int, int]:
         """How many packs of other experts the data-parallel ranks hold, and which is here."""
-        number, here = 1, 0
+        number, own = 1, 0
         if sharing.cut != PLAIN:
             for dim in self.data:
                 if dim != sharing.cut:
-                    number, here = number * self.sizes[dim], here * self.sizes[dim] + self.here[dim]
-        return number, here
+                    number, own = number * self.sizes[dim], own * self.sizes[dim] + self.here[dim]
+        return number, own
 
     def sharings(self, named: Mapping[str, nn.Parameter]) -> dict[str, Sharing]:
         """Of each parameter; TypeError or ValueError for a DTensor that does not fit the mesh."""
@@ -129,10 +129,10 @@ class Axes:
 
     def options(self) -> list[str]:
         """Those of ``shard`` that all ranks must have alike, a line each."""
-        given = {"grad_sum_over": self.sum_over, "experts": self.experts}
+        options = {"grad_sum_over": self.sum_over, "experts": self.experts}
         return [
-            f"{option} = { {dim: [*some] for dim, some in patterns.items()} }"
-            for option, patterns in given.items()
+            f"{option} = { {dim: [*names] for dim, names in patterns.items()} }"
+            for option, patterns in options.items()
             if patterns
         ]
 
@@ -143,14 +143,14 @@ class Axes:
             f"{option}: the pattern {pattern!r} of dimension {dim!r} matches no parameter of the "
             "optimizer; give a list of patterns for names as in model.named_parameters()"
             for option, patterns in options.items()
-            for dim, some in patterns.items()
-            for pattern in some
-            if isinstance(some, str) or not any(_matches(name, [pattern]) for name in names)
+            for dim, names in patterns.items()
+            for pattern in names
+            if isinstance(names, str) or not any(_matches(name, [pattern]) for name in names)
         ]
 
     def sharing(self, name: str, param: nn.Parameter) -> Sharing:
         """Of one parameter; see :meth:`sharings`."""
-        cut = next((dim for dim, some in self.experts.items() if _matches(name, some)), PLAIN)
+        cut = next((dim for dim, names in self.experts.items() if _matches(name, names)), PLAIN)
         # An expert may be a DTensor over the data-parallel dimensions that tell experts apart.
         allowed = (*self.model, *(dim for dim in self.data if cut != PLAIN and dim != cut))
         placed = _placements(name, param, allowed, self.lines)
@@ -182,8 +182,8 @@ def _placements(
             "fully_shard has cut cannot be sharded again, use the plain optimizer with it; for "
             "tensor parallelism pass mesh= with the model-parallel dimensions"
         )
-    found = _compat.placements(param)
-    for dim, placement in found.items():
+    placements = _compat.placements(param)
+    for dim, placement in placements.items():
         if placement.is_partial():
             raise TypeError(
                 f"optimizer: parameter {name!r} is Partial along {dim!r}; expected Shard or "
@@ -202,7 +202,7 @@ def _placements(
                 f"the ranks {line} here; expected {lines[dim]}, as in mesh=: parallelize with the "
                 "mesh that shard() is given"
             )
-    return found
+    return placements
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -56,15 +56,15 @@ def deliver(rank: int, call: Call, sent: Sequence[Sequence[Tensor]], combine: Co
     if not outputs:
         return
     if record.reduce_op is not None:
-        mine = rank if record.op.startswith("reduce_scatter") else 0
-        combine(record.reduce_op, [parts[mine] for parts in sent], outputs[0])
+        place = rank if record.op.startswith("reduce_scatter") else 0
+        combine(record.reduce_op, [parts[place] for parts in sent], outputs[0])
         return
     if record.source is not None:
-        mine = rank if record.op == "scatter" else 0
-        arriving = [sent[record.source][mine]]
+        place = rank if record.op == "scatter" else 0
+        arriving = [sent[record.source][place]]
     else:
-        mine = rank if record.op.startswith("all_to_all") else 0
-        arriving = [parts[mine] for parts in sent]
+        place = rank if record.op.startswith("all_to_all") else 0
+        arriving = [parts[place] for parts in sent]
     for output, chunk in zip(outputs, arriving, strict=True):
         output.copy_(chunk.view_as(output))
 

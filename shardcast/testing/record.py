@@ -69,8 +69,8 @@ class Collective:
             "async_op": self.async_op or None,
             "group": self.group or None,
         }
-        told = [f"{name}={value}" for name, value in details.items() if value is not None]
-        return f"#{self.seq} {self.op}({', '.join([tensor, *told] if tensor else told)})"
+        facts = [f"{name}={value}" for name, value in details.items() if value is not None]
+        return f"#{self.seq} {self.op}({', '.join([tensor, *facts] if tensor else facts)})"
 
 
 def assert_same_sequence(logs: Sequence[Sequence[Collective]]) -> None:
@@ -100,8 +100,8 @@ def _difference(
     lines = [f"the ranks' collectives differ at position {position}:"]
     for ranks in groups:
         log = logs[ranks[0]]
-        here = str(log[position]) if position < len(log) else f"nothing: its log ends at {len(log)}"
-        lines.append(f"  {name_ranks(ranks)}: {here}")
+        call = str(log[position]) if position < len(log) else f"nothing: its log ends at {len(log)}"
+        lines.append(f"  {name_ranks(ranks)}: {call}")
     if position:
         lines.append(f"  the last common one: {logs[0][position - 1]}")
     return "\n".join(lines)

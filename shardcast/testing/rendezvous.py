@@ -148,8 +148,8 @@ class Run:
 
     def _oldest(self) -> list[Slot]:
         """Of each group the first collective that not all ranks have launched."""
-        found = [group.oldest() for group in list(self._groups.values())]
-        return [slot for slot in found if slot is not None]
+        oldest = [group.oldest() for group in list(self._groups.values())]
+        return [slot for slot in oldest if slot is not None]
 
     def wait(self, rank: int, slot: Slot) -> None:
         """Block until the slot is full; raise if it never will be."""
@@ -204,8 +204,8 @@ class Rendezvous:
         seq = call.record.seq
         slot = self._open.setdefault(seq, Slot(self.ranks, call.record))
         if self.run.failure is None:
-            for other, theirs in slot.calls.items():
-                difference = _difference(self.ranks, rank, call, other, theirs)
+            for peer, peer_call in slot.calls.items():
+                difference = _difference(self.ranks, rank, call, peer, peer_call)
                 if difference is not None:
                     self.run.fail(partial(_mismatch, slot, difference))
                     break
@@ -230,13 +230,13 @@ def _difference(
     ranks: Sequence[int], rank: int, call: Call, other: int, theirs: Call
 ) -> str | None:
     """In which respect two calls cannot be the same collective, in words."""
-    mine, yours = call.record, theirs.record
+    record, yours = call.record, theirs.record
     pair = name_ranks(sorted((ranks[rank], ranks[other])))
     for name in ("op", "dtype", "source", "dest", "reduce_op"):
-        if getattr(mine, name) != getattr(yours, name):
+        if getattr(record, name) != getattr(yours, name):
             return f"{pair} differ in {name}"
-    if not mine.op.startswith("all_to_all"):
-        return None if mine.shape == yours.shape else f"{pair} differ in shape"
+    if not record.op.startswith("all_to_all"):
+        return None if record.shape == yours.shape else f"{pair} differ in shape"
     for sender, sends, receiver, expects in (
         (rank, call.inputs[other], other, theirs.outputs[rank]),
         (other, theirs.inputs[rank], rank, call.outputs[other]),

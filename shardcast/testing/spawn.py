@@ -147,12 +147,15 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
             return
         context = multiprocessing.get_context(self._start_method)
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            ours, child_end = context.Pipe()
             process = context.Process(  # type: ignore[attr-defined]
-                target=serve, args=(rank, self.world_size, theirs), name=f"rank {rank}", daemon=True
+                target=serve,
+                args=(rank, self.world_size, child_end),
+                name=f"rank {rank}",
+                daemon=True,
             )
             process.start()
-            theirs.close()
+            child_end.close()
             self._pipes.append(ours)
             self._processes.append(process)
 

@@ -56,7 +56,7 @@ class StrictGroup(RecordedGroup):
         slot = meeting.launch(rank, replace(call, inputs=copies))
 
         def write() -> None:
-            sent = [slot.calls[other].inputs for other in range(self.size())]
+            sent = [slot.calls[rank].inputs for rank in range(self.size())]
             deliver(rank, call, sent, _reduce_in_rank_order)
 
         watched = self._watch(call) if call.record.async_op else []
@@ -95,7 +95,7 @@ class StrictGroup(RecordedGroup):
 
         def finish() -> None:
             del self._pending[key]
-            changed = [side for side, now, then in watched if not _same_bits(now, then)]
+            changed = [side for side, value, then in watched if not _same_bits(value, then)]
             run.wait(rank, slot)
             write()
             if changed:  # told only now, so that the other ranks get what they wait for

@@ -134,8 +134,8 @@ class ThreadedWorld:
             run.check_received()
         if run.unreached and run.failure is None:
             counts = {fault: run.attempts[fault.rank] for fault in run.unreached}
-            told = ", ".join(f"{fault} (rank made {n})" for fault, n in counts.items())
-            raise ValueError(f"never reached: {told}")
+            names = ", ".join(f"{fault} (rank made {n})" for fault, n in counts.items())
+            raise ValueError(f"never reached: {names}")
         return [results[rank] for rank in range(self.world_size)]
 
     def _run_threads(
@@ -149,8 +149,8 @@ class ThreadedWorld:
             error: BaseException | None = None
             run.turns.take(rank)
             try:
-                with self._groups_of(run, rank) as given:
-                    results[rank] = fn(given, *args)
+                with self._groups_of(run, rank) as groups:
+                    results[rank] = fn(groups, *args)
             except BaseException as raised:  # whatever it is, run() raises it again
                 error = raised
             run.leave(rank, error)
@@ -230,9 +230,9 @@ class ThreadedWorld:
         if rank in mismatches:  # the same everywhere, but who raised last knows most
             rank = max(mismatches, key=lambda r: len(mismatches[r].calls))
         add_note(errors[rank], f"raised by rank {rank} of a threaded world of {self.world_size}")
-        for other in range(self.world_size):
-            if other in self._stuck:
-                add_note(errors[rank], f"rank {other} has not finished")
-            elif other != rank and other in errors:
-                add_note(errors[rank], f"rank {other} raised {type(errors[other]).__name__}")
+        for rank in range(self.world_size):
+            if rank in self._stuck:
+                add_note(errors[rank], f"rank {rank} has not finished")
+            elif rank != rank and rank in errors:
+                add_note(errors[rank], f"rank {rank} raised {type(errors[rank]).__name__}")
         raise errors[rank]
