@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast.cli import estimate as _estimate_command
 from shardcast.cli import main
+from shardcast.cli import plot as drawing
 from shardcast.estimate import PRESETS, estimate, peers
 from shardcast.plan.originals import Originals
 from shardcast.testing import Collective, SpawnedWorld
@@ -406,13 +407,13 @@ def test_the_picture_is_drawn_over_world_sizes(
 ):
     picture = tmp_path / "memory.png"
     seen: list[Any] = []
-    original = _estimate_command._figure
+    original = drawing.empty_figure
 
     def figure() -> Any:
         seen.append(original())
         return seen[-1]
 
-    monkeypatch.setattr(_estimate_command, "_figure", figure)
+    monkeypatch.setattr(drawing, "empty_figure", figure)
     (tmp_path / "drawn.py").write_text("from gpt import *\ndef build(): return GPT(GPTConfig())\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "beside.yaml").write_text("overlap_sync: true\npack_params: 4")
