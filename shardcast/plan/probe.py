@@ -34,7 +34,7 @@ SCALES = ((1.0, 1e-3, 1.0, 30.0), (1e4, 1.0, 1e-4, 1.0))
 # Rows, columns and further lengths of parameters. Some classes factor only from 128 columns on.
 SMALL, LARGE = (6, 4, 3), (160, 128, 1)
 BATCHING = 0.05  # of an update: how much kernels for several matrices round bf16 differently
-ATTRIBUTES = 10_000  # objects and tensor elements that a twin may copy
+ATTRIBUTES = 10_000  # objects, and bytes of them, that a twin may copy
 REACH = 4  # attributes of attributes that are looked at
 
 
@@ -162,13 +162,13 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a twin of its attributes is small, and separate from the script's objects."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
-    elements = 0
+    size = 0
     for _, value in _attributes(optimizer):
         if isinstance(value, (nn.Module, torch.Generator)):  # a generator makes it random
             return False
-        if isinstance(value, Tensor) and value not in params:
-            elements += value.numel()
-    return elements < ATTRIBUTES
+        if not isinstance(value, Tensor) or value not in params:
+            size += 1 + getattr(value, "nbytes", 0)  # of a tensor, or of numpy's
+    return size < ATTRIBUTES
 
 
 # -- measured -----------------------------------------------------------------------------------
