@@ -209,11 +209,11 @@ class Schedulers:
             scheduler.step()
 
     def get_last_lr(self) -> list[float]:
-        """Of all groups, in order; Trainer logs the first."""
+        """The rates of all groups, in order; Trainer logs the first."""
         return [rate for scheduler in self._schedulers for rate in scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all of them."""
+        """The states of all schedulers."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,18 +255,18 @@ def _shards(trainer: Any) -> bool:
 
 
 def _create_optimizer(trainer: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """What losses hold beside the model is prepared as a second model, and so sharded with it.
+    """Modules of losses beside the model are prepared as a second model, and sharded with it.
 
     Stock DDP leaves their gradients as each rank has them.
     """
     optimizer = stock(*args, **kwargs)
     loss, accelerator = getattr(trainer, "loss", None), trainer.accelerator
-    known = set(trainer.model.parameters())
+    model_params = set(trainer.model.parameters())
     for module in loss.values() if isinstance(loss, Mapping) else [loss]:
         if isinstance(module, nn.Module) and isinstance(accelerator, ShardcastAccelerator):
             beside = nn.Module()
             for name, child in module.named_children():
-                if known.isdisjoint(child.parameters()):
+                if model_params.isdisjoint(child.parameters()):
                     beside.add_module(name, child)
             own = dict(module.named_parameters(recurse=False))
             if own:

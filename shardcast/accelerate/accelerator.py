@@ -149,7 +149,7 @@ class ShardcastAccelerator(Accelerator):
 
         On several processes its forward in training raises until its optimizer is prepared too.
         """
-        if any(model is known for known in self._models):
+        if any(model is prepared for prepared in self._models):
             return model
         inner = _compat.unwrapped(model)
         if _compat.is_ddp(model):
@@ -158,8 +158,8 @@ class ShardcastAccelerator(Accelerator):
                 "model, shardcast reduces the gradients itself"
             )
         placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        known = inner in self._owners or inner in self._unsharded or is_marked(inner)
-        if not (known or evaluation_mode) and any(p.requires_grad for p in inner.parameters()):
+        watched = inner in self._owners or inner in self._unsharded or is_marked(inner)
+        if not (watched or evaluation_mode) and any(p.requires_grad for p in inner.parameters()):
             watch = partial(guards.refuse_training, self.mixed_precision, self.num_processes)
             self._unsharded[inner] = inner.register_forward_pre_hook(watch)
         return placed

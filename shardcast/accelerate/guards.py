@@ -53,17 +53,17 @@ def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> Sha
 
 
 def refuse_requested(keywords: Mapping[str, Any]) -> None:
-    """Before Accelerate starts plug-ins, so that the message is ours and nothing is half set up.
+    """Check the keywords of an Accelerator before Accelerate starts plug-ins.
 
     Raises:
         TypeError: options of shardcast among the keywords.
         RuntimeError: a plug-in that shards or casts by itself.
     """
-    ours = [field.name for field in fields(ShardcastConfig) if field.name in keywords]
-    if ours:
+    options = [field.name for field in fields(ShardcastConfig) if field.name in keywords]
+    if options:
         raise TypeError(
-            f"{ours[0]}: it is an option of shardcast, not a keyword of Accelerate's Accelerator; "
-            f"write ShardcastAccelerator(shardcast_config={{{ours[0]!r}: ...}})"
+            f"{options[0]}: it is an option of shardcast, not a keyword of Accelerate's "
+            f"Accelerator; write ShardcastAccelerator(shardcast_config={{{options[0]!r}: ...}})"
         )
     for keyword, (variable, name) in PLUGINS.items():
         by_launcher = os.environ.get(variable, "").lower() == "true"
@@ -74,7 +74,7 @@ def refuse_requested(keywords: Mapping[str, Any]) -> None:
 
 
 def refuse_unsupported(accelerator: Any) -> None:
-    """What an accelerator is, whatever made it so.
+    """Check an accelerator, whatever its keywords and the environment made of it.
 
     Raises:
         RuntimeError: names what is in the way and what to do.
@@ -108,7 +108,7 @@ def refuse_unsupported(accelerator: Any) -> None:
 
 
 def _refuse_handlers(accelerator: Any) -> None:
-    """Handlers of what is not used here, where they ask for more than the default."""
+    """Handlers of DDP and GradScaler, where they ask for more than the default."""
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook is not None and str(getattr(hook, "value", hook)) != "no":
         raise RuntimeError(

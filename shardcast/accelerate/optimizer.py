@@ -19,10 +19,10 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 
 
 class _Saves:
-    """Names of saves, equal on all ranks also where an earlier one was of rank 0 alone.
+    """Numbers the saves since the last step, equally on all ranks that call them equally often.
 
     Args:
-        run: no earlier run of processes with the same store had it.
+        run: a name that no earlier run of processes with the same store had.
     """
 
     def __init__(self, run: str) -> None:
@@ -69,7 +69,7 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         """
         if self.optimizer.config.param_dtype == torch.float32:
             return state
-        if not called_on_all_ranks(self._saves.name()):
+        if not called_on_all_ranks(f"{call}/{self._saves.name()}"):
             warn(
                 f"{call} was not called on all ranks, so the fp32 masters could not be gathered: "
                 f"parameters are saved in {self.optimizer.config.param_dtype}. Call it on every "

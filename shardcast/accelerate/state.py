@@ -56,8 +56,8 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
     accelerator.wait_for_everyone()
     keep, names = (limit, AUTOMATIC) if automatic else (1, FOLDER)
     if keep and accelerator.is_main_process:
-        for other in [*_folders(folder.parent, names).values()][keep:]:
-            shutil.rmtree(other)
+        for old in [*_folders(folder.parent, names).values()][keep:]:
+            shutil.rmtree(old)
     return folder
 
 
@@ -123,12 +123,9 @@ def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
 
 def _folders(root: Path, names: re.Pattern[str] = FOLDER) -> dict[int, Path]:
     """The numbered folders of ``root``, newest first."""
-    found = {}
-    for path in root.iterdir() if root.is_dir() else ():
-        match = names.fullmatch(path.name)
-        if match:
-            found[int(match[1])] = path
-    return dict(sorted(found.items(), reverse=True))
+    paths = root.iterdir() if root.is_dir() else ()
+    numbered = {int(match[1]): it for it in paths if (match := names.fullmatch(it.name))}
+    return dict(sorted(numbered.items(), reverse=True))
 
 
 def _committed(accelerator: Any, input_dir: Any) -> str | None:
@@ -137,10 +134,10 @@ def _committed(accelerator: Any, input_dir: Any) -> str | None:
     Raises:
         DamagedCheckpointError: ``input_dir`` itself is damaged, or all folders are.
     """
-    named = None
+    requested = None
     if input_dir is not None:
         root = Path(input_dir).expanduser()
-        named, folders = root, [root, *_folders(root).values()]
+        requested, folders = root, [root, *_folders(root).values()]
     else:
         root = Path(accelerator.project_dir or "", "checkpoints")
         folders = [*_folders(root, AUTOMATIC).values()]
@@ -151,13 +148,12 @@ def _committed(accelerator: Any, input_dir: Any) -> str | None:
             if not (folder / SHARDS).is_dir() or checkpoint.latest(folder / SHARDS) is None:
                 continue
         except damaged as error:
-            if folder == named:
+            if folder == requested:
                 raise
             reasons.append(str(error))
             continue
         if reasons:
-            why = "; ".join(reasons)
-            warn(f"load_state: falling back to {str(folder)!r}: {why}")
+            warn(f"load_state: falling back to {str(folder)!r}: " + "; ".join(reasons))
         return os.fspath(folder)
     if reasons:
         raise damaged(f"load_state: no sound checkpoint is left in {root}: " + "; ".join(reasons))

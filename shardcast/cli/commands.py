@@ -120,11 +120,11 @@ def annotated_config() -> str:
 def env(arguments: list[str]) -> int:
     """Print what a bug report needs: versions, devices, variables, resolved configuration."""
     _parser("env").parse_args(arguments)
-    named = [it for it in sorted(os.environ) if it.startswith(PREFIXES) or it in LAUNCHER]
+    variables = [it for it in sorted(os.environ) if it.startswith(PREFIXES) or it in LAUNCHER]
     sections: dict[str, Mapping[str, str]] = {
         "versions": _versions(),
         "machine": _machine(),
-        "environment": {name: os.environ[name] for name in named},
+        "environment": {name: os.environ[name] for name in variables},
         "configuration (* changed)": _configuration(),
     }
     for title, facts in sections.items():

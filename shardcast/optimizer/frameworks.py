@@ -34,15 +34,15 @@ def clusters(
     optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
 ) -> list[Together]:
     """The ``optimizers`` with the models that they train, those together that share one."""
-    found: list[Together] = []
+    groups: list[Together] = []
     for optimizer in optimizers:
         joined = Together([optimizer], models_of(optimizer, models))
-        for cluster in [it for it in found if not set(joined.models).isdisjoint(it.models)]:
-            found.remove(cluster)
-            both = dict.fromkeys(cluster.models + joined.models)
-            joined = Together(cluster.optimizers + joined.optimizers, list(both))
-        found.append(joined)
-    return found
+        for cluster in [it for it in groups if not set(joined.models).isdisjoint(it.models)]:
+            groups.remove(cluster)
+            models_once = dict.fromkeys(cluster.models + joined.models)
+            joined = Together(cluster.optimizers + joined.optimizers, list(models_once))
+        groups.append(joined)
+    return groups
 
 
 def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
@@ -90,8 +90,8 @@ def exact_state(
 def called_on_all_ranks(call: str) -> bool:
     """Whether all ranks come to ``call``, a name that is equal on them and never used twice.
 
-    For what scripts do on rank 0 alone where that is enough: rank 0 waits :data:`PATIENCE`, and
-    tells the others, so that no rank begins a collective that another one leaves out.
+    A script may save on rank 0 alone, which is enough under DDP. So rank 0 waits :data:`PATIENCE`
+    for the ranks, and answers them: no rank begins a collective that another one leaves out.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
@@ -100,7 +100,7 @@ def called_on_all_ranks(call: str) -> bool:
     store.set(f"{place}/{rank}", "")
     if rank == 0:
         try:
-            store.wait([f"{place}/{other}" for other in range(dist.get_world_size())], PATIENCE)
+            store.wait([f"{place}/{each}" for each in range(dist.get_world_size())], PATIENCE)
             store.set(place, "all ranks")
         except RuntimeError:  # DistStoreError, or an older one
             store.set(place, "some ranks")
