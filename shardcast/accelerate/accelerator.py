@@ -76,7 +76,7 @@ class ShardcastAccelerator(Accelerator):
 
     @property
     def sharded(self) -> tuple[ShardcastOptimizer, ...]:
-        """What was prepared and is sharded, in the order of its models."""
+        """The prepared optimizers, in the order of their models."""
         return tuple(dict.fromkeys(self._owners.values()))
 
     @property
@@ -385,7 +385,7 @@ class ShardcastAccelerator(Accelerator):
                 prepared.close()
         for watch in self._unsharded.values():
             watch.remove()
-        self._unsharded, self._owners = {}, {}
+        self._unsharded, self._owners, self.loss_params = {}, {}, ()
         return super().free_memory(*objects)
 
 
