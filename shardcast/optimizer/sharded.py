@@ -23,8 +23,8 @@ from shardcast.optimizer.state_view import StateView
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout
 
-# Packages that keep the part of each rank on that rank, and load it there.
-KEEP_PARTS = ("shardcast", "accelerate", "transformers", "lightning", "pytorch_lightning")
+# Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
+KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -366,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _warn_of_a_part(self, module: str) -> None:
         comm = self.engine.grid.everyone
-        if comm.size > 1 and not self._warned and module.split(".")[0] not in KEEP_PARTS:
+        if comm.size > 1 and not self._warned and not module.startswith(KEEP_PARTS):
             self._warned = True
             warn(
                 f"state_dict: this is the part of rank {comm.rank} of {comm.size} alone, without "
