@@ -309,29 +309,10 @@ def coalesced(group: dist.ProcessGroup, device: torch.device, async_op: bool = F
     return dist.distributed_c10d._coalescing_manager(group, device, async_op)
 
 
-def fused_adam_(
-    param: Tensor,
-    grad: Tensor,
-    state: Sequence[Tensor],
-    step: Tensor,
-    *,
-    decoupled: bool,
-    **options: Any,
-) -> None:
-    """torch's fused Adam or AdamW of one tensor; ``torch.optim`` gives it whole parameters only.
-
-    Args:
-        state: ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``, ``max_exp_avg_sq``.
-        options: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, ``eps``, ``amsgrad``, ``maximize``.
-    """
-    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    first, second, *largest = ([tensor] for tensor in state)
-    kernel([param], [grad], first, second, *(largest or [[]]), [step], **options)
-
-
-def fused_sgd_(param: Tensor, grad: Tensor, state: Sequence[Tensor], **options: Any) -> None:
-    """torch's fused SGD of one tensor; ``state`` is its momentum buffer, if there is momentum."""
-    torch._fused_sgd_([param], [grad], list(state), **options)
+# torch's fused kernels over lists of tensors; ``torch.optim`` gives them whole parameters only.
+fused_adam_: Any = torch._fused_adam_
+fused_adamw_: Any = torch._fused_adamw_
+fused_sgd_: Any = torch._fused_sgd_
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:

@@ -378,9 +378,9 @@ def test_the_fused_adam_of_one_tensor_is_the_optimizers(decoupled: bool):
     optimizer = kind([param], fused=True, **options)
     optimizer.step()
     state = [torch.zeros(32) for _ in range(3)]
-    _compat.fused_adam_(
-        mine, grad, state, torch.tensor(1.0), decoupled=decoupled, beta1=0.9, beta2=0.999, **options
-    )
+    kernel = _compat.fused_adamw_ if decoupled else _compat.fused_adam_
+    lists = [[tensor] for tensor in (mine, grad, *state, torch.tensor(1.0))]
+    kernel(*lists, beta1=0.9, beta2=0.999, **options)
     assert torch.equal(mine, param)
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     for tensor, name in zip(state, names, strict=True):
@@ -394,7 +394,7 @@ def test_the_fused_sgd_of_one_tensor_is_the_optimizers():
     param.grad = grad.clone()
     torch.optim.SGD([param], fused=True, **options).step()
     _compat.fused_sgd_(
-        mine, grad, [buffer], nesterov=False, maximize=False, is_first_step=True, **options
+        [mine], [grad], [buffer], nesterov=False, maximize=False, is_first_step=True, **options
     )
     assert torch.equal(mine, param)
     assert buffer.abs().sum() > 0

@@ -76,7 +76,7 @@ def variants() -> list[Variant]:
         Variant("AdamW, a sum", 30.2, epilogues=(Swallowed(),)),
     ]
     rows += [Variant(f"mean of {n} ranks", 2 * n + 2, ranks=n, stage="reduce") for n in range(2, 9)]
-    return [*rows, Variant("norm", 2, stage="combine")]
+    return [*rows, Variant("norm", 2, stage="decide")]
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ class _Range(NamedTuple):
     part: slice
     fusion: Fusion
     numbers: Numbers
+    factor: Tensor | None
 
 
 def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
@@ -173,21 +174,25 @@ class FusedUpdate:
         if not self._states or (on_host and bool(decision.skip)):
             return
         self._count(decision, present)
-
-        def fetch(one: _Range) -> list[Tensor]:
-            return one.state.fetch(one.part, one.fusion)
+        ranges, skip = self._ranges(decision, present), None if on_host else decision.skip
+        if self._lanes is None:
+            for one in ranges:
+                operands = one.state.fetch(one.part, one.fusion)
+                self._execute(one.fusion, operands, one.numbers, one.factor, skip)
+                one.state.send(one.part, one.fusion, operands)
+            return
 
         def update(one: _Range, operands: list[Tensor]) -> None:
-            factor = decision.factors[one.state.shard.pack.layout.group]
-            skip = None if on_host else decision.skip
-            self._execute(one.fusion, operands, one.numbers, factor, skip)
+            self._execute(one.fusion, operands, one.numbers, one.factor, skip)
 
-        def send(one: _Range, operands: list[Tensor]) -> None:
-            one.state.send(one.part, one.fusion, operands)
+        through(
+            self._lanes, ranges, lambda one: one.state.fetch(one.part, one.fusion), update,
+            lambda one, operands: one.state.send(one.part, one.fusion, operands),
+        )  # fmt: skip
 
-        through(self._lanes, self._ranges(present), fetch, update, send)
-
-    def _ranges(self, present: Mapping[Shard, Sequence[bool]]) -> Iterator[_Range]:
+    def _ranges(
+        self, decision: Decision, present: Mapping[Shard, Sequence[bool]]
+    ) -> Iterator[_Range]:
         """What is updated at a time: runs of present fragments, cut where copies are made."""
         known: dict[tuple[GroupId, Hashable], tuple[Rule, Numbers]] = {}
         for shard, state in self._states.items():
@@ -201,7 +206,7 @@ class FusedUpdate:
                 size = WINDOW if self._config.offload else max(1, run.stop - run.start)
                 for start in range(run.start, run.stop, size):
                     part = slice(start, min(start + size, run.stop))
-                    yield _Range(state, part, fusion, numbers)
+                    yield _Range(state, part, fusion, numbers, decision.factors[group])
 
     def _runs(self, state: ShardState, present: Sequence[bool]) -> Iterator[tuple[slice, int]]:
         """Maximal ranges of the own span with one history, and the number of a fragment in each.

@@ -73,7 +73,7 @@ class StreamLanes:
 
 
 def through(
-    lanes: Lanes | None,
+    lanes: Lanes,
     windows: Iterable[Window],
     fetch: Callable[[Window], Values],
     update: Callable[[Window, Values], None],
@@ -82,15 +82,8 @@ def through(
     """Fetch, update and send back each window, in order.
 
     Args:
-        lanes: ``None``: each window after the one before, on the current stream.
         fetch: allocates and fills what ``update`` changes and ``send`` gives back.
     """
-    if lanes is None:
-        for window in windows:
-            values = fetch(window)
-            update(window, values)
-            send(window, values)
-        return
     begun = lanes.mark()
     sends: deque[tuple[Any, Values]] = deque()  # keeps what they read alive
     last = None
@@ -104,9 +97,9 @@ def through(
     coming = map(fetched, windows)
     ahead = next(coming, None)
     while ahead is not None:
-        window, values, there = ahead
+        window, values, fetched_event = ahead
         ahead = next(coming, None)
-        _, done = lanes.queue("update", lambda w=window, v=values: update(w, v), there)  # type: ignore[misc]
+        _, done = lanes.queue("update", lambda w=window, v=values: update(w, v), fetched_event)  # type: ignore[misc]
         _, last = lanes.queue("send", lambda w=window, v=values: send(w, v), done)  # type: ignore[misc]
         sends.append((last, values))
         del values

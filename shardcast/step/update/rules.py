@@ -134,8 +134,10 @@ class TorchAdamRule(AdamRule):
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
         step, options = numbers
-        _compat.fused_adam_(
-            master, grad, state, step, decoupled=not self.coupled, amsgrad=self.amsgrad,
+        first, second, *largest = ([tensor] for tensor in state)
+        kernel = _compat.fused_adam_ if self.coupled else _compat.fused_adamw_
+        kernel(
+            [master], [grad], first, second, *(largest or [[]]), [step], amsgrad=self.amsgrad,
             maximize=self.maximize, **options,
         )  # fmt: skip
 
@@ -152,7 +154,7 @@ class TorchSGDRule(SGDRule):
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
         first, options = numbers
         _compat.fused_sgd_(
-            master, grad, state, is_first_step=first, nesterov=self.nesterov,
+            [master], [grad], list(state), is_first_step=first, nesterov=self.nesterov,
             maximize=self.maximize, **options,
         )  # fmt: skip
 
