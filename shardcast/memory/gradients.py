@@ -303,6 +303,7 @@ class ShardedGradients(Gradients):
         copy it into another dtype first; where it overflows for nothing, nobody is named.
         """
         self._data, self._views = None, []
+        del self._own_data  # a view, which would keep all of the storage
         own = self.own
         if own.device.type != "cpu" or len(pieces) == 1 or self.culprits:
             return
