@@ -87,8 +87,9 @@ class Bucket:
     def drop_cleared(self, of_all_ranks: bool) -> None:
         """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
         gone = {n for n, is_here in enumerate(self.grads.presence()) if not is_here}
+        means = self.grads.own if self.carry is None else self.carry
         for position in gone if of_all_ranks else gone - self.absent:
-            self.grads.own[own_part(self.grads.pack, position)].zero_()
+            means[own_part(self.grads.pack, position)].zero_()
             if self.late and self.grads.joint is not None:
                 self.grads.joint[position].fill_(0.0)
 

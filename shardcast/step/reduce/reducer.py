@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from shardcast.plan.sharing import Sharing
 from shardcast.step.reduce.bucket import Bucket, State
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round, land_all
-from shardcast.step.reduce.user_edits import Edits, nothing
+from shardcast.step.reduce.user_edits import Edits, ZeroGrad, nothing
 
 
 class Reducer:
@@ -280,11 +279,14 @@ class Reducer:
         """A synchronised backward ended, without another one inside it unless one was seen."""
         self.beside = not self._at_end
 
-    def check_cleared(self) -> None:
-        """Gradients are going to come: look whether a script cleared the means of this step.
+    def drop_cleared(self, more_come: bool) -> None:
+        """A round begins: drop means of earlier ones of this step that a script cleared.
+
+        Args:
+            more_come: in a backward, else the step comes next.
 
         Raises:
-            RuntimeError: it cleared some of them; which ones were, other ranks cannot know.
+            RuntimeError: more come and some were cleared; which ones, other ranks cannot know.
         """
         if self.spent:
             return
@@ -297,13 +299,16 @@ class Reducer:
             for position, (slot, is_here) in enumerate(zip(slots, presence, strict=True)):
                 if position not in bucket.absent:
                     names.setdefault(is_here, slot.name)
-        if len(names) == 2:
+        if len(names) == 2 and more_come:
             raise RuntimeError(
                 f"backward: .grad of {names[False]!r} was cleared after an earlier backward of "
                 f"this step, that of {names[True]!r} was not; between two backwards of a step "
                 "clear all gradients, by optimizer.zero_grad(), or none"
             )
-        if False in names:
+        if len(names) == 2:
+            for bucket in begun:
+                bucket.drop_cleared(of_all_ranks=False)
+        elif False in names:
             self.spent = True
             for bucket in begun:
                 bucket.forget()
@@ -339,28 +344,6 @@ class Reducer:
         except BaseException:
             round.over = True
             raise
-
-
-class ZeroGrad:
-    """``model.zero_grad`` of one model; its copies and pickles have that of their class."""
-
-    def __init__(self, model: nn.Module, cleared: Callable[[nn.Module, bool], None]) -> None:
-        self._model, self._cleared = model, cleared
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._cleared(self._model, set_to_none)
-        type(self._model).zero_grad(self._model, set_to_none)
-
-    def remove(self) -> None:
-        vars(self._model).pop("zero_grad", None)
-
-    def __reduce__(self) -> Any:
-        return plain_zero_grad, (self._model,)
-
-
-def plain_zero_grad(model: nn.Module) -> Any:
-    """That of its class."""
-    return MethodType(type(model).zero_grad, model)
 
 
 def _hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> Any:

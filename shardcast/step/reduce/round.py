@@ -60,7 +60,7 @@ class Round:
         self._flying: list[Bucket] = []
         self._spare: list[Tensor] = []  # receive buffers to be used again
         land_all(bucket for bucket in self._buckets if not bucket.early)  # where a backward failed
-        reducer.check_cleared()
+        reducer.drop_cleared(more_come=self.backward >= 0)
         for bucket in self._buckets:
             bucket.arrived, bucket.counting = set(), None
 

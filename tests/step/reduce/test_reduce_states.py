@@ -278,6 +278,19 @@ def test_clearing_some_gradients_between_two_backwards_of_a_step_is_refused_by_n
     assert_same_sequence(world.logs)
 
 
+@pytest.mark.parametrize("last", ["sync", "no_sync"])
+def test_a_gradient_cleared_after_the_last_backward_is_no_part_of_the_step(last: str):
+    every = (frozenset(range(COUNT)),) * 2
+
+    def one_cleared(side: Side) -> None:
+        side.models[0].all[3].grad = None
+
+    actions: list[Action] = [(Side.backward, (0, every)), (Side.backward, (1, every))]
+    if last == "no_sync":
+        actions[1] = (Side.backward, (1, every, True))
+    compare([*actions, (one_cleared, ()), (Side.step, ()), (Side.step, ())], 2, "full")
+
+
 def test_a_failed_backward_leaves_nothing_behind():
     def run(group: Any) -> None:
         gc.disable()  # the engine's callback holds the round, and nobody else
