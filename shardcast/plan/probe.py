@@ -29,8 +29,8 @@ from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.twins import Samples, Twins, unnoticed
 
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
-# one, which is above any bound in one step and below it in another.
-SCALES = ((1.0, 1e-3, 1.0, 30.0), (1e4, 1.0, 1e-4, 1.0))
+# one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.
+SCALES = ((1.0, 1e-3, 1.0, 30.0) * 2, (1e4, 1.0, 1e-4, 1.0) * 2)
 # Rows, columns and further lengths of parameters. Some classes factor only from 128 columns on.
 SMALL, LARGE = (6, 4, 3), (160, 128, 1)
 BATCHING = 0.05  # of an update: how much kernels for several matrices round bf16 differently
@@ -83,6 +83,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
     except Exception as error:  # the class cannot run on tiny host tensors
         if _compat.raised_in_distributed(error):  # there is no process group yet
             raise collective_refusal(optimizer) from error
+        _refuse_list(optimizer, error)
         return Traits(elementwise=False)
     return Traits(elementwise=False) if is_random else traits
 
@@ -133,6 +134,19 @@ def _refuse_common_state(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _refuse_list(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+    """Raise TypeError for a class whose step fails on a twin, and that has a list of parameters."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    for path, value in _attributes(optimizer):
+        if isinstance(value, Tensor) and value in params:
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"optimizer: {name} cannot be sharded: it keeps parameters outside of its groups "
+                f"({path}), so that it would update the model's and not their masters; let its "
+                "step go through param_groups, or use another class"
+            ) from error
+
+
 def _attributes(root: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """Every object that attributes and containers lead to, nearest first, with its path."""
     seen = {id(root)}
@@ -181,7 +195,10 @@ def _measured(optimizer: torch.optim.Optimizer) -> Traits:
         together = twins.stepped(samples)
     _refuse_common_state(together)
     fits = _has_state_of_elements(together)
-    params = [param for group in together.param_groups for param in group["params"]]
+    params = [param.detach() for group in together.param_groups for param in group["params"]]
+    before = [sample.value for of_group in samples for sample in of_group]
+    if all(map(torch.equal, params, before)):
+        raise RuntimeError("no parameter of the groups has changed")
     if not all(bool(param.isfinite().all()) for param in params):
         return Traits(elementwise=False)
     dependence = _dependence(twins, samples, together)

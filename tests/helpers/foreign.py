@@ -190,6 +190,20 @@ class QuantizedState(Rule):
         return average.as_subclass(Tensor)
 
 
+class OwnList(Rule):
+    """Goes through a list of parameters of its own."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.listed = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.listed:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
 class CommonState(Rule):
     """A count of steps in a state of its own; as some MADGRADs."""
 

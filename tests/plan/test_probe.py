@@ -38,6 +38,7 @@ def partition(build: Build, model: nn.Module | None = None) -> str:
         foreign.Counts,
         lion_pytorch.Lion,
         schedulefree.AdamWScheduleFree,
+        schedulefree.RAdamScheduleFree,
         lambda params: Untouched([{"params": list(params), "lr": 0.0}], foreach=True),
     ],
     ids=lambda build: build.__name__,
@@ -135,6 +136,11 @@ def test_a_wrapper_around_the_sharded_optimizer_works_as_around_the_plain_one(
 def test_state_in_subclasses_of_tensors_is_refused_by_name():
     message = refusal(foreign.QuantizedState, size=1)
     assert "QuantizedState" in message and "Wrapped" in message and "exp_avg" in message
+
+
+def test_a_class_that_steps_over_a_list_of_its_own_is_refused_by_name():
+    message = refusal(foreign.OwnList, size=1)
+    assert "OwnList" in message and "listed" in message
 
 
 def test_state_that_belongs_to_no_parameter_is_refused_by_name():
