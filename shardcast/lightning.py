@@ -148,13 +148,13 @@ class ShardcastPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale of each sharded optimizer."""
-        scalers = [sharded.engine.decider.state_dict() for sharded in self.sharded]
+        scalers = [sharded.decider.state_dict() for sharded in self.sharded]
         return {"scalers": scalers} if scalers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         for sharded, scaler in zip(self.sharded, state_dict.get("scalers", ()), strict=False):
-            sharded.engine.decider.load_state_dict(scaler)
+            sharded.decider.load_state_dict(scaler)
 
 
 class ShardcastStrategy(DDPStrategy):
@@ -297,7 +297,7 @@ class ShardcastStrategy(DDPStrategy):
         The state stays for ``trainer.save_checkpoint``, until the next fit or the trainer's end.
         """
         for sharded in self.precision_plugin.sharded:
-            if is_marked(sharded.engine.model):
+            if is_marked(sharded.model):
                 sharded.close(restore=False)
         optimizers, self.optimizers = self.optimizers, []  # no part of them moves to the host
         super().teardown()

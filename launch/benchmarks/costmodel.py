@@ -97,11 +97,10 @@ def stages_of_a_step(optimizer: Any, clock: str) -> dict[str, float]:
 
         return run
 
-    engine = optimizer.engine
-    engine.reduce.finish = timed(engine.reduce.finish, "reduce")
-    engine.send = timed(engine.send, "sync")
+    optimizer.reduce.finish = timed(optimizer.reduce.finish, "reduce")
+    optimizer.send = timed(optimizer.send, "sync")
     optimizer.step()
-    del engine.reduce.finish, engine.send
+    del optimizer.reduce.finish, optimizer.send
     return times
 
 

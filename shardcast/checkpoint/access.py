@@ -1,6 +1,6 @@
 """What a checkpoint takes from, and gives to, a model and its sharded optimizer.
 
-The one place in this package that uses the engine of a :class:`shardcast.ShardedOptimizer`.
+The one place in this package that uses what a :class:`shardcast.ShardedOptimizer` works with.
 """
 
 from __future__ import annotations
@@ -76,25 +76,24 @@ class Snapshot:
             )
         self._given: Sequence[Any] = model if isinstance(model, (list, tuple)) else [model]
         self._optimizer = optimizer
-        self._engine = engine = optimizer.engine
-        self._grid, self._comm = engine.grid, engine.grid.everyone
-        self.ranks = Ranks(self._comm, engine.device)
+        self._grid, self._comm = optimizer.grid, optimizer.grid.everyone
+        self.ranks = Ranks(self._comm, optimizer.device)
         self.together, self.collect = self.ranks.together, self.ranks.collect
         self.rank, self.size = self._comm.rank, self._comm.size
         self.partition = optimizer.layout.partition
         self._trained = {
             slot.name: param
-            for shard in engine.shards
+            for shard in optimizer.shards
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
         trained = set(self._trained.values())
-        self._outside = {n: p for n, p in engine.model.named_parameters() if p not in trained}
-        self._buffers = _persistent(engine.stages)
+        self._outside = {n: p for n, p in optimizer.model.named_parameters() if p not in trained}
+        self._buffers = _persistent(optimizer.stages)
         tensors = {**self._trained, **self._outside, **self._buffers}
         self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
         self._extra: dict[str, tuple[nn.Module, Any]] = {
             name: (stage, value)
-            for stage in engine.stages
+            for stage in optimizer.stages
             for name, value in stage.state_dict(keep_vars=True).items()
             if name.split(".")[-1] == EXTRA_STATE
         }
@@ -109,7 +108,7 @@ class Snapshot:
         if self._grid.is_flat:  # all ranks hold the same
             self.inventory = merge({0: own})
             return
-        comm, device = self._comm, self._engine.device
+        comm, device = self._comm, self._optimizer.device
         digests = comm.exchange(hashlib.sha256(repr(own).encode()).digest(), device)
         # Of ranks that hold the same, as data-parallel ones do, the first one tells.
         tells = digests.index(digests[self.rank]) == self.rank
@@ -119,7 +118,7 @@ class Snapshot:
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
     def _held(self) -> Held:
-        models, known = [_compat.unwrapped(model) for model in self._given], self._engine.stages
+        models, known = [_compat.unwrapped(model) for model in self._given], self._optimizer.stages
         if len(models) != len(known) or any(a is not b for a, b in zip(models, known, strict=True)):
             raise ValueError(
                 "model: it is not the one that the optimizer was sharded with; pass that one"
@@ -131,7 +130,7 @@ class Snapshot:
         for name, param in self._outside.items():
             params[name] = self._copy(name, self._grid.axes.sharing(name, param))
         names = {param: name for name, param in (self._trained | self._outside).items()}
-        every = self._engine.model.named_parameters(remove_duplicate=False)
+        every = self._optimizer.model.named_parameters(remove_duplicate=False)
         return Held(
             params,
             {name: self._regions[name] for name in self._buffers},
@@ -155,22 +154,22 @@ class Snapshot:
         Args:
             decode: without it, to count them, what is kept in another form is on the meta device.
         """
-        self._engine.absorb()  # weights that the script wrote
+        self._optimizer.resync_masters()  # weights that the script wrote
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)
             unread = torch.empty(fragment.numel, dtype=MASTER_DTYPE, device="meta")
             yield Part(model_path(name), region, start, shard.exact(fragment) if decode else unread)
-            state = self._engine.update.fragment_state(shard, number, decode)
+            state = self._optimizer.update_of(shard).fragment_state(shard, number, decode)
             for key, value in state.items():
                 path = state_path(name, key)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
-                if is_elementwise(value, fragment, self._engine.update.elementwise(shard)):
+                if is_elementwise(value, fragment, self._optimizer.update_of(shard).elementwise):
                     yield Part(path, region, start, value.detach().reshape(-1))
                 elif start == 0 and region.is_first:
                     yield whole(path, value)
-        for shard in self._engine.shards:
+        for shard in self._optimizer.shards:
             if self._stores(shard.pack.layout.sharing, 0):
                 for slot in shard.pack.layout.slots:
                     shape = self._regions[slot.name].shape
@@ -195,7 +194,7 @@ class Snapshot:
 
     def _stored(self) -> Iterator[tuple[Shard, int, Fragment]]:
         """The fragments that this rank stores: one of each, however many copies there are."""
-        for shard in self._engine.shards:
+        for shard in self._optimizer.shards:
             if shard.pack.layout.sharing.counts:
                 for number, fragment in enumerate(shard.fragments):
                     yield shard, number, fragment
@@ -204,7 +203,7 @@ class Snapshot:
         """This rank's state that is not a tensor, by parameter and state name."""
         objects: dict[str, dict[str, Any]] = {}
         for shard, number, fragment in self._stored():
-            values = self._engine.update.fragment_state(shard, number, decode=False)
+            values = self._optimizer.update_of(shard).fragment_state(shard, number, decode=False)
             plain = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
             if plain:
                 objects[self.inventory.stored(fragment.slot.name)] = plain
@@ -219,10 +218,10 @@ class Snapshot:
         """What is stored once: plain facts, group options and the loss scale."""
         groups = zip(self._optimizer.param_groups, self.inventory.groups, strict=True)
         return {
-            "optimizer": self._engine.originals.name,
+            "optimizer": self._optimizer.originals.name,
             "groups": [{**group, "params": list(names)} for group, names in groups],
-            "places": list(self._engine.originals.places),
-            "scaler": self._engine.decider.state_dict(),
+            "places": list(self._optimizer.originals.places),
+            "scaler": self._optimizer.decider.state_dict(),
             "ties": dict(self.inventory.ties),
         }
 
@@ -241,11 +240,11 @@ class Snapshot:
             for pack, slot in self._optimizer.layout.slots()
             if source.state.get(self.inventory.stored(slot.name))
         }
-        self._engine.activate_packs(packs)
+        self._optimizer.activate_packs(packs)
         if source.groups is not None:
             load_groups(self._optimizer.param_groups, source.groups)
         if source.scaler is not None:
-            self._engine.decider.load_state_dict(dict(source.scaler))
+            self._optimizer.decider.load_state_dict(dict(source.scaler))
         states = source.extra_state or {}
         for name, (stage, _) in self._extra.items():
             if name in states:
@@ -255,7 +254,7 @@ class Snapshot:
     @torch.no_grad()
     def take_tensors(self, source: Source) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
-        for shard in self._engine.shards:
+        for shard in self._optimizer.shards:
             self._take_pack(shard, source)
         untrained: dict[str, Tensor] = {**self._outside, **self._buffers}
         parts = [self._part(name, tensor) for name, tensor in untrained.items()]
@@ -285,12 +284,12 @@ class Snapshot:
         source.read(parts)
         for number, (fragment, own, state) in enumerate(taken):
             shard.set_exact(fragment, own)
-            self._engine.update.load_fragment(shard, number, state)
+            self._optimizer.update_of(shard).load_fragment(shard, number, state)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
-        self._engine.publish()
+        self._optimizer.publish()
 
 
 def _acknowledging(act: Callable[[], T], call: str) -> Callable[[], T]:

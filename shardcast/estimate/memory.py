@@ -22,7 +22,7 @@ from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
 from shardcast.step.update.rules import STATE_NAMES, rule_of
-from shardcast.step.update.several import Updates
+from shardcast.step.update.several import updates_of
 
 KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known before they run
 
@@ -130,7 +130,7 @@ def estimate(
         raise ValueError(f"world_size: expected a number of ranks >= 1, got {world_size}")
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
-    Updates(originals, config, Comm(None))  # refuses what shard() does
+    updates_of(originals, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, originals, config, world_size)
     topology = Topology(topology.backend, min(world_size, topology.node))
     layout = with_algorithms(plan.layout, config, topology)

@@ -7,7 +7,9 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
 import itertools
 import operator
 from typing import Any
@@ -97,6 +99,14 @@ class Pack:
     def span(self, span: Span) -> Tensor:
         """The elements of one span, 1-d."""
         return self.data[span.start : span.stop]
+
+    def hashes(self) -> list[bytes]:
+        """Of each slot, 16 bytes; copies the pack to the host."""
+        host, size = self.data.cpu(), self.data.element_size()
+        ranges = (
+            (host.data_ptr() + slot.offset * size, slot.numel * size) for slot in self.layout.slots
+        )
+        return [hashlib.blake2b(ctypes.string_at(*r), digest_size=16).digest() for r in ranges]
 
     @property
     def versions(self) -> list[int]:

@@ -15,13 +15,12 @@ from shardcast import _compat, launched
 from shardcast.comm import Comm, Grid
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
-from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import called_by_script, joined
 from shardcast.plan.originals import Originals
 from shardcast.step.compiling import compiles
-from shardcast.step.update.several import Updates
+from shardcast.step.update.several import updates_of
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +122,7 @@ def shard(
         plan = setup.plan_for(whole, originals, config, grid.axes, stages)
         after = f"after {len(restores)} closed without restore"
         plan = dataclasses.replace(plan, options=(*plan.options, after))
-        Updates(originals, config, grid.dp)  # what it refuses, before the model is converted
+        updates_of(originals, config, grid.dp)  # what it refuses, before the model is converted
         compiles(config, device)
         return plan
 
@@ -138,7 +137,7 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(grid.everyone.rank)
-        sharded = ShardedOptimizer(Engine(plan, stages, shards, grid, originals, dtypes))
+        sharded = ShardedOptimizer(plan, stages, shards, grid, originals, dtypes)
         if divisor is not None:
             sharded.divisor = divisor
         return sharded

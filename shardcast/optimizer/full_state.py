@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.memory.shard import Shard
-from shardcast.optimizer.engine import Engine
+from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import MASTER, copied, numbered, plain_groups, split_state
 from shardcast.plan.layout import Slot
 from shardcast.plan.precision import MASTER_DTYPE
@@ -25,10 +25,10 @@ ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # of a fragment, by its nu
 
 
 class FullState:
-    """The state of one engine, gathered."""
+    """The state of one optimizer, gathered."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
         self._names: dict[nn.Parameter, dict[str, None]] | None = None  # of all ranks, for DCP
 
     def gather(self, place: int | None = None) -> dict[str, Any]:
@@ -40,31 +40,32 @@ class FullState:
         Args:
             place: of one of several optimizers, whose state alone is wanted.
         """
-        engine = self._engine
-        shards = [s for s in engine.shards if place in (None, s.pack.layout.group.optimizer)]
-        state = self._full_state(shards, engine.update.fragment_state, on_all=False)
-        if engine.grid.everyone.rank != 0:
+        optimizer = self._optimizer
+        shards = [s for s in optimizer.shards if place in (None, s.pack.layout.group.optimizer)]
+        state = self._full_state(shards, self._state_of, on_all=False)
+        if optimizer.grid.everyone.rank != 0:
             return {}
-        return state if place is None else split_state(state, engine.originals.places)[place]
+        return state if place is None else split_state(state, optimizer.originals.places)[place]
 
     def gather_on_all(self) -> dict[str, Any]:
         """The full state on every rank, with masters where parameters are less exact, for DCP.
 
         Every rank must call it.
         """
-        engine = self._engine
-        engine.grid.everyone.together(engine.absorb, engine.device, "state_dict")
-        return self._full_state(engine.shards, self._state_and_master, on_all=True)
+        optimizer = self._optimizer
+        optimizer.grid.everyone.together(optimizer.resync_masters, optimizer.device, "state_dict")
+        return self._full_state(optimizer.shards, self._state_and_master, on_all=True)
+
+    def _state_of(self, shard: Shard, number: int) -> Mapping[str, Any]:
+        return self._optimizer.update_of(shard).fragment_state(shard, number)
 
     def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
-        values = dict(self._engine.update.fragment_state(shard, number))
+        values = dict(self._state_of(shard, number))
         if values and not shard.in_place:
             values[MASTER] = shard.exact(shard.fragments[number])
         return values
 
-    def names_for_dcp(
-        self, optimizer: torch.optim.Optimizer, begins: bool
-    ) -> dict[nn.Parameter, dict[str, None]]:
+    def names_for_dcp(self, begins: bool) -> dict[nn.Parameter, dict[str, None]]:
         """The names of :meth:`gather_on_all` by parameter, equal on all ranks.
 
         Args:
@@ -74,53 +75,78 @@ class FullState:
         if begins or self._names is None:
             self._names = self._gathered_names()
         if begins and not self._names:
-            self._begin(optimizer)
+            self._begin()
             self._names = self._gathered_names()
         return self._names
 
     def _gathered_names(self) -> dict[nn.Parameter, dict[str, None]]:
         self._check_gathers("state")
-        engine = self._engine
+        optimizer = self._optimizer
         owned = {
             fragment.slot.name: dict.fromkeys(self._state_and_master(shard, number))
-            for shard in engine.shards
+            for shard in optimizer.shards
             for number, fragment, _ in shard.owned()
         }
         names: dict[str, dict[str, None]] = {}
-        for names_on_rank in engine.grid.everyone.exchange(owned, engine.device):
+        for names_on_rank in optimizer.grid.everyone.exchange(owned, optimizer.device):
             names |= {name: values for name, values in names_on_rank.items() if values}
-        named = engine.model.named_parameters()
+        named = optimizer.model.named_parameters()
         return {param: names[name] for name, param in named if name in names}
 
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begin(self) -> None:
         """Step with zero gradients and rates, which changes no weight, unless there are gradients.
 
         DCP's own way leaves out the loss scale, and ranks that own no part would step alone.
         """
-        engine = self._engine
-        groups = engine.originals.groups
+        optimizer = self._optimizer
+        groups = optimizer.originals.groups
         params = [param for group in groups for param in group["params"]]
         has_gradients = any(param.grad is not None for param in params)
-        if any(engine.grid.everyone.exchange(has_gradients, engine.device)):
+        if any(optimizer.grid.everyone.exchange(has_gradients, optimizer.device)):
             return
         for param in params:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         rates = [(group, group["lr"]) for group in groups if "lr" in group]
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        engine.decider.loss_scale.apply(torch.zeros((), device=engine.device))
+        optimizer.decider.loss_scale.apply(torch.zeros((), device=optimizer.device))
         optimizer.step()
         optimizer.zero_grad()
         for group, rate in rates:
             group["lr"] = rate
+
+    def check_copies(self) -> None:
+        """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
+        optimizer, grid = self._optimizer, self._optimizer.grid
+        optimizer.sync.wait()
+        differing: list[str] = []
+        for shard in optimizer.shards:
+            pack, sharing = shard.pack, shard.pack.layout.sharing
+            hashes = pack.hashes()
+            comms = {"data-parallel": grid.holders(sharing)}
+            comms |= {name: grid.group(name) for name in sharing.copies}
+            for name, comm in comms.items():
+                hashes_by_rank = comm.exchange(hashes, optimizer.device)
+                for slot, *by_rank in zip(pack.layout.slots, *hashes_by_rank, strict=True):
+                    rank = next((r for r, value in enumerate(by_rank) if value != by_rank[0]), None)
+                    if rank is not None:
+                        differing.append(f"{slot.name!r} between ranks 0 and {rank} ({name})")
+
+        def refuse() -> None:
+            if differing:
+                raise RuntimeError(f"parameters that must be equal differ: {'; '.join(differing)}")
+
+        grid.everyone.together(refuse, optimizer.device, "check_copies")
 
     def masters(self) -> dict[str, Tensor]:
         """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
 
         Every rank must call it.
         """
-        engine = self._engine
-        engine.grid.everyone.together(engine.absorb, engine.device, "full_parameters")
+        optimizer = self._optimizer
+        optimizer.grid.everyone.together(
+            optimizer.resync_masters, optimizer.device, "full_parameters"
+        )
 
         def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
             return {MASTER: shard.exact(shard.fragments[number])}
@@ -128,20 +154,22 @@ class FullState:
         masters = {
             slot.name: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
             for slot, _, values in self._gathered(
-                "full_parameters", engine.shards, master_of, False
+                "full_parameters", optimizer.shards, master_of, False
             )
         }
-        names = {param: name for name, param in engine.model.named_parameters()}
-        every = engine.model.named_parameters(remove_duplicate=False)
+        names = {param: name for name, param in optimizer.model.named_parameters()}
+        every = optimizer.model.named_parameters(remove_duplicate=False)
         return {name: masters[names[p]] for name, p in every if names[p] in masters}
 
     def _full_state(
         self, shards: Sequence[Shard], values: ValuesOf, on_all: bool
     ) -> dict[str, Any]:
         """As ``state_dict()`` of a plain optimizer; without state on ranks that receive none."""
-        engine = self._engine
-        engine.grid.everyone.together(engine.originals.check, engine.device, "full_state_dict")
-        groups = engine.originals.groups
+        optimizer = self._optimizer
+        optimizer.grid.everyone.together(
+            optimizer.originals.check, optimizer.device, "full_state_dict"
+        )
+        groups = optimizer.originals.groups
         index = numbered(groups)
         gathered = self._gathered("full_state_dict", shards, values, on_all)
         state = {index[param]: values for _, param, values in gathered if values}
@@ -158,12 +186,12 @@ class FullState:
             on_all: every rank gets it; else rank 0 alone, nothing on the others.
         """
         self._check_gathers(call)
-        everyone, device = self._engine.grid.everyone, self._engine.device
+        everyone, device = self._optimizer.grid.everyone, self._optimizer.device
         for shard in shards:
             pickled = everyone.together(partial(_pickled, shard, values), device, call)
             comm = shard.pack.comm
             by_rank = (comm.exchange if on_all else comm.gather)(pickled, device)
-            elementwise = self._engine.update.elementwise(shard)
+            elementwise = self._optimizer.update_of(shard).elementwise
             if everyone.rank != 0 and not on_all:  # of a group of replicas the first one has it too
                 by_rank = []
             joined = partial(_joined, shard.pack.layout.slots, by_rank, elementwise)
@@ -174,7 +202,7 @@ class FullState:
 
     def _check_gathers(self, call: str) -> None:
         """Raise RuntimeError beside model parallelism, or with experts: no rank has them all."""
-        grid = self._engine.grid
+        grid = self._optimizer.grid
         if grid.model.size > 1 or grid.axes.experts:
             dims = ", ".join(map(repr, grid.axes.model or grid.axes.experts))
             raise RuntimeError(

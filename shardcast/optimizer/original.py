@@ -78,7 +78,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         self._add_group, self._gather = add_group, gather
         self._stepped_with: int | None = None  # version of the gradients, until all have stepped
         self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
-        self._originals = sharded.engine.originals
+        self._originals = sharded.originals
         original = self._originals.optimizers[place]
         self.name = type(original).__name__
         super().__init__(original.param_groups, original.defaults)
@@ -114,7 +114,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
-        version = self._sharded.engine.reduce.grad_version
+        version = self._sharded.reduce.grad_version
         if any(handle._stepped_with != version for handle in stepped):
             raise RuntimeError(
                 f"step() of the handle of {self.name} came after a backward, a clip or "
@@ -149,9 +149,8 @@ class OptimizerHandle(torch.optim.Optimizer):
         module, _ = caller_of("state")
         if module == DCP_STATE:  # its next call makes a step, to begin the state
             self._refuse("state_dict")
-        engine = self._sharded.engine
-        shards = [s for s in engine.shards if s.pack.layout.group.optimizer == self._place]
-        return StateView(shards, engine.update)
+        shards = [s for s in self._sharded.shards if s.pack.layout.group.optimizer == self._place]
+        return StateView(shards, self._sharded.update_of)
 
     @state.setter
     def state(self, value: Any) -> None:

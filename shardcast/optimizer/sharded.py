@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardcast.config import ShardcastConfig
+from shardcast import _compat
+from shardcast.comm import Grid
+from shardcast.memory.shard import Shard
 from shardcast.messages import DCP_STATE, caller_of, warn
-from shardcast.optimizer.clip import ClipAhead
-from shardcast.optimizer.copies import check_copies
-from shardcast.optimizer.engine import Engine
 from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.stages import overlap_stages
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView
 from shardcast.plan import validate
-from shardcast.plan.layout import Layout
+from shardcast.plan.originals import Originals
+from shardcast.step.decide.decision import Decision
 
 # Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
 KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(PackedOptimizer):
     """A torch optimizer whose fp32 masters and state are sharded over data-parallel ranks.
 
     Made by :func:`shardcast.shard`. ``param_groups`` hold the *model* parameters and are shared
@@ -38,22 +40,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizers: a handle for each optimizer that was given, for schedulers and for loops over
             them: ``step()`` of the last handle makes the one step of all. With one optimizer it is
             this object itself.
-        engine: what it works with; for this library's own adapters and checkpoints.
     """
 
     # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
     # would skip the step on the ranks that saw an infinity and leave the others waiting.
     _step_supports_amp_scaling = True
     _warned = False
-    _ready = False  # the base class fills in groups and state before ours are there
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, given = engine, engine.originals.optimizers
-        self._states, self._full = StateDict(engine), FullState(engine)
-        self._clip = ClipAhead(engine.reduce)
+    def __init__(
+        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard], grid: Grid,
+        originals: Originals, dtypes: Sequence[Mapping[str, torch.dtype]],
+    ) -> None:  # fmt: skip
+        super().__init__(plan, stages, shards, grid, originals, dtypes)
+        self._states, self._full = StateDict(self), FullState(self)
+        self._clipped: Decision | None = None  # by a clip, on the gradients of this version
+        self._clipped_version = 0
         self._last_norm: Tensor | None = None
-        super().__init__(engine.originals.groups, {} if len(given) > 1 else given[0].defaults)
-        self._ready = True
+        given = originals.optimizers
         state: dict[Any, Any] = {}
         for original in given:
             take_hooks(self, original)
@@ -67,16 +70,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (*self._handles,) or (self,)
         for original in given:
             retire(original)
-
-    @property
-    def layout(self) -> Layout:
-        """All packs, slots and spans; equal on all ranks."""
-        return self.engine.layout
-
-    @property
-    def config(self) -> ShardcastConfig:
-        """The options that hold."""
-        return self.engine.config
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -98,7 +91,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ranks, if one did not scale its loss though a scale is in use, or if they differ in
                 options of the groups (on an accelerator after a step or two, which are skipped).
         """
-        engine = self.engine
         check_stepped(self._handles)
         if options:
             raise TypeError(
@@ -108,23 +100,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self._refuse_scaler()
-        decision = self._clip.pending()  # which has reduced and decided already
+        decision = self._pending_clip()  # which has reduced and decided already
         if decision is None:
             self._reduce()
-            decision = engine.decider.decide(self.config.max_grad_norm, None)
+            decision = self.decider.decide(self.config.max_grad_norm, None)
         else:
-            engine.edits.take()  # what was written after the clip
-        engine.sync.wait()  # what an overlapped one still sends is what the update writes
-        engine.update(decision, engine.present(decision))  # casts into the packs
-        engine.send()  # owners -> everybody
-        self._clip.note(None)
-        self._last_norm = decision.norm
-        engine.conclude(decision, self.optimizers)
+            self.edits.take()  # what was written after the clip
+        self.sync.wait()  # what an overlapped one still sends is what the update writes
+        present = self._present(decision)
+        for update in self.updates:  # unscale, clip, rule, cast into the packs: one fused pass
+            update(decision, present)
+        self.send()  # owners -> everybody
+        self._conclude(decision)
         return loss
 
     def _reduce(self) -> None:
+        """Have the mean of all gradients in the own spans."""
         self._refuse_scaler()
-        self.engine.finish_reduce()
+        self.originals.check()
+        self.edits.take()
+        self._wake()  # packs that were unfrozen
+        self.decider.before_reduce(self.reduce.touched)
+        self.reduce.finish()
+
+    def _present(self, decision: Decision) -> dict[Shard, list[bool]]:
+        """Per shard and fragment, whether some rank has a gradient."""
+        return {
+            shard: list(compress(decision.present[shard.pack], shard.grads.owned))
+            for shard in self.shards
+            if shard.grads is not None
+        }
+
+    def send(self) -> None:
+        """Sync the packs, and the buffers that forwards write. Every rank must call it."""
+        if self.config.broadcast_buffers:
+            self._buffers()
+        (self._overlap or self.sync)()
+
+    def _conclude(self, decision: Decision) -> None:
+        """Tally, loss scale, what ``.grad`` shows, what schedulers look at."""
+        # Autograd is to refuse a backward through a graph that was made before this step: it would
+        # use the new weights with the old activations. Packs have storages of their own, so torch
+        # does not see that the parameters are written.
+        torch.autograd.graph.increment_version(
+            [
+                param
+                for pack, slots in decision.present.items()
+                for param in compress(pack.in_model, slots)
+            ]
+        )
+        self.edits.note()
+        self._note_clip(None)
+        self._last_norm = decision.norm
+        self.hooks.watch_copies()
+        self.decider.conclude(decision)
+        self.reduce.show(decision.present)
+        self.reduce.used()
+        self.comm.steps += 1
+        for optimizer in (*self.originals.optimizers, *self.optimizers):
+            _compat.note_step_called(optimizer)
+        self.decider.skips.poll(self.originals.groups)  # last: it may raise
 
     def _refuse_scaler(self) -> None:
         by_scaler = self.__dict__.pop("found_inf", None) is not None
@@ -140,13 +175,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
-        self._clip.note(None)
-        self.engine.reduce.cleared(set_to_none)
+        self._note_clip(None)
+        self.reduce.cleared(set_to_none)
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For all micro-batches but a step's last, on every rank: full gradients stay here."""
-        return self.engine.reduce.no_sync()
+        return self.reduce.no_sync()
 
     def overlap_reduce(self, stages: Sequence[Any]) -> None:
         """Reduce each stage of a pipeline as soon as its own backwards of a schedule are done.
@@ -158,11 +193,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             stages: the ``PipelineStage`` of all modules that are sharded here, and no others.
         """
-        overlap_stages(self.engine, stages)
+        overlap_stages(self, stages)
+
+    def _note_clip(self, decision: Decision | None) -> None:
+        """Keep a decision on the present gradients; ``None`` forgets the last one."""
+        self._clipped = decision
+        self._clipped_version = self.reduce.grad_version if decision else 0
+
+    def _pending_clip(self) -> Decision | None:
+        """The last clip, as long as the gradients are those that it saw."""
+        if self._clipped is not None and self.reduce.touched:
+            self._clipped = None
+            warn(
+                "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
+                "been folded into the step; clip once, after the last backward of a step"
+            )
+        if self._clipped is not None and self.reduce.grad_version != self._clipped_version:
+            raise RuntimeError(
+                "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
+                "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
+            )
+        return self._clipped
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
-        return self.engine.decider.loss_scale.apply(loss)
+        return self.decider.loss_scale.apply(loss)
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
@@ -181,11 +236,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "gather_gradients: with grads 'sharded' a rank has no room for all gradients; use "
                 "grads 'full'"
             )
-        before = self._clip.pending()
+        before = self._pending_clip()
         self._reduce()
-        self.engine.reduce.gather()
+        self.reduce.gather()
         if before is not None:
-            self._clip.note(before)
+            self._note_clip(before)
 
     def clip_grad_norm_(
         self,
@@ -215,14 +270,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: ``max_norm``, or a group's ``max_grad_norm``, is not a number
                 above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
-        engine, call = self.engine, "clip_grad_norm_"
+        call = "clip_grad_norm_"
         params, max_norm = validate.clip_arguments(parameters, max_norm)
-        bound = validate.clip_bound(call, engine.originals, params, "max_norm", max_norm)
+        bound = validate.clip_bound(call, self.originals, params, "max_norm", max_norm)
         validate.check_norm(call, norm_type, self.config.norm_type, error_if_nonfinite)
-        before = self._clip.pending()
+        before = self._pending_clip()
         self._reduce()
-        decision = engine.decider.decide(bound, before)
-        self._clip.note(decision)
+        decision = self.decider.decide(bound, before)
+        self._note_clip(decision)
         return decision.norm.float()
 
     def clip_grad_value_(
@@ -236,16 +291,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args and errors are those of :meth:`clip_grad_norm_`, with ``clip_value`` for ``max_norm``.
         Non-finite gradients still skip the step.
         """
-        engine = self.engine
         params, clip_value = validate.clip_arguments(parameters, clip_value)
         bound = validate.clip_bound(
-            "clip_grad_value_", engine.originals, params, "clip_value", clip_value
+            "clip_grad_value_", self.originals, params, "clip_value", clip_value
         )
-        before = self._clip.pending()
+        before = self._pending_clip()
         self._reduce()
-        engine.decider.clip_value(bound, before)
+        self.decider.clip_value(bound, before)
         if before is not None:
-            self._clip.note(before)
+            self._note_clip(before)
 
     @property
     def divisor(self) -> float | Tensor:
@@ -254,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Assign another one, or a 0-dim tensor on the device, such as the tokens of all ranks, before
         the first synchronised backward of a step, on every rank; ``None`` for the usual.
         """
-        return self.engine.reduce.divisor.value
+        return self.reduce.divisor.value
 
     @divisor.setter
     def divisor(self, value: float | Tensor | None) -> None:
@@ -263,7 +317,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"divisor: expected a number above 0, a 0-dim tensor or None, got {value!r}"
             )
-        self.engine.reduce.divisor.given = value
+        self.reduce.divisor.given = value
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -273,49 +327,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> Tensor | None:
         """0-dim; ``None`` where none is in use."""
-        return self.engine.decider.loss_scale.value
+        return self.decider.loss_scale.value
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for non-finite gradients. Reading it waits for the device."""
-        return self.engine.decider.skips.skipped_steps
+        return self.decider.skips.skipped_steps
 
     # -- groups and state -------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the original optimizers, whose own lists hold them.
-
-        What is assigned goes there: other options for the same parameters, and further groups,
-        which are added; every rank must then assign the same. A group that is removed, or that has
-        got other parameters, is an error of the next step.
-        """
-        return self.engine.originals.groups
-
-    @param_groups.setter
-    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
-        if self._ready:
-            for group in self.engine.originals.assign(value):
-                self.add_param_group(group)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of model parameters, in packs of its own; every rank must add the same one.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: as of ``shard()``; nothing is added.
-        """
-        if not self._ready:  # the original optimizers' own have been checked
-            return
-        if len(self.optimizers) > 1:
-            raise RuntimeError(
-                f"add_param_group: {self.engine.originals.name} are sharded together; add the "
-                "group to one of optimizer.optimizers"
-            )
-        self._add_group(0, param_group)
-
-    def _add_group(self, place: int, group: dict[str, Any]) -> None:
-        with torch.no_grad(), self.engine.originals.added(place, group) as number:
-            self.engine.extend(number)
 
     def check_copies(self) -> None:
         """Raise a RuntimeError on every rank, which must call it, if copies differ in a bit.
@@ -323,7 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         To find out why a run went wrong: it reads all parameters to the host. Copies over
         tensor-parallel ranks and of tied weights are compared, too.
         """
-        check_copies(self.engine)
+        self._full.check_copies()
 
     @property
     def state(self) -> Any:
@@ -334,8 +353,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         module, function = caller_of("state")
         if module == DCP_STATE:
-            return self._full.names_for_dcp(self, begins=function == "_init_optim_state")
-        return StateView(self.engine.shards, self.engine.update)
+            return self._full.names_for_dcp(begins=function == "_init_optim_state")
+        return StateView(self.shards, self.update_of)
 
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
@@ -365,7 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return result
 
     def _warn_of_a_part(self, module: str) -> None:
-        comm = self.engine.grid.everyone
+        comm = self.grid.everyone
         if comm.size > 1 and not self._warned and not module.startswith(KEEP_PARTS):
             self._warned = True
             warn(
@@ -389,7 +408,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))
-        self._clip.note(None)
+        self._note_clip(None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -410,7 +429,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
         """:meth:`full_state_dict` of each of the optimizers that were given; empty off rank 0."""
-        places = range(len(self.engine.originals.optimizers))
+        places = range(len(self.originals.optimizers))
         return [state for state in map(self._full.gather, places) if state]
 
     # -- the rest ---------------------------------------------------------------------------
@@ -423,43 +442,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         everything of this optimizer and of checkpoints wait by themselves. On a GPU it is the
         current stream that waits: call it before forwards on other streams branch off.
         """
-        self.engine.sync.wait()
-
-    def resync_masters(self) -> None:
-        """Take model parameters that were written through ``.data`` as masters. Local.
-
-        Other writes are noticed by themselves. Elements that did not change keep their full
-        precision.
-        """
-        self.engine.absorb()
-
-    def memory_report(self) -> dict[str, int]:
-        """Bytes that this rank holds, by kind: parameters, gradients, masters and state."""
-        return self.engine.memory()
+        self.sync.wait()
 
     def train(self, mode: bool = True) -> None:
         """Switch optimizers that have modes (schedule-free ones); every rank must call it."""
         self.wait_sync()
-        if self.engine.update.switch("train" if mode else "eval"):
-            self.engine.sync()
+        switched = [update.switch("train" if mode else "eval") for update in self.updates]
+        if any(switched):  # masters may have changed and were published
+            self.sync()
 
     def eval(self) -> None:
         """The evaluation mode of :meth:`train`."""
         self.train(False)
-
-    def close(self, restore: bool = True) -> None:
-        """End the training: give the model back as it was given, in fp32 from the masters.
-
-        Every rank must call it. Use this optimizer no more; the model may be trained without it,
-        or sharded anew. Parameters that no optimizer held, and buffers, keep their rounding.
-
-        Args:
-            restore: without it nothing is gathered, and no other rank is waited for: the model
-                stays in low precision, and a ``shard()`` of it goes on from the fp32 masters, which
-                this rank keeps until then. So it is, whatever is said, while an exception is
-                handled, as in a ``finally:`` after it.
-        """
-        self.engine.close(restore and sys.exc_info()[0] is None)
 
     def __getattr__(self, name: str) -> Any:
         remedy = {
@@ -471,7 +465,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise AttributeError(what if remedy is None else f"{what}: {remedy}")
 
     def __repr__(self) -> str:
-        return f"Sharded{self.engine.originals.name}: {self.layout.lines()[0]}"
+        return f"Sharded{self.originals.name}: {self.layout.lines()[0]}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -12,7 +12,7 @@ from torch import nn
 from shardcast.messages import warn
 
 if TYPE_CHECKING:
-    from shardcast.optimizer.engine import Engine
+    from shardcast.optimizer.packed import PackedOptimizer
 
 
 def joined(stages: Sequence[nn.Module]) -> nn.Module:
@@ -69,19 +69,21 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str) -> None:
         target.add_module(name, child)
 
 
-def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
+def overlap_stages(optimizer: PackedOptimizer, stages: Sequence[Any]) -> None:
     """See :meth:`shardcast.ShardedOptimizer.overlap_reduce`.
 
     After its last backward torch calls one of two methods of a stage: ``perform_reduce_grad``,
     which is there for FSDP and ends with ``scale_grads``, or that one alone.
     """
     held = [getattr(stage, "submod", None) for stage in stages]
-    if len(held) != len(engine.stages) or {id(m) for m in held} != {id(m) for m in engine.stages}:
+    if len(held) != len(optimizer.stages) or {id(m) for m in held} != {
+        id(m) for m in optimizer.stages
+    }:
         raise ValueError(
-            f"stages: expected the {len(engine.stages)} PipelineStage of the modules that were "
+            f"stages: expected the {len(optimizer.stages)} PipelineStage of the modules that were "
             f"given to shard(), got {len(held)} of others; build them from these very modules"
         )
-    reduce = engine.reduce
+    reduce = optimizer.reduce
     reduce.at_step = True  # also where the pipeline has one rank
     done: set[int] = set()  # stages of this run of the schedule
 
@@ -95,7 +97,7 @@ def overlap_stages(engine: Engine, stages: Sequence[Any]) -> None:
         # Looked up in each run: add_param_group makes further packs. One of a weight that stages
         # share is sent when the last of them is done.
         params_by_stage = [set(stage.submod.parameters()) for stage in stages]
-        for shard in engine.shards:
+        for shard in optimizer.shards:
             in_pack = shard.pack.in_model
             holders = {n for n, params in enumerate(params_by_stage) if params & {*in_pack}}
             if number in holders <= done:

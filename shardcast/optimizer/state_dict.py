@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.memory.shard import Shard
-from shardcast.optimizer.engine import Engine
+from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_view import check_numel, check_sizes
 from shardcast.plan.layout import Fragment
 
@@ -54,35 +54,35 @@ class Loading:
 
 
 class StateDict:
-    """State in and out of one engine."""
+    """State in and out of one optimizer."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        self._engine.originals.check()
-        return self._engine.originals.groups
+        self._optimizer.originals.check()
+        return self._optimizer.originals.groups
 
     def dump(self) -> dict[str, Any]:
         """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
-        engine = self._engine
+        optimizer = self._optimizer
         index = numbered(self._groups)
-        engine.absorb()
+        optimizer.resync_masters()
         return {
             "state": {
                 index[param]: {
                     "master": shard.exact(fragment).clone(),
-                    **copied(engine.update.fragment_state(shard, number)),
+                    **copied(optimizer.update_of(shard).fragment_state(shard, number)),
                 }
-                for shard in engine.shards
+                for shard in optimizer.shards
                 for number, fragment, param in shard.owned()
             },
             "param_groups": plain_groups(self._groups),
             "shardcast": {
                 **self._head(),
-                "active": [s.pack.layout.index for s in engine.shards if s.grads is not None],
-                "scaler": engine.decider.state_dict(),
+                "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
+                "scaler": optimizer.decider.state_dict(),
             },
         }
 
@@ -97,7 +97,7 @@ class StateDict:
         Raises:
             ValueError: on every rank; says why.
         """
-        comm, device = self._engine.grid.everyone, self._engine.device
+        comm, device = self._optimizer.grid.everyone, self._optimizer.device
         loading = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
         if len(set(comm.exchange("shardcast" in loaded, device))) > 1:
             raise ValueError(
@@ -121,7 +121,7 @@ class StateDict:
                     "state_dict: expected a list of plain states, as full_state_dicts() gives, got "
                     "a local one in it; pass what state_dict() returned without a list"
                 )
-            loaded = join_states(states, self._engine.originals.places)
+            loaded = join_states(states, self._optimizer.originals.places)
         groups = loaded["param_groups"]
         check_groups(self._groups, groups)
         head = loaded.get("shardcast")
@@ -136,13 +136,13 @@ class StateDict:
         return Loading(frozenset(head["active"]), pieces, head["scaler"], groups, masters=True)
 
     def _head(self) -> dict[str, Any]:
-        engine, axes = self._engine, self._engine.grid.axes
-        layout = engine.layout.digest().hex()
+        optimizer, axes = self._optimizer, self._optimizer.grid.axes
+        layout = optimizer.layout.digest().hex()
         place = {dim: [axes.here[dim], axes.sizes[dim]] for dim in (*axes.data, *axes.model)}
-        return {"format": FORMAT, "rank": engine.comm.rank, "layout": layout, "mesh": place}
+        return {"format": FORMAT, "rank": optimizer.comm.rank, "layout": layout, "mesh": place}
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
-        here, comm = self._head(), self._engine.comm
+        here, comm = self._head(), self._optimizer.comm
         known = {"mesh": {}, **head}  # as states are that were saved before there were meshes
         if any(known.get(key) != value for key, value in here.items()):
             raise ValueError(
@@ -155,9 +155,9 @@ class StateDict:
 
     def _plan_local(self, state: Mapping[int, Any]) -> list[Piece]:
         """The inverse of :meth:`dump`; ValueError for a missing or another fragment."""
-        index, update = numbered(self._groups), self._engine.update
+        index = numbered(self._groups)
         found = []
-        for shard in self._engine.shards:
+        for shard in self._optimizer.shards:
             for number, fragment, param in shard.owned():
                 values = dict(state.get(index[param], {}))
                 exact = values.pop("master", None)
@@ -168,15 +168,15 @@ class StateDict:
                         f"{shape}, expected ({fragment.numel},); load the state as state_dict() "
                         "returned it"
                     )
-                values = check_sizes(update.elementwise(shard), fragment, values)
+                values = check_sizes(self._optimizer.update_of(shard).elementwise, fragment, values)
                 found.append(Piece(shard, number, values, exact))
         return found
 
     def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> Loading:
         """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
         pieces = []
-        for shard in self._engine.shards:
-            elementwise = self._engine.update.elementwise(shard)
+        for shard in self._optimizer.shards:
+            elementwise = self._optimizer.update_of(shard).elementwise
             for number, fragment, param in shard.owned():
                 values = {
                     name: _cut(value, fragment, name, elementwise)
@@ -186,23 +186,23 @@ class StateDict:
                 pieces.append(Piece(shard, number, values, exact))
         active = frozenset(
             shard.pack.layout.index
-            for shard in self._engine.shards
+            for shard in self._optimizer.shards
             if any(state.get(param) for param in shard.pack.params)
         )
         return Loading(active, pieces, masters=any(MASTER in values for values in state.values()))
 
     def apply(self, loading: Loading) -> None:
         """Write what was planned. Every rank must call it, for a plan of the same kind."""
-        engine = self._engine
-        engine.activate_packs(loading.active)
+        optimizer = self._optimizer
+        optimizer.activate_packs(loading.active)
         for shard, number, values, exact in loading.pieces:
             if exact is not None:
                 shard.set_exact(shard.fragments[number], exact)
-            engine.update.load_fragment(shard, number, values)
+            optimizer.update_of(shard).load_fragment(shard, number, values)
         if loading.decider is not None:
-            engine.decider.load_state_dict(dict(loading.decider))
+            optimizer.decider.load_state_dict(dict(loading.decider))
         if loading.masters:
-            engine.publish()
+            optimizer.publish()
         load_groups(self._groups, loading.groups)
 
 

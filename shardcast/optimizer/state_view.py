@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
-from shardcast.step.update.several import Updates
+from shardcast.step.update.several import Update
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -20,23 +20,26 @@ class StateView(MutableMapping[Any, Any]):
     Parameters of other ranks have an empty state, and what is written for them is theirs to write.
     """
 
-    def __init__(self, shards: Sequence[Shard], update: Updates) -> None:
+    def __init__(self, shards: Sequence[Shard], update_of: Callable[[Shard], Update]) -> None:
         self._fragments = {
             param: (shard, number) for shard in shards for number, _, param in shard.owned()
         }
-        self._update = update
+        self._update_of = update_of
 
     def __getitem__(self, param: Any) -> ParamState:
-        own = param in self._fragments
-        values = self._update.fragment_state(*self._fragments[param]) if own else {}
+        values = self._state_of(param) if param in self._fragments else {}
         return ParamState(values, partial(self.__setitem__, param))
 
     def __setitem__(self, param: Any, values: Mapping[str, Any]) -> None:
         if param in self._fragments:
             shard, number = self._fragments[param]
-            elementwise = self._update.elementwise(shard)
-            checked = check_sizes(elementwise, shard.fragments[number], dict(values))
-            self._update.load_fragment(shard, number, checked)
+            update = self._update_of(shard)
+            checked = check_sizes(update.elementwise, shard.fragments[number], dict(values))
+            update.load_fragment(shard, number, checked)
+
+    def _state_of(self, param: Any, decode: bool = True) -> Mapping[str, Any]:
+        shard, number = self._fragments[param]
+        return self._update_of(shard).fragment_state(shard, number, decode)
 
     def __delitem__(self, param: Any) -> None:
         self[param] = {}
@@ -45,8 +48,7 @@ class StateView(MutableMapping[Any, Any]):
         return iter([param for param in self._fragments if param in self])
 
     def __contains__(self, param: Any) -> bool:
-        own = param in self._fragments
-        return own and bool(self._update.fragment_state(*self._fragments[param], False))
+        return param in self._fragments and bool(self._state_of(param, decode=False))
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -127,10 +127,10 @@ class Job:
     def found(self) -> Found:
         """All that this rank has, in indices of whole tensors; what is published as well."""
         found: Found = {}
-        for shard in self.optimizer.engine.shards:
+        for shard in self.optimizer.shards:
             for number, fragment, param in shard.owned():
                 name, here = fragment.slot.name, slice(*fragment.param_range)
-                state = self.optimizer.engine.update.fragment_state(shard, number)
+                state = self.optimizer.update_of(shard).fragment_state(shard, number)
                 for key, value in {"master": shard.exact(fragment), **state}.items():
                     index = indices(param)[here] if value.dim() else torch.zeros(1).long()
                     found[f"{name}/{key}"] = index, value.detach().reshape(-1).clone()

@@ -66,9 +66,9 @@ def save_steps(folder: Path, rank: int, steps: range, layer: Killing) -> None:
     storage.SYSTEM = layer
     for step in steps:
         with torch.no_grad():
-            for master in optimizer.engine.shards:
+            for master in optimizer.shards:
                 master.data.fill_(float(step))
-        optimizer.engine.publish()  # else the parameters are taken for edits of a script
+        optimizer.publish()  # else the parameters are taken for edits of a script
         checkpoint.save(folder, model, optimizer, step=step, keep=2)
         layer.active = True
 

@@ -343,7 +343,7 @@ def test_state_that_cannot_be_cut_is_refused_by_an_even_partition(tmp_path: Path
         CASES["mlp"].build(), None, factored, param_dtype=BF16, partition="even", elementwise=True
     )
     with pytest.raises(ValueError, match=r"parameter 'a\.weight' .* use partition 'whole'"):
-        checkpoint.load(tmp_path, other.engine.model, other)
+        checkpoint.load(tmp_path, other.model, other)
 
 
 def test_arguments_are_checked(tmp_path: Path, monkeypatch: Any):
@@ -356,7 +356,7 @@ def test_arguments_are_checked(tmp_path: Path, monkeypatch: Any):
     with pytest.raises(ValueError, match="extra: expected tensors"):
         save(extra={"model": model})
     with pytest.raises(TypeError, match="optimizer: expected what"):
-        checkpoint.save(tmp_path, model, optimizer.engine.originals.optimizers[0], step=1)
+        checkpoint.save(tmp_path, model, optimizer.originals.optimizers[0], step=1)
     assert checkpoint.resume(tmp_path, model, optimizer) is None
     with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
         checkpoint.load(tmp_path, model, optimizer)

@@ -49,7 +49,7 @@ def train(model: nn.Module, optimizer: Any, count: int = 3) -> None:
 
 
 def masters(optimizer: Any) -> list[Tensor]:
-    return [shard.master.read(slice(None)).clone() for shard in optimizer.engine.shards]
+    return [shard.master.read(slice(None)).clone() for shard in optimizer.shards]
 
 
 @pytest.mark.parametrize("began", [False, True], ids=["fresh", "began"])
@@ -209,7 +209,7 @@ def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(rank: int, call: A
         model, optimizer = shard(group, lambda m: torch.optim.RMSprop(m.parameters()))
         train(model, optimizer)
         if group.rank() == rank:
-            update = optimizer.engine.update
+            (update,) = optimizer.updates
             stock = update.fragment_state
 
             def spoiled(*args: Any) -> dict[str, Any]:

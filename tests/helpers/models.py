@@ -210,7 +210,7 @@ def values(model: nn.Module) -> Tensors:
 def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, str], Tensor]:
     """Copies of what this rank owns: masters, moments and steps by name and element range."""
     found, held = {}, optimizer.state
-    for shard in optimizer.engine.shards:
+    for shard in optimizer.shards:
         for _, fragment, param in shard.owned():
             key = (fragment.slot.name, *fragment.param_range)
             found[(*key, "master")] = shard.exact(fragment).detach().clone()

@@ -39,7 +39,7 @@ def trained(mesh: DeviceMesh, options: dict[str, Any]) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     optimizer.check_copies()
-    return [shard.pack.data.clone() for shard in optimizer.engine.shards]
+    return [shard.pack.data.clone() for shard in optimizer.shards]
 
 
 def all_cases(mesh: DeviceMesh) -> list[list[float]]:

@@ -209,7 +209,7 @@ def test_fp32_gradients_accumulate_in_place_beside_bf16_parameters():
         CASES["mlp"].loss(model, CASES["mlp"].batch(micro)).backward()
         grads = [param.grad for param in model.parameters()]
         assert {grad.dtype for grad in grads} == {torch.float32}
-    (master,) = optimizer.engine.shards
+    (master,) = optimizer.shards
     assert all(master.grads.holds(position) for position in range(len(grads)))
 
 
@@ -219,7 +219,7 @@ def moved(group: Any) -> list[bool]:
     optimizer = sharded(model, group)
     install(model, 0)
     optimizer.step()
-    (master,) = optimizer.engine.shards
+    (master,) = optimizer.shards
     return [master.grads.holds(position) for position in range(6)]
 
 

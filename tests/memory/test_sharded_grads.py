@@ -104,7 +104,7 @@ def held(group: Any, grads: str, micro: int, to_none: bool = True) -> tuple[int,
     optimizer = shardcast.shard(
         model, adamw(model), process_group=group, grads=grads, pack_params=1
     )
-    packs = optimizer.engine.reduce.grads
+    packs = optimizer.reduce.grads
     most = 0
 
     def look(_param: Tensor) -> None:

@@ -57,9 +57,9 @@ def count_step(
     """Casts in the micro-batches under ``no_sync``, in the last one, and in the step."""
     model = CASES[case].build()
     optimizer = sharded(model, group, param_dtype=dtype, **fields)
-    packs = [master.pack.data for master in optimizer.engine.shards]
-    masters = [m.data for m in optimizer.engine.shards if not m.in_place]
-    optimizer.engine.edits.steps = weight_edits.FIRST  # they are compared with the masters
+    packs = [master.pack.data for master in optimizer.shards]
+    masters = [m.data for m in optimizer.shards if not m.in_place]
+    optimizer.edits.steps = weight_edits.FIRST  # they are compared with the masters
     found: dict[str, Any] = {}
     for step in range(2):  # the second one has its buffers
         for micro in range(micros):
@@ -76,7 +76,7 @@ def count_step(
     rank = 0 if group is None else group.rank()
     found["of packs"] = int(sum(c.sum() for c in counter.counts[: len(packs)]))
     wrong = []  # elements of parameters, not padding, that were not cast exactly once
-    low = [master for master in optimizer.engine.shards if not master.in_place]
+    low = [master for master in optimizer.shards if not master.in_place]
     for master, counts in zip(low, counter.counts[len(packs) :], strict=True):
         for fragment in master.pack.layout.fragments(rank):
             part = counts[master.local(fragment.start, fragment.stop)]
@@ -153,7 +153,7 @@ def test_autocast_casts_every_matrix_in_every_forward(case: str):
 
 def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a step that casts twice is noticed."""
-    from shardcast.optimizer.engine import Engine
+    from shardcast.optimizer.sharded import ShardedOptimizer
     from shardcast.step.sync.sync import Sync
 
     original = Sync.__call__
@@ -164,13 +164,13 @@ def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
         original(self)
 
     holder: list[Any] = []
-    activate = Engine.activate
+    activate = ShardedOptimizer.activate
 
-    def hold(self: Engine, shard: Any) -> None:
+    def hold(self: ShardedOptimizer, shard: Any) -> None:
         holder.append(shard)
         activate(self, shard)
 
-    monkeypatch.setattr(Engine, "activate", hold)
+    monkeypatch.setattr(ShardedOptimizer, "activate", hold)
     monkeypatch.setattr(Sync, "__call__", twice)
     assert count_step(None, "mlp", BF16, {})["not once"]
 

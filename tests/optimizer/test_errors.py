@@ -578,8 +578,8 @@ def test_an_error_on_one_rank_of_a_gathering_call_is_raised_on_all(call: str, ra
         optimizer.step()
         if group.rank() == rank:
             broken = Mock(side_effect=ValueError("broken on one rank"))
-            optimizer.engine.update.fragment_state = broken
-            optimizer.engine.absorb = broken
+            optimizer.updates[0].fragment_state = broken
+            optimizer.resync_masters = broken
         with pytest.raises(ValueError, match="broken on one rank"):
             getattr(optimizer, call)()
 

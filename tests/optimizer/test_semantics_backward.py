@@ -268,7 +268,7 @@ def test_a_backward_that_failed_everywhere_may_be_tried_again(clear: str):
 
     def barrier(optimizer: Any) -> None:
         if isinstance(optimizer, shardcast.ShardedOptimizer):
-            optimizer.engine.comm.all_reduce(torch.zeros(1))
+            optimizer.comm.all_reduce(torch.zeros(1))
 
     check(sgd, script, worlds=(1, 2), tol=1e-6)
 

@@ -261,7 +261,7 @@ def test_loaded_weights_become_masters_in_full_precision():
             param.grad = torch.zeros_like(param)
         optimizer.step()
         loaded = dict(other.named_parameters())
-        for master in optimizer.engine.shards:
+        for master in optimizer.shards:
             for part in master.fragments:
                 start, stop = part.param_range
                 mine = master.data[master.local(part.start, part.stop)]

@@ -356,7 +356,7 @@ def test_an_option_that_is_removed_from_a_group_stays_away(kind: Any):
 
 def original(optimizer: Any) -> torch.optim.Optimizer:
     sharded = isinstance(optimizer, shardcast.ShardedOptimizer)
-    return optimizer.engine.originals.optimizers[0] if sharded else optimizer
+    return optimizer.originals.optimizers[0] if sharded else optimizer
 
 
 def sets_a_place(optimizer: Any, groups: list[dict[str, Any]]) -> None:

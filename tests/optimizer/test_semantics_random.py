@@ -227,10 +227,10 @@ def test_random_interleavings_with_backwards_equal_plain_torch_to_the_bit(
 @pytest.mark.parametrize("fault", ["sums", "absent ones updated"])
 def test_the_machine_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch):
     """The controls: sums for means; absent gradients that are updated all the same."""
-    from shardcast.optimizer.engine import Engine
+    from shardcast.optimizer.sharded import ShardedOptimizer
     from shardcast.step.reduce.bucket import Bucket
 
-    land, present = Bucket.land, Engine.present
+    land, present = Bucket.land, ShardedOptimizer._present
 
     def sums(self: Bucket) -> Tensor:
         received = land(self)
@@ -243,6 +243,6 @@ def test_the_machine_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch):
     if fault == "sums":
         monkeypatch.setattr(Bucket, "land", sums)
     else:
-        monkeypatch.setattr(Engine, "present", all_present)
+        monkeypatch.setattr(ShardedOptimizer, "_present", all_present)
     with pytest.raises(AssertionError):
         run_machine("even", 20, shrink=False)

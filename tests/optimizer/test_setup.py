@@ -162,7 +162,7 @@ def test_layouts_are_compared_before_any_tensor_of_the_model_is_sent():
 def test_more_ranks_than_elements_leave_some_ranks_without_any():
     def count(group: Any) -> list[int]:
         optimizer = sharded(CASES["tiny"].build(), group, alignment=8)
-        return [len(optimizer.engine.shards[0].fragments), optimizer.memory_report()["state"]]
+        return [len(optimizer.shards[0].fragments), optimizer.memory_report()["state"]]
 
     ranks, _ = run_world(4, count)
     assert [fragments for fragments, _ in ranks] == [1, 1, 0, 0]
@@ -206,7 +206,7 @@ def abandoned(size: int, how: str) -> dict[str, weakref.ref[Any]]:
         if how != "never stepped":
             CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
             optimizer.step()
-        pack = optimizer.engine.shards[0].pack
+        pack = optimizer.shards[0].pack
         if how.startswith("closed"):
             optimizer.close(restore=how == "closed")
         found = {"optimizer": optimizer, "model": model, "parameter": model.a.weight, "pack": pack}

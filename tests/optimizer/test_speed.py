@@ -196,8 +196,8 @@ def passes_of_a_step(group: Any, slow: str) -> dict[str, Any]:
     """
     model = CASES["gpt"].build()
     optimizer = sharded(model, group, param_dtype=BF16, max_grad_norm=1.0)
-    optimizer.engine.edits.steps = weight_edits.FIRST  # they are compared with the masters
-    (master,) = optimizer.engine.shards
+    optimizer.edits.steps = weight_edits.FIRST  # they are compared with the masters
+    (master,) = optimizer.shards
     found: dict[str, Any] = {}
     for step in range(3):  # the last one has its buffers
         grads, params = master.grads.data, master.pack.data

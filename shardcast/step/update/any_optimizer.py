@@ -73,7 +73,7 @@ class AnyOptimizerUpdate:
 
     @torch.no_grad()
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
-        """See :class:`.several.Updates`.
+        """See :class:`.fused.FusedUpdate`.
 
         The class decides on the host whether to step, so on an accelerator this waits for the
         decision once.
@@ -188,7 +188,7 @@ class AnyOptimizerUpdate:
         return True
 
     def nbytes(self) -> int:
-        """See :class:`.several.Updates`."""
+        """See :class:`.fused.FusedUpdate`."""
         return sum(
             value.nbytes
             for params in self._params.values()

@@ -130,7 +130,7 @@ def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
 
 
 class FusedUpdate:
-    """One kernel per pack; see :class:`.several.Updates`.
+    """One kernel per pack.
 
     The state is allocated when the first gradient comes. How many steps a fragment has taken is
     counted on the device, for a skipped one does not count. The host knows which fragments had
@@ -169,7 +169,11 @@ class FusedUpdate:
 
     @torch.no_grad()
     def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
-        """See :class:`.several.Updates`."""
+        """Unscale, clip, update, cast and publish the own spans; leave absent gradients untouched.
+
+        Args:
+            present: per shard and fragment, whether some rank has a gradient.
+        """
         on_host = self._execute.on_host
         if not self._states or (on_host and bool(decision.skip)):
             return
@@ -280,11 +284,14 @@ class FusedUpdate:
         return False
 
     def nbytes(self) -> int:
-        """See :class:`.several.Updates`."""
+        """Bytes of the state, 0-dim tensors aside."""
         return sum(state.nbytes for state in self._states.values())
 
     def sums(self, shard: Shard) -> dict[str, Tensor]:
-        """See :class:`.several.Updates`."""
+        """The sums of epilogues by name: per fragment, of its last update; see :class:`.Epilogue`.
+
+        They are of this rank's part of a parameter; a skipped step leaves them as they were.
+        """
         return self._states[shard].sums() if shard in self._states else {}
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Tensor]:
@@ -302,7 +309,7 @@ class FusedUpdate:
         return {"step": step, **views}
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
-        """See :class:`.several.Updates`."""
+        """Overwrite the state of one fragment by tensors of its length."""
         own = self._states.get(shard)
         if own is None:  # frozen: it has none
             return

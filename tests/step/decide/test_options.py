@@ -324,7 +324,7 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: 
         model = CASES["mlp"].build()
         scale = {"param_dtype": FP16, "loss_scale": 8.0} if wrong == "scale" else {}
         optimizer = sharded(model, group, **scale)
-        decider = optimizer.engine.decider
+        decider = optimizer.decider
         for part in (decider, decider.skips, decider.skips._host):
             part._device = torch.device("cuda")  # of which only the kind is asked here
         decider.skips.first_nonfinite = lambda _powers: 0.0

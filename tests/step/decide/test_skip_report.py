@@ -160,7 +160,7 @@ def test_the_warning_names_the_rank_whose_gradient_was_bad():
 
 def test_on_an_accelerator_the_report_claims_no_more_than_the_span():
     optimizer = sharded(CASES["mlp"].build(), None)
-    skips = optimizer.engine.decider.skips
+    skips = optimizer.decider.skips
     skips._device = torch.device("cuda")  # of which only the kind is asked here
     first = optimizer.layout.packs[0].slots[0].name
     assert skips._locate([0]) == f"in the span of rank 0 that begins in parameter {first!r}"

@@ -122,7 +122,7 @@ class Side:
         """On all ranks, which must use the same parameters, at the same place."""
         self.backward(seed, use, fails_at=fails_at)
         if self.group is not None:
-            assert self.optimizers[0].engine.reduce._round() is None, "nothing is left behind"
+            assert self.optimizers[0].reduce._round() is None, "nothing is left behind"
 
     def through_both(self, seed: int, use: Any) -> None:
         for rank in self.here():
@@ -299,7 +299,7 @@ def test_a_failed_backward_leaves_nothing_behind():
         side.backward(0, every)  # the next ones launch beside the backward
         side.optimizers[0].zero_grad()
         side.failed(1, every, 2)
-        reducer = side.optimizers[0].engine.reduce
+        reducer = side.optimizers[0].reduce
         flying = [b for b in reducer._buckets.values() if b.state is State.IN_FLIGHT]
         assert len(flying) == 1, "packs that were sent are on their way"
         side.optimizers[0].zero_grad()

@@ -77,8 +77,8 @@ def trained(group: Any, overlap: bool, **fields: Any) -> tuple[Net, shardcast.Sh
     fields = {**chosen, **fields}
     optimizer = sharded(model, group, **fields)
     for step in range(2):
-        train(model, optimizer, X + step + optimizer.engine.comm.rank)
-    assert any(pack.pending for pack in optimizer.engine.sync.packs) == overlap
+        train(model, optimizer, X + step + optimizer.comm.rank)
+    assert any(pack.pending for pack in optimizer.sync.packs) == overlap
     return model, optimizer
 
 
@@ -237,7 +237,7 @@ def clip(model: Net, optimizer: Any, _path: Path) -> None:
 
 
 def skip(model: Net, optimizer: Any, _path: Path) -> None:
-    model(X * torch.nan if optimizer.engine.comm.rank == 1 else X).sum().backward()
+    model(X * torch.nan if optimizer.comm.rank == 1 else X).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     assert optimizer.skipped_steps == 1
@@ -395,7 +395,7 @@ def test_compiled_models_are_whole_when_they_are_traced_and_never_overlap_again(
     torch._dynamo.reset()
     with fake_world(2) as group:
         model, optimizer = trained(group, True)
-        packs = optimizer.engine.sync.packs
+        packs = optimizer.sync.packs
         front = torch.compile(model, backend="eager", fullgraph=True) if way == "root" else model
         if way == "part":
             model.layers.compile(backend="eager", fullgraph=True)

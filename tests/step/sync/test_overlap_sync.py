@@ -25,7 +25,7 @@ STEPS = 6
 
 def pending(optimizer: shardcast.ShardedOptimizer) -> list[int]:
     """Indices of the packs that are on their way."""
-    packs = optimizer.engine.sync.packs
+    packs = optimizer.sync.packs
     return [pack.layout.index for pack in packs if pack.pending]
 
 
@@ -42,7 +42,7 @@ def run_steps(
     found, overlapped = {}, 0
     for step in range(steps):
         for micro in range(2):
-            batch = CASES[case].batch(100 * step + 10 * micro + optimizer.engine.comm.rank)
+            batch = CASES[case].batch(100 * step + 10 * micro + optimizer.comm.rank)
             loss = CASES[case].loss(model, batch)
             loss.backward()
             found[f"loss {step} {micro}"] = loss.detach()
@@ -120,7 +120,7 @@ def steps_without_a_batch(group: Any, fields: dict[str, Any]) -> Tensors:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = sharded(model, group, **SMALL, **fields)
     for step in range(4):
-        if step != 2 or optimizer.engine.comm.rank == 0:
+        if step != 2 or optimizer.comm.rank == 0:
             model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -227,7 +227,7 @@ def test_an_update_waits_for_the_broadcasts_that_read_what_it_writes(
             for param in model.parameters():  # no forward: nothing else waits
                 param.grad = torch.ones_like(param)
             optimizer.step()
-        for pack in optimizer.engine.sync.packs:
+        for pack in optimizer.sync.packs:
             pack.wait()
 
     run_world(2, run, False)
@@ -356,7 +356,7 @@ def test_without_the_option_or_a_second_rank_nothing_is_hooked_or_started(size: 
         hooks = len(model.layers[0]._forward_pre_hooks)
         optimizer = started(group, model, X, **fields)
         assert not pending(optimizer) and len(model.layers[0]._forward_pre_hooks) == hooks
-        assert not optimizer.engine.sync.started
+        assert not optimizer.sync.started
         optimizer.wait_sync()
 
     run_world(size, run)

@@ -344,8 +344,8 @@ def test_an_epilogue_averages_masters_and_sums_per_fragment(
 
     def run(group: Any) -> int:
         found, expected, sums = averaged(group, optimizer, **fields)
-        update = found.engine.update
-        for shard in found.engine.shards:
+        update = found.update
+        for shard in found.shards:
             given = update.sums(shard)
             for number, fragment, _ in shard.owned():
                 key = fragment.slot.name, *fragment.param_range
@@ -357,7 +357,7 @@ def test_an_epilogue_averages_masters_and_sums_per_fragment(
                     )
         state = found.state_dict()
         found.load_state_dict(state)
-        for shard in found.engine.shards:
+        for shard in found.shards:
             for number, fragment, _ in shard.owned():
                 average = update.fragment_state(shard, number)["average"]
                 key = fragment.slot.name, *fragment.param_range

@@ -1,15 +1,19 @@
-"""The stages of a step, and the shards that they work on."""
+"""An optimizer over packs, from ``shard()`` to ``close()``: what is sharded, and how it grows.
+
+What is public here and not in the docs is the interface of this library's own adapters and
+checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardcast import _compat
 from shardcast.comm import Grid
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
@@ -23,30 +27,31 @@ from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.originals import Originals
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
-from shardcast.step.decide.decision import Decision
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.buffers import Buffers
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
-from shardcast.step.update.several import Updates
+from shardcast.step.update.several import Update, updates_of
 
 
-class Engine:
-    """What a :class:`shardcast.ShardedOptimizer` works with.
-
-    Not for scripts: this library's adapters, checkpoints and tests use it.
+class PackedOptimizer(torch.optim.Optimizer):
+    """What is sharded, and how it is set up, grows and ends; its step is in :mod:`.sharded`.
 
     Attributes:
+        config: the options that hold.
+        layout: all packs, slots and spans; equal on all ranks.
         originals: what was given to ``shard``; its groups are the present ones.
         model: the root module, without wrappers; of several pipeline stages what holds them.
         stages: what is called: that module, or the stages.
         grid: the ranks; ``comm`` are the data-parallel ones of them.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
-        reduce, decider, update, sync: the stages of a step.
+        reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
+        edits: of weights, by the script.
     """
 
     _overlap: Overlap | None = None
     _closed = False
+    _ready = False  # torch's own set-up fills in groups and state before ours are there
 
     def __init__(
         self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard], grid: Grid,
@@ -70,20 +75,60 @@ class Engine:
             self.edits,
         )  # fmt: skip
         self.sync, self._buffers = Sync(), Buffers(self.stages, grid.dp)
-        self.update = Updates(originals, plan.config, grid.dp, self.sync.begin)
+        self.updates = updates_of(originals, plan.config, grid.dp, self.sync.begin)
         self._add(shards)
         self.edits.note()
         for module in {*self.stages, *self._called}:
             mark(module)
             self.reduce.watch(module)
         self._hook()
+        given = originals.optimizers
+        super().__init__(originals.groups, {} if len(given) > 1 else given[0].defaults)
+        self._ready = True
 
-    def extend(self, added: GroupId) -> None:
-        """Take in a new group of ``originals``, in further packs. Every rank must call it.
+    @property
+    def engine(self) -> PackedOptimizer:
+        """This object; an older name, until nothing of this library uses it."""
+        return self
+
+    # -- groups -----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the original optimizers, whose own lists hold them.
+
+        What is assigned goes there: other options for the same parameters, and further groups,
+        which are added; every rank must then assign the same. A group that is removed, or that has
+        got other parameters, is an error of the next step.
+        """
+        return self.originals.groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+        if self._ready:
+            for group in self.originals.assign(value):
+                self.add_param_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of model parameters, in packs of its own; every rank must add the same one.
 
         Raises:
-            TypeError, ValueError, RuntimeError: on every rank, as of ``shard``; nothing is changed.
+            TypeError, ValueError, RuntimeError: on every rank, as of ``shard()``; nothing is added.
         """
+        if not self._ready:  # the original optimizers' own have been checked
+            return
+        if len(self.originals.optimizers) > 1:
+            raise RuntimeError(
+                f"add_param_group: {self.originals.name} are sharded together; add the group to "
+                "one of optimizer.optimizers"
+            )
+        self._add_group(0, param_group)
+
+    def _add_group(self, place: int, group: dict[str, Any]) -> None:
+        with torch.no_grad(), self.originals.added(place, group) as number:
+            self._extend(number)
+
+    def _extend(self, added: GroupId) -> None:
         plan = agreed(
             lambda: plan_for(
                 self.model, self.originals, self.config, self.grid.axes, self.stages, self.layout,
@@ -92,7 +137,7 @@ class Engine:
             self.grid, self.device, "add_param_group",
         )  # fmt: skip
         shards = allocate(plan, self.grid)
-        self.absorb()
+        self.resync_masters()
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
         self._add(shards)
@@ -108,8 +153,12 @@ class Engine:
     def activate(self, shard: Shard) -> None:
         """Reduce, update and sync this pack from now on."""
         shard.grads = self.reduce.add(shard.pack)
-        self.update.add(shard)
+        self.update_of(shard).add(shard)
         self.sync.add(shard.pack)
+
+    def update_of(self, shard: Shard) -> Update:
+        """The update of the optimizer that has the parameters of ``shard``."""
+        return self.updates[shard.pack.layout.group.optimizer]
 
     def activate_packs(self, indices: Collection[int]) -> None:
         """Activate those of these packs that are frozen still."""
@@ -136,57 +185,7 @@ class Engine:
                 if count:
                     self.activate(shard)
 
-    def present(self, decision: Decision) -> dict[Shard, list[bool]]:
-        """Per shard and fragment, whether some rank has a gradient."""
-        return {
-            shard: [
-                there
-                for there, mine in zip(decision.present[shard.pack], shard.grads.owned, strict=True)
-                if mine
-            ]
-            for shard in self.shards
-            if shard.grads is not None
-        }
-
-    def send(self) -> None:
-        """Sync the packs, and the buffers that forwards write. Every rank must call it."""
-        if self.config.broadcast_buffers:
-            self._buffers()
-        if self._overlap is None:
-            self.sync()
-        else:
-            self._overlap()
-
-    def finish_reduce(self) -> None:
-        """Have the mean of all gradients in the own spans. Every rank must call it."""
-        self.originals.check()
-        self.edits.take()
-        self._wake()  # packs that were unfrozen
-        self.decider.before_reduce(self.reduce.touched)
-        self.reduce.finish()
-
-    def conclude(self, decision: Decision, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """After a step: tally, loss scale, ``.grad``; what schedulers of ``optimizers`` look at."""
-        # Autograd is to refuse a backward through a graph that was made before this step: it would
-        # use the new weights with the old activations. Packs have storages of their own, so torch
-        # does not see that the parameters are written.
-        torch.autograd.graph.increment_version(
-            [
-                param
-                for pack, slots in decision.present.items()
-                for param, there in zip(pack.in_model, slots, strict=True)
-                if there
-            ]
-        )
-        self.edits.note()
-        self.hooks.watch_copies()
-        self.decider.conclude(decision)
-        self.reduce.show(decision.present)
-        self.reduce.used()
-        self.comm.steps += 1
-        for optimizer in (*self.originals.optimizers, *optimizers):
-            _compat.note_step_called(optimizer)
-        self.decider.skips.poll(self.originals.groups)  # last: it may raise
+    # -- masters and parameters -------------------------------------------------------------
 
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""
@@ -197,8 +196,12 @@ class Engine:
             everything.add(shard.pack)
         everything()
 
-    def absorb(self) -> None:
-        """Take parameters that were changed by hand as masters. Local."""
+    def resync_masters(self) -> None:
+        """Take model parameters that were written through ``.data`` as masters. Local.
+
+        Other writes are noticed by themselves. Elements that did not change keep their full
+        precision.
+        """
         self.sync.wait()
         if self._closed:  # the model goes its own way
             return
@@ -207,8 +210,8 @@ class Engine:
             shard.absorb()
         self.edits.note()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds, by kind."""
+    def memory_report(self) -> dict[str, int]:
+        """Bytes that this rank holds, by kind: parameters, gradients, masters and state."""
         report = {"parameters": 0, "gradients": 0, "masters": 0, "state": 0}
         for shard in self.shards:
             report["parameters"] += shard.pack.data.nbytes
@@ -216,29 +219,34 @@ class Engine:
                 report["gradients"] += shard.grads.nbytes
             if not shard.in_place:
                 report["masters"] += shard.master.nbytes
-        report["state"] = self.update.nbytes()
+        report["state"] = sum(update.nbytes() for update in self.updates)
         return report
 
-    def close(self, restore: bool) -> None:
-        """Remove all hooks from the model and its parameters.
+    def close(self, restore: bool = True) -> None:
+        """End the training: give the model back as it was given, in fp32 from the masters.
+
+        Every rank must call it. Use this optimizer no more; the model may be trained without it,
+        or sharded anew. Parameters that no optimizer held, and buffers, keep their rounding.
 
         Args:
-            restore: give the model back as it was given; every rank must do it. Without it the
-                model has what the next ``shard()``, which is collective, restores it by.
+            restore: without it nothing is gathered, and no other rank is waited for: the model
+                stays in low precision, and a ``shard()`` of it goes on from the fp32 masters, which
+                this rank keeps until then. So it is, whatever is said, while an exception is
+                handled, as in a ``finally:`` after it.
         """
         if not self._closed:
             self._closed = True
-            later = partial(self.restore, MASTER_DTYPE)
+            later = partial(self._restore, MASTER_DTYPE)
             for module in {*self.stages, *self._called}:
                 mark(module, later)
             try:
                 self._unhook()
             finally:
                 self.reduce.close()
-        if restore:
-            self.restore()
+        if restore and sys.exc_info()[0] is None:
+            self._restore()
 
-    def restore(self, dtype: torch.dtype | None = None) -> None:
+    def _restore(self, dtype: torch.dtype | None = None) -> None:
         """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
         for module in {*self.stages, *self._called}:
             unmark(module)
