@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,7 @@ def test_a_hook_can_tell_a_backward_from_autograd_grad():
 
 FREED = """
 import sys, weakref, torch, torch.distributed as dist, shardcast
+from collections.abc import Callable
 from pathlib import Path
 from torch import nn
 
@@ -327,6 +329,16 @@ def test_a_group_that_torch_does_not_keep_is_held():
     gc.collect()
     assert mock is not None and mock() is not None
     assert nobody is None
+
+
+def test_errors_of_torch_distributed_are_told_from_others():
+    def raised(call: Callable[[], Any]) -> bool:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        return _compat.raised_in_distributed(caught.value)
+
+    assert raised(lambda: torch.distributed.all_reduce(torch.ones(1)))
+    assert not raised(lambda: torch.ones(2) @ torch.ones(3))
 
 
 def test_a_weak_hook_calls_while_what_it_holds_lives():

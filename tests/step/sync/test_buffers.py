@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
@@ -173,3 +174,18 @@ def test_sparse_and_quantised_buffers_become_rank_zeros(make: Any):
         for adjacency in threaded_world(2, run):
             dense = adjacency.dequantize() if adjacency.is_quantized else adjacency.to_dense()
             assert adjacency.layout == make(1.0).layout and torch.equal(dense, torch.eye(3))
+
+
+def test_buffers_are_equal_along_the_data_parallel_dimension_of_a_mesh_alone():
+    def run(mesh: DeviceMesh) -> Tensor:
+        torch.manual_seed(0)
+        model = Net(norm=False)
+        optimizer = shardcast.shard(model, sgd(model), mesh=mesh, param_dtype="fp32")
+        for _ in range(2):
+            model(batch(0)).square().mean().backward()  # the same, as tensor-parallel ranks have
+            model.centre.fill_(1.0 + mesh.get_rank())
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.centre[0]
+
+    assert [int(value) for value in threaded_world({"dp": 2, "tp": 2}, run)] == [1, 2, 1, 2]
