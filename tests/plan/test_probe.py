@@ -61,6 +61,28 @@ def test_a_class_in_which_elements_may_meet_keeps_its_parameters_whole(build: Bu
     assert partition(build) == "whole"
 
 
+def test_a_group_that_is_added_is_measured_for_itself():
+    def run(group: Any) -> tuple[list[Tensor], list[str]]:
+        model = mlp()
+        vectors = [param for param in model.parameters() if param.dim() == 1]
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        optimizer: Any = foreign.DecaysMatrices(vectors)
+        if group is not None:
+            optimizer = shardcast.shard(
+                model, optimizer, process_group=group, param_dtype="fp32", fuse="eager"
+            )
+        optimizer.add_param_group({"params": matrices})
+        steps(3)(model, optimizer, torch.empty(0), False)
+        packs = optimizer.layout.packs if group is not None else ()
+        values = [param.detach().clone() for param in model.parameters()]
+        return values, [pack.partition for pack in packs]
+
+    expected, _ = run(None)
+    for values, partitions in ThreadedWorld(2).run(run):
+        assert partitions == ["even", "whole"]
+        assert all(map(torch.equal, values, expected))
+
+
 def test_a_declaration_overrides_what_is_measured():
     for declared, expected in ((True, "even"), (False, "whole")):
         model = mlp()
