@@ -19,7 +19,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import muon
 
-PROBATION = 10  # steps in which an unknown class is watched
+PROBATION = 10  # steps in which a class that torch does not have is watched
 Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
 
 
