@@ -74,10 +74,10 @@ class FullState:
         """
         if begins or self._names is None:
             self._names = self._gathered_names()
-        if begins and not self._names:
+        if begins and not any(self._names.values()):
             self._begin()
             self._names = self._gathered_names()
-        return self._names
+        return self._names  # true, as it has all parameters, so that DCP itself makes no step
 
     def _gathered_names(self) -> dict[nn.Parameter, dict[str, None]]:
         self._check_gathers("state")
@@ -90,8 +90,7 @@ class FullState:
         names: dict[str, dict[str, None]] = {}
         for names_on_rank in optimizer.grid.everyone.exchange(owned, optimizer.device):
             names |= {name: values for name, values in names_on_rank.items() if values}
-        named = optimizer.model.named_parameters()
-        return {param: names[name] for name, param in named if name in names}
+        return {param: names.get(name, {}) for name, param in optimizer.model.named_parameters()}
 
     def _begin(self) -> None:
         """Step with zero gradients and rates, which changes no weight, unless there are gradients.
@@ -110,10 +109,12 @@ class FullState:
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         optimizer.decider.loss_scale.apply(torch.zeros((), device=optimizer.device))
-        optimizer.step()
-        optimizer.zero_grad()
-        for group, rate in rates:
-            group["lr"] = rate
+        try:
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+            for group, rate in rates:
+                group["lr"] = rate
 
     def check_copies(self) -> None:
         """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
@@ -151,11 +152,10 @@ class FullState:
         def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
             return {MASTER: shard.exact(shard.fragments[number])}
 
+        gathered = self._gathered("full_parameters", optimizer.shards, master_of, on_all=False)
         masters = {
             slot.name: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
-            for slot, _, values in self._gathered(
-                "full_parameters", optimizer.shards, master_of, False
-            )
+            for slot, _, values in gathered
         }
         names = {param: name for name, param in optimizer.model.named_parameters()}
         every = optimizer.model.named_parameters(remove_duplicate=False)
@@ -171,7 +171,7 @@ class FullState:
         )
         groups = optimizer.originals.groups
         index = numbered(groups)
-        gathered = self._gathered("full_state_dict", shards, values, on_all)
+        gathered = self._gathered("full_state_dict", shards, values, on_all=on_all)
         state = {index[param]: values for _, param, values in gathered if values}
         return {"state": dict(sorted(state.items())), "param_groups": plain_groups(groups)}
 

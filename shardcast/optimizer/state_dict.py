@@ -181,6 +181,7 @@ class StateDict:
                 values = {
                     name: _cut(value, fragment, name, elementwise)
                     for name, value in state.get(param, {}).items()
+                    if not isinstance(value, dict) or value  # DCP: its file has no such state
                 }
                 exact = values.pop(MASTER, None)
                 pieces.append(Piece(shard, number, values, exact))

@@ -145,13 +145,18 @@ class JoinedGroups(list[Group]):
         super().__init__(group for optimizer in optimizers for group in optimizer.param_groups)
 
     def __setitem__(self, place: Any, group: Any) -> None:
-        first = operator.index(place) % len(self)
+        if isinstance(place, slice):
+            self._refuse()
         super().__setitem__(place, group)
+        position = place % len(self)
         for optimizer in self._optimizers:
-            if first < len(optimizer.param_groups):
-                optimizer.param_groups[first] = group
+            if position < len(optimizer.param_groups):
+                optimizer.param_groups[position] = group
                 return
-            first -= len(optimizer.param_groups)
+            position -= len(optimizer.param_groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # copies are plain
 
     def _refuse(self, *_args: Any, **_options: Any) -> Any:
         raise RuntimeError(

@@ -79,6 +79,34 @@ def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
     ThreadedWorld(3).run(run)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("build", [adamw, sgd])
+@pytest.mark.parametrize("options", [{}, {FLAT: True}], ids=str)
+def test_parameters_without_a_state_go_round_too(options: Any, build: Any):
+    """Of a class that keeps none, and of a layer that got no gradient."""
+
+    def run(group: Any) -> None:
+        model, optimizer = shard(group, build)
+        model[0](BATCH).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dcp_options = StateDictOptions(**options)
+        state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=dcp_options))
+        other, resumed = shard(group, build)
+        other.load_state_dict(model.state_dict())
+        if not options:  # torch demands a state of each parameter that is trained
+            dcp_options.strict = False
+        set_optimizer_state_dict(other, resumed, state, options=dcp_options)
+        for one, two in ((model, optimizer), (other, resumed)):
+            train(one, two)
+        assert difference(model, other) == 0
+
+    ThreadedWorld(2).run(run)
+
+
 def muon_and_adamw(model: nn.Module) -> Any:
     return pair(model)
 

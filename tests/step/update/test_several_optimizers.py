@@ -534,8 +534,12 @@ def test_row_splits_that_are_removed_from_a_group_stay_away(remove: bool):
 def test_groups_of_several_optimizers_are_not_added_to_or_taken_from_their_joint_list():
     model = mlp()
     groups = shard(model, pair(model)).param_groups
+    copied = copy.deepcopy(groups)
+    assert type(copied) is list and [g["lr"] for g in copied] == [g["lr"] for g in groups]
     with pytest.raises(RuntimeError, match=r"param_groups: .*add_param_group"):
         del groups[0]
+    with pytest.raises(RuntimeError, match=r"param_groups: .*add_param_group"):
+        groups[:] = copied
     for change in (groups.clear, groups.pop, lambda: groups.append({}), lambda: groups.extend([])):
         with pytest.raises(RuntimeError, match=r"param_groups: .*add_param_group"):
             change()
