@@ -323,6 +323,26 @@ def test_what_is_inside_a_module_with_a_matrix_of_its_own_computes_low():
     assert model.gain.autocast
 
 
+def test_a_matrix_in_a_list_is_held_by_the_module_that_has_the_list():
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lists = nn.ModuleList([nn.ParameterList([torch.ones(4, 4)])])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.lists[0][0]
+
+    model = Listed()
+    sharded(model, param_dtype=BF16)
+    assert model(torch.ones(2, 4)).dtype == BF16
+
+
+def test_a_model_that_is_converted_to_be_evaluated_computes_in_its_new_dtype():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    sharded(model, param_dtype=BF16)
+    assert model.eval().float()(torch.ones(2, 4)).dtype == FP32
+
+
 def test_under_autocast_norms_stay_fp32_and_kept_modules_run_without_it():
     class Kept(nn.Module):
         def __init__(self) -> None:
