@@ -75,7 +75,7 @@ class ShardcastConfig:
     convert_rest: bool | None = _option(
         None,
         "whether parameters that are not trained are stored in param_dtype; null: all but momentum "
-        "teachers, modules beside a trained one of the same parameters",
+        "teachers, modules beside a trained one of the same parameters, and those that came lower",
     )
     fp32_outputs: tuple[str, ...] = _option(
         (),

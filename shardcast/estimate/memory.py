@@ -351,7 +351,7 @@ def _convert_outside(plan: Plan) -> tuple[int, int]:
     model, precision = plan.model, plan.precision
     peak = live = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     casts: list[tuple[Tensor, torch.dtype]] = [
-        (param, precision.storage_dtype(param)) for param in plan.rest.values()
+        (param, precision.rest_dtype(param)) for param in plan.rest.values()
     ]
     for module in model.modules():
         for buffer in module.buffers(recurse=False):

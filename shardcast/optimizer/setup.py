@@ -258,7 +258,7 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
         local.data = local.data.contiguous()
         for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
             comm.broadcast(local.data, 0)
-        convert_tensor_(local, precision.storage_dtype(param))
+        convert_tensor_(local, precision.rest_dtype(param))
     for module in (module for stage in stages for module in stage.modules()):
         for name, buffer in module.named_buffers(recurse=False):
             equal = _broadcast(name, buffer, grid.dp)

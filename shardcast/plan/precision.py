@@ -95,6 +95,7 @@ class Precision:
             it: None for it in unasked if it not in self.fp32_modules and own_params(it)
         }
         self._fp32 = self.fp32_modules | self.autocast_modules
+        self._kept_params = {it for module in self.fp32_modules for it in own_params(module)}
         self._fp32_params = {param for module in self._fp32 for param in own_params(module)}
         self.fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
@@ -104,6 +105,13 @@ class Precision:
         if dtype not in PACKABLE:
             return dtype
         return MASTER_DTYPE if exact and param in exact else self.config.param_dtype
+
+    def rest_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """That of one that the optimizer does not hold: a low one, as LoRA's base, stays low."""
+        dtype = self.storage_dtype(param)
+        widened = is_packable(param) and param.dtype.itemsize < dtype.itemsize
+        asked = self.config.convert_rest is True or param in self._kept_params
+        return param.dtype if widened and not asked else dtype
 
     def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
         """The dtype of a buffer that ``module`` owns."""

@@ -521,6 +521,19 @@ def test_a_frozen_base_is_low_unless_asked(convert: Any, dtype: torch.dtype, aut
     optimizer.step()
 
 
+@pytest.mark.parametrize(("convert", "dtype"), [(None, BF16), (False, BF16), (True, FP32)])
+def test_a_frozen_base_that_came_low_is_not_widened_unless_asked(convert: Any, dtype: Any):
+    """As peft trains fp32 adapters on a base in bf16."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[:2].to(BF16).requires_grad_(False)
+
+    def of_the_head(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    sharded(model, optimizer=of_the_head, convert_rest=convert, keep_fp32="1.*")
+    assert [layer.weight.dtype for layer in model] == [dtype, FP32, FP32]
+
+
 def test_computed_weights_stay_fp32_and_train():
     torch.manual_seed(0)
     model = Normed()
