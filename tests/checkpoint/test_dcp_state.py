@@ -195,7 +195,9 @@ def test_handles_are_refused_before_a_state_is_touched():
 
 
 @pytest.mark.parametrize(
-    "call", ["full_state_dict", "full_parameters", get_optimizer_state_dict], ids=str
+    "call",
+    ["full_state_dict", "full_parameters", get_optimizer_state_dict],
+    ids=["full_state_dict", "full_parameters", "dcp"],
 )
 def test_a_gathering_call_beside_tensor_parallelism_is_refused_with_its_dimension(call: Any):
     def run(mesh: DeviceMesh) -> None:
