@@ -99,15 +99,16 @@ class StateDict:
         """
         comm, device = self._optimizer.grid.everyone, self._optimizer.device
         loading = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
-        if len(set(comm.exchange("shardcast" in loaded, device))) > 1:
+        if len(set(comm.exchange(("shardcast" in loaded, loading.masters), device))) > 1:
             raise ValueError(
-                "state_dict: some ranks were given a local state, others a plain one; every rank "
-                "loads what it saved itself, or all of them one and the same plain state"
+                "state_dict: some ranks were given a local state, or one with masters, others a "
+                "plain one; every rank loads what it saved itself, or all of them one and the same "
+                "plain state"
             )
         return loading
 
-    def _plan_alone(self, given: Mapping[str, Any] | list[Mapping[str, Any]]) -> Loading:
-        states = given if isinstance(given, list) else [given]
+    def _plan_alone(self, state_or_list: Mapping[str, Any] | list[Mapping[str, Any]]) -> Loading:
+        states = state_or_list if isinstance(state_or_list, list) else [state_or_list]
         for key in ("state", "param_groups"):
             if not states or any(key not in state for state in states):
                 raise ValueError(
@@ -115,7 +116,7 @@ class StateDict:
                     "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
                 )
         loaded = states[0]
-        if isinstance(given, list):
+        if isinstance(state_or_list, list):
             if any("shardcast" in state for state in states):
                 raise ValueError(
                     "state_dict: expected a list of plain states, as full_state_dicts() gives, got "
@@ -142,21 +143,21 @@ class StateDict:
         return {"format": FORMAT, "rank": optimizer.comm.rank, "layout": layout, "mesh": place}
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
-        here, comm = self._head(), self._optimizer.comm
-        known = {"mesh": {}, **head}  # as states are that were saved before there were meshes
-        if any(known.get(key) != value for key, value in here.items()):
+        expected, comm = self._head(), self._optimizer.comm
+        head = {"mesh": {}, **head}  # as states are that were saved before there were meshes
+        if any(head.get(key) != value for key, value in expected.items()):
             raise ValueError(
                 "state_dict: expected the local state of this rank and layout (rank "
                 f"{comm.rank} of {comm.size}), got one of rank {head.get('rank')}"
-                + (", another layout" if head.get("layout") != here["layout"] else "")
-                + (", another place in the mesh" if known["mesh"] != here["mesh"] else "")
+                + (", another layout" if head.get("layout") != expected["layout"] else "")
+                + (", another place in the mesh" if head["mesh"] != expected["mesh"] else "")
                 + "; load states of other layouts with shardcast.checkpoint.load"
             )
 
     def _plan_local(self, state: Mapping[int, Any]) -> list[Piece]:
         """The inverse of :meth:`dump`; ValueError for a missing or another fragment."""
         index = numbered(self._groups)
-        found = []
+        pieces = []
         for shard in self._optimizer.shards:
             for number, fragment, param in shard.owned():
                 values = dict(state.get(index[param], {}))
@@ -169,8 +170,8 @@ class StateDict:
                         "returned it"
                     )
                 values = check_sizes(self._optimizer.update_of(shard).elementwise, fragment, values)
-                found.append(Piece(shard, number, values, exact))
-        return found
+                pieces.append(Piece(shard, number, values, exact))
+        return pieces
 
     def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> Loading:
         """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
@@ -225,16 +226,15 @@ def split_state(state: Mapping[str, Any], places: Sequence[int]) -> list[dict[st
     Args:
         places: of each group, the place of its optimizer.
     """
-    found = []
+    states = []
     for place in range(max(places) + 1):
-        groups = [
-            g for g, other in zip(state["param_groups"], places, strict=True) if other == place
-        ]
+        owners = zip(state["param_groups"], places, strict=True)
+        groups = [group for group, owner in owners if owner == place]
         index = {old: new for new, old in enumerate(n for g in groups for n in g["params"])}
         values = {new: state["state"][old] for old, new in index.items() if old in state["state"]}
         numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
-        found.append({"state": values, "param_groups": numbered})
-    return found
+        states.append({"state": values, "param_groups": numbered})
+    return states
 
 
 def join_states(states: Sequence[Mapping[str, Any]], places: Sequence[int]) -> dict[str, Any]:
@@ -246,39 +246,35 @@ def join_states(states: Sequence[Mapping[str, Any]], places: Sequence[int]) -> d
             f"state: expected the states of {len(expected)} optimizers with {expected} groups, got "
             f"{len(sizes)} with {sizes}; give one for each optimizer, in the order of shard()"
         )
-    remaining = [iter(state["param_groups"]) for state in states]
     groups: list[dict[str, Any]] = []
-    values: dict[int, Any] = {}
+    joined: dict[int, Any] = {}
     start = 0
-    for place in places:
-        group = next(remaining[place])
-        numbers = range(start, start + len(group["params"]))
-        theirs = states[place]["state"]
-        values |= {
-            new: theirs[old]
-            for new, old in zip(numbers, group["params"], strict=True)
-            if old in theirs
-        }
-        groups.append({**group, "params": list(numbers)})
-        start = numbers.stop
-    return {"state": values, "param_groups": groups}
+    for state in states:
+        for group in state["param_groups"]:
+            numbers = range(start, start + len(group["params"]))
+            for number, number_in_state in zip(numbers, group["params"], strict=True):
+                if number_in_state in state["state"]:
+                    joined[number] = state["state"][number_in_state]
+            groups.append({**group, "params": list(numbers)})
+            start = numbers.stop
+    return {"state": joined, "param_groups": groups}
 
 
 def check_groups(groups: Groups, loaded: Groups) -> None:
     """Raise ValueError for another number of groups, or of parameters in one of them."""
     sizes = [len(group["params"]) for group in groups]
-    others = [len(group["params"]) for group in loaded]
-    if sizes != others:
+    loaded_sizes = [len(group["params"]) for group in loaded]
+    if sizes != loaded_sizes:
         raise ValueError(
-            f"state_dict: expected groups with {sizes} parameters, got {others}; build the "
+            f"state_dict: expected groups with {sizes} parameters, got {loaded_sizes}; build the "
             "optimizer with the same groups as when the state was saved"
         )
 
 
 def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
     """Overwrite the options, not the parameters, of ``groups``; check them first."""
-    for group, other in zip(groups, loaded, strict=False):
-        options = {key: value for key, value in other.items() if key != "params"}
+    for group, loaded_group in zip(groups, loaded, strict=False):
+        options = {key: value for key, value in loaded_group.items() if key != "params"}
         group.update(copy.deepcopy(options))  # a scheduler writes into a tensor ``lr``
 
 
