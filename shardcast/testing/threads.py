@@ -225,14 +225,15 @@ class ThreadedWorld:
                 raise run.failure()
             return
         primary = [r for r, error in errors.items() if not isinstance(error, RankLeftError)]
-        rank = (primary or list(errors))[0]
+        first = (primary or list(errors))[0]
         mismatches = {r: e for r, e in errors.items() if isinstance(e, CollectiveMismatchError)}
-        if rank in mismatches:  # the same everywhere, but who raised last knows most
-            rank = max(mismatches, key=lambda r: len(mismatches[r].calls))
-        add_note(errors[rank], f"raised by rank {rank} of a threaded world of {self.world_size}")
+        if first in mismatches:  # the same everywhere, but who raised last knows most
+            first = max(mismatches, key=lambda r: len(mismatches[r].calls))
+        raised = errors[first]
+        add_note(raised, f"raised by rank {first} of a threaded world of {self.world_size}")
         for rank in range(self.world_size):
             if rank in self._stuck:
-                add_note(errors[rank], f"rank {rank} has not finished")
-            elif rank != rank and rank in errors:
-                add_note(errors[rank], f"rank {rank} raised {type(errors[rank]).__name__}")
-        raise errors[rank]
+                add_note(raised, f"rank {rank} has not finished")
+            elif rank != first and rank in errors:
+                add_note(raised, f"rank {rank} raised {type(errors[rank]).__name__}")
+        raise raised
