@@ -142,10 +142,10 @@ class Axes:
         return [
             f"{option}: the pattern {pattern!r} of dimension {dim!r} matches no parameter of the "
             "optimizer; give a list of patterns for names as in model.named_parameters()"
-            for option, patterns in options.items()
-            for dim, names in patterns.items()
-            for pattern in names
-            if isinstance(names, str) or not any(_matches(name, [pattern]) for name in names)
+            for option, by_dim in options.items()
+            for dim, patterns in by_dim.items()
+            for pattern in patterns
+            if isinstance(patterns, str) or not any(_matches(name, [pattern]) for name in names)
         ]
 
     def sharing(self, name: str, param: nn.Parameter) -> Sharing:
