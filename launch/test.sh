@@ -4,6 +4,7 @@
 # Usage: bash launch/test.sh [arguments of pytest]
 #        bash launch/test.sh --codegen [arguments of launch/codegen]
 #        bash launch/test.sh --versions [arguments of pytest]
+#        bash launch/test.sh --ecosystem [arguments of pytest]
 # Environment: VENV, PYTHON (see environment.sh)
 #
 # With --codegen: look at the kernels that a GPU would run, without one. It makes a virtual
@@ -11,6 +12,9 @@
 #
 # With --versions: run the tests with the oldest torch that is supported and with the newest one
 # known, in .venv-torch-* of their own, 6 GB each. Privates of torch differ most between these.
+#
+# With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
+# $VENV of its own (2 GB), and write docs/recipes.md. Ten minutes on two cores; -k NAME for a part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -47,6 +51,21 @@ if [[ ${1:-} == --versions ]]; then
     done
     echo "failed with torch: ${failed[*]:-none}"
     exit "${#failed[@]}"
+fi
+if [[ ${1:-} == --ecosystem ]]; then
+    shift
+    venv=${VENV:-.venv-ecosystem}
+    python=$venv/bin/python
+    if ! cmp --silent tests/ecosystem/requirements.txt "$venv/requirements.txt"; then
+        find_python
+        [[ -x $python ]] || "$found" -m venv "$venv"
+        "$python" -m pip install --disable-pip-version-check --progress-bar off \
+            --constraint constraints.txt --requirement tests/ecosystem/requirements.txt
+        cp tests/ecosystem/requirements.txt "$venv/requirements.txt"
+    fi
+    export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    (($#)) || set -- --recipes docs/recipes.md
+    exec "$python" -m pytest tests/ecosystem "$@"
 fi
 environment test
 

@@ -1,0 +1,50 @@
+"""Every recipe: equal to DDP in fp32, as close as autocast in bf16, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+
+import frameworks
+import loops
+import mistakes
+import optimizers
+import patterns
+import pytest
+import resuming
+import trainers
+from harness import compare, difference, run
+from recipes import ENTRIES, Entry, Row
+
+assert all((frameworks, loops, mistakes, optimizers, patterns, resuming, trainers))  # they enter
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(
+            entry,
+            id=entry.train.__name__,
+            marks=[pytest.mark.xfail(reason=entry.silent, strict=True)] if entry.silent else [],
+        )
+        for entry in ENTRIES
+    ],
+)
+def test_a_script_trains_as_under_ddp_or_is_refused(entry: Entry, rows: list[Row]):
+    if entry.error is not None:
+        rows.append(Row(entry, None))
+        with pytest.raises(entry.error, match=entry.match):
+            run(entry.train, ["bf16"])
+        with contextlib.suppress(entry.error):  # what only bf16 loses may train in fp32
+            assert difference(entry.train, "fp32") <= entry.fp32
+        return
+    figures = compare(entry.train)
+    rows.append(Row(entry, figures))
+    print(entry.train.__name__, figures)
+    if entry.warned:
+        assert any(entry.warned in text for text in figures.warnings), figures.warnings
+        return
+    assert figures.fp32 <= entry.fp32
+    assert figures.loss_fp32 <= max(1e-4, 10 * entry.fp32)
+    assert figures.ranks == 0.0
+    assert figures.ratio <= entry.ratio
