@@ -344,7 +344,7 @@ def test_an_epilogue_averages_masters_and_sums_per_fragment(
 
     def run(group: Any) -> int:
         found, expected, sums = averaged(group, optimizer, **fields)
-        update = found.update
+        (update,) = found.updates
         for shard in found.shards:
             given = update.sums(shard)
             for number, fragment, _ in shard.owned():
