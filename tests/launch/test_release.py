@@ -55,7 +55,7 @@ def test_the_tree_that_is_built_names_its_long_description(tmp_path: Path) -> No
 @pytest.mark.parametrize("package", ["Accelerate", "transformers", "Lightning"])
 def test_what_may_be_installed_is_what_is_said_to_be_tested(package: str) -> None:
     """The oldest version that is tested is the oldest allowed; the newest is the pinned one."""
-    names, versions = re.findall(r"^\| (torch \| .*|\d.*) \|$", README, re.MULTILINE)
+    names, versions = re.findall(r"^\| (torch \|.*|\d\.\d+, .*) \|$", README, re.MULTILINE)
     columns = dict(zip(names.split(" | "), versions.split(" | "), strict=True))
     oldest_tested, *_, newest_tested = columns[package].split(", ")
     config = configparser.ConfigParser()
