@@ -25,8 +25,8 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.plan.layout import Fragment, PackLayout
+from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.plan.sharing import Sharing
 
 T = TypeVar("T")
 Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
@@ -76,7 +76,10 @@ class Snapshot:
             )
         self._given: Sequence[Any] = model if isinstance(model, (list, tuple)) else [model]
         self._optimizer = optimizer
-        self._grid, self._comm = optimizer.grid, optimizer.grid.everyone
+        self._process_groups, self._comm = (
+            optimizer.process_groups,
+            optimizer.process_groups.everyone,
+        )
         self.ranks = Ranks(self._comm, optimizer.device)
         self.together, self.collect = self.ranks.together, self.ranks.collect
         self.rank, self.size = self._comm.rank, self._comm.size
@@ -105,7 +108,7 @@ class Snapshot:
             ValueError: the optimizer was made for another model.
         """
         own = self.together(self._held, call)
-        if self._grid.is_flat:  # all ranks hold the same
+        if self._process_groups.is_data_parallel:  # all ranks hold the same
             self.inventory = merge({0: own})
             return
         comm, device = self._comm, self._optimizer.device
@@ -124,11 +127,13 @@ class Snapshot:
                 "model: it is not the one that the optimizer was sharded with; pass that one"
             )
         params = {
-            slot.name: self._copy(slot.name, layout.sharing, layout)
+            slot.name: self._copy(slot.name, layout.pack_groups, layout)
             for layout, slot in self._optimizer.layout.slots()
         }
         for name, param in self._outside.items():
-            params[name] = self._copy(name, self._grid.axes.sharing(name, param))
+            params[name] = self._copy(
+                name, self._process_groups.parallel_dims.pack_groups_of(name, param)
+            )
         names = {param: name for name, param in (self._trained | self._outside).items()}
         every = self._optimizer.model.named_parameters(remove_duplicate=False)
         return Held(
@@ -136,15 +141,18 @@ class Snapshot:
             {name: self._regions[name] for name in self._buffers},
             [[names[param] for param in group["params"]] for group in self._optimizer.param_groups],
             {name: names[param] for name, param in every if names[param] != name},
-            [(tie.first, tie.other) for tie in self._grid.axes.ties],
+            [(tie.first, tie.second) for tie in self._process_groups.parallel_dims.ties],
             list(self._extra),
         )
 
-    def _copy(self, name: str, sharing: Sharing, pack: PackLayout | None = None) -> Copy:
-        axes, region = self._grid.axes, self._regions[name]
-        place = axes.here.get(axes.pipeline, 0), axes.lanes(sharing)[1]
+    def _copy(self, name: str, pack_groups: PackGroups, pack: PackLayout | None = None) -> Copy:
+        parallel_dims, region = self._process_groups.parallel_dims, self._regions[name]
+        place = (
+            parallel_dims.coordinate.get(parallel_dims.pipeline, 0),
+            parallel_dims.expert_blocks(pack_groups)[1],
+        )
         cut = pack is not None and (pack.partition == "even" or not region.is_whole)
-        return Copy(region, sharing.counts, pack is not None, cut, place)
+        return Copy(region, pack_groups.is_primary, pack is not None, cut, place)
 
     # -- out --------------------------------------------------------------------------------
 
@@ -170,13 +178,13 @@ class Snapshot:
                 elif start == 0 and region.is_first:
                     yield whole(path, value)
         for shard in self._optimizer.shards:
-            if self._stores(shard.pack.layout.sharing, 0):
+            if self._stores(shard.pack.layout.pack_groups, 0):
                 for slot in shard.pack.layout.slots:
                     shape = self._regions[slot.name].shape
                     if math.prod(shape) == 0:
                         yield whole(model_path(slot.name), torch.empty(shape))
         for number, (name, param) in enumerate(self._outside.items()):
-            if self._stores(self._grid.axes.sharing(name, param), number):
+            if self._stores(self._process_groups.parallel_dims.pack_groups_of(name, param), number):
                 yield self._part(name, param)
         for name, buffer in self._buffers.items():
             if self.inventory.buffers[name, self._regions[name]] == self.rank:
@@ -187,15 +195,15 @@ class Snapshot:
         flat = _compat.local_tensor(tensor).detach().reshape(-1)
         return Part(model_path(self.inventory.stored(name)), self._regions[name], 0, flat)
 
-    def _stores(self, sharing: Sharing, number: int) -> bool:
+    def _stores(self, pack_groups: PackGroups, number: int) -> bool:
         """Whether of the ranks with equal copies this one is to store the ``number``th."""
-        comm = self._grid.group(sharing.cut)
-        return sharing.counts and comm.rank == number % comm.size
+        comm = self._process_groups.comm(pack_groups.shard)
+        return pack_groups.is_primary and comm.rank == number % comm.size
 
     def _stored(self) -> Iterator[tuple[Shard, int, Fragment]]:
         """The fragments that this rank stores: one of each, however many copies there are."""
         for shard in self._optimizer.shards:
-            if shard.pack.layout.sharing.counts:
+            if shard.pack.layout.pack_groups.is_primary:
                 for number, fragment in enumerate(shard.fragments):
                     yield shard, number, fragment
 

@@ -16,8 +16,8 @@ from shardcast.memory.pack import Pack
 from shardcast.option_values import GroupFn
 from shardcast.plan.layout import Layout
 from shardcast.plan.packing import describe, plan_packs
+from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.precision import is_packable
-from shardcast.plan.sharing import Axes
 from shardcast.plan.validate import check_memory
 
 
@@ -107,7 +107,7 @@ def pack_parameters(
         group_fn=group_fn,
     )
     named = {name: param for name, param in model.named_parameters() if is_packable(param)}
-    Axes(1).sharings(named)  # refuses DTensors
+    ParallelDims(1).pack_groups_by_name(named)  # refuses DTensors
     check_memory(named)
     infos = describe(named, config)
     layout = plan_packs(infos, 1, "even", config)

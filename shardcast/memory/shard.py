@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardcast.comm import Grid
+from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import master_codec, row_of
 from shardcast.memory.encoded import Encoded
@@ -157,17 +157,20 @@ class Shard:
 
 
 def build_shard(
-    layout: PackLayout, params: list[nn.Parameter], grid: Grid, config: ShardcastConfig
+    layout: PackLayout,
+    params: list[nn.Parameter],
+    process_groups: ProcessGroups,
+    config: ShardcastConfig,
 ) -> Shard:
     """One pack and its shard: stage in fp32, broadcast from rank 0, keep, cast, free.
 
     Originals are freed when they are staged, so no more than one pack is held twice.
     Every rank must call it, with equal layouts.
     """
-    sharing = layout.sharing
-    pack = Pack(layout, params, grid.group(sharing.cut))
+    pack_groups = layout.pack_groups
+    pack = Pack(layout, params, process_groups.comm(pack_groups.shard))
     shard = Shard(pack, config)
-    if grid.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
+    if process_groups.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()
         shard.fill(pack.data)
         return shard
@@ -178,14 +181,16 @@ def build_shard(
     nothing = torch.empty(0, dtype=layout.dtype, device=device)
     for param in pack.params:
         param.data = nothing
-    dims = [name for name in sharing.copies if name in grid.axes.model]  # of ties they may differ
+    dims = [
+        name for name in pack_groups.replicate if name in process_groups.parallel_dims.model
+    ]  # of ties they may differ
     mine = staged.clone() if dims else staged
-    for comm in grid.groups(dims):
+    for comm in process_groups.comms(dims):
         comm.broadcast(staged, 0)
     if dims:
         _warn_of_parts(pack, mine, staged, dims)
-    ties = [name for name in sharing.copies if name not in dims]
-    for comm in (*grid.groups(ties), grid.holders(sharing)):
+    ties = [name for name in pack_groups.replicate if name not in dims]
+    for comm in (*process_groups.comms(ties), process_groups.data_parallel(pack_groups)):
         comm.broadcast(staged, 0)
     pack.fill(staged)
     shard.fill(staged)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardcast import _compat, launched
-from shardcast.comm import Comm, Grid
+from shardcast.comm import Comm, ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer import setup
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
@@ -102,7 +102,7 @@ def shard(
     device = _device(stages)
     if mesh is None:
         _check_no_mesh(tied=tied, grad_sum_over=grad_sum_over, experts=experts)
-        grid = Grid.flat(Comm.resolve(process_group))
+        process_groups = ProcessGroups.flat(Comm.resolve(process_group))
     elif process_group is not None:
         raise ValueError("process_group: expected None beside mesh=, which names the groups")
     else:
@@ -111,7 +111,7 @@ def shard(
             for stage in stages
             for name, param in stage.named_parameters()
         }
-        grid = Grid.of(
+        process_groups = ProcessGroups.of(
             mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied, shapes=shapes
         )
 
@@ -119,25 +119,27 @@ def shard(
         if not stages:
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
         whole = model if isinstance(model, nn.Module) else joined(stages)
-        plan = setup.plan_for(whole, originals, config, grid.axes, stages)
+        plan = setup.plan_for(whole, originals, config, process_groups.parallel_dims, stages)
         after = f"after {len(restores)} closed without restore"
         plan = dataclasses.replace(plan, options=(*plan.options, after))
-        updates_of(originals, config, grid.dp)  # what it refuses, before the model is converted
+        updates_of(
+            originals, config, process_groups.dp
+        )  # what it refuses, before the model is converted
         compiles(config, device)
         return plan
 
     restores = waiting_restores(root for stage in stages for root in called_by_script(stage))
     with torch.no_grad(), setup.without_collector():
-        plan = setup.agreed(planned, grid, device, "shard")
+        plan = setup.agreed(planned, process_groups, device, "shard")
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
-        setup.convert_rest(plan, stages, grid)
-        shards = setup.allocate(plan, grid)
+        setup.convert_rest(plan, stages, process_groups)
+        shards = setup.allocate(plan, process_groups)
         for param in plan.params.values():
             param.grad = None
-        launched.note_sharded(grid.everyone.rank)
-        sharded = ShardedOptimizer(plan, stages, shards, grid, originals, dtypes)
+        launched.note_sharded(process_groups.everyone.rank)
+        sharded = ShardedOptimizer(plan, stages, shards, process_groups, originals, dtypes)
         if divisor is not None:
             sharded.divisor = divisor
         return sharded

@@ -43,7 +43,7 @@ class FullState:
         optimizer = self._optimizer
         shards = [s for s in optimizer.shards if place in (None, s.pack.layout.group.optimizer)]
         state = self._full_state(shards, self._state_of, on_all=False)
-        if optimizer.grid.everyone.rank != 0:
+        if optimizer.process_groups.everyone.rank != 0:
             return {}
         return state if place is None else split_state(state, optimizer.originals.places)[place]
 
@@ -53,7 +53,9 @@ class FullState:
         Every rank must call it.
         """
         optimizer = self._optimizer
-        optimizer.grid.everyone.together(optimizer.resync_masters, optimizer.device, "state_dict")
+        optimizer.process_groups.everyone.together(
+            optimizer.resync_masters, optimizer.device, "state_dict"
+        )
         return self._full_state(optimizer.shards, self._state_and_master, on_all=True)
 
     def _state_of(self, shard: Shard, number: int) -> Mapping[str, Any]:
@@ -88,7 +90,7 @@ class FullState:
             for number, fragment, _ in shard.owned()
         }
         names: dict[str, dict[str, None]] = {}
-        for names_on_rank in optimizer.grid.everyone.exchange(owned, optimizer.device):
+        for names_on_rank in optimizer.process_groups.everyone.exchange(owned, optimizer.device):
             names |= {name: values for name, values in names_on_rank.items() if values}
         return {param: names.get(name, {}) for name, param in optimizer.model.named_parameters()}
 
@@ -101,7 +103,7 @@ class FullState:
         groups = optimizer.originals.groups
         params = [param for group in groups for param in group["params"]]
         has_gradients = any(param.grad is not None for param in params)
-        if any(optimizer.grid.everyone.exchange(has_gradients, optimizer.device)):
+        if any(optimizer.process_groups.everyone.exchange(has_gradients, optimizer.device)):
             return
         for param in params:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
@@ -118,14 +120,14 @@ class FullState:
 
     def check_copies(self) -> None:
         """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
-        optimizer, grid = self._optimizer, self._optimizer.grid
+        optimizer, process_groups = self._optimizer, self._optimizer.process_groups
         optimizer.sync.wait()
         differing: list[str] = []
         for shard in optimizer.shards:
-            pack, sharing = shard.pack, shard.pack.layout.sharing
+            pack, pack_groups = shard.pack, shard.pack.layout.pack_groups
             hashes = pack.hashes()
-            comms = {"data-parallel": grid.holders(sharing)}
-            comms |= {name: grid.group(name) for name in sharing.copies}
+            comms = {"data-parallel": process_groups.data_parallel(pack_groups)}
+            comms |= {name: process_groups.comm(name) for name in pack_groups.replicate}
             for name, comm in comms.items():
                 hashes_by_rank = comm.exchange(hashes, optimizer.device)
                 for slot, *by_rank in zip(pack.layout.slots, *hashes_by_rank, strict=True):
@@ -137,7 +139,7 @@ class FullState:
             if differing:
                 raise RuntimeError(f"parameters that must be equal differ: {'; '.join(differing)}")
 
-        grid.everyone.together(refuse, optimizer.device, "check_copies")
+        process_groups.everyone.together(refuse, optimizer.device, "check_copies")
 
     def masters(self) -> dict[str, Tensor]:
         """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
@@ -145,7 +147,7 @@ class FullState:
         Every rank must call it.
         """
         optimizer = self._optimizer
-        optimizer.grid.everyone.together(
+        optimizer.process_groups.everyone.together(
             optimizer.resync_masters, optimizer.device, "full_parameters"
         )
 
@@ -166,7 +168,7 @@ class FullState:
     ) -> dict[str, Any]:
         """As ``state_dict()`` of a plain optimizer; without state on ranks that receive none."""
         optimizer = self._optimizer
-        optimizer.grid.everyone.together(
+        optimizer.process_groups.everyone.together(
             optimizer.originals.check, optimizer.device, "full_state_dict"
         )
         groups = optimizer.originals.groups
@@ -186,7 +188,7 @@ class FullState:
             on_all: every rank gets it; else rank 0 alone, nothing on the others.
         """
         self._check_gathers(call)
-        everyone, device = self._optimizer.grid.everyone, self._optimizer.device
+        everyone, device = self._optimizer.process_groups.everyone, self._optimizer.device
         for shard in shards:
             pickled = everyone.together(partial(_pickled, shard, values), device, call)
             comm = shard.pack.comm
@@ -202,9 +204,13 @@ class FullState:
 
     def _check_gathers(self, call: str) -> None:
         """Raise RuntimeError beside model parallelism, or with experts: no rank has them all."""
-        grid = self._optimizer.grid
-        if grid.model.size > 1 or grid.axes.experts:
-            dims = ", ".join(map(repr, grid.axes.model or grid.axes.experts))
+        process_groups = self._optimizer.process_groups
+        if process_groups.model.size > 1 or process_groups.parallel_dims.experts:
+            dims = ", ".join(
+                map(
+                    repr, process_groups.parallel_dims.model or process_groups.parallel_dims.experts
+                )
+            )
             raise RuntimeError(
                 f"{call}: expected a data-parallel job, got parameters that are spread over mesh "
                 f"dimension {dims} too, of which no rank gathers the full state; use "

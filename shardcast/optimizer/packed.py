@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcast.comm import Grid
+from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.memory.weight_edits import WeightEdits
@@ -43,7 +43,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         originals: what was given to ``shard``; its groups are the present ones.
         model: the root module, without wrappers; of several pipeline stages what holds them.
         stages: what is called: that module, or the stages.
-        grid: the ranks; ``comm`` are the data-parallel ones of them.
+        process_groups: the ranks; ``comm`` are the data-parallel ones of them.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
         edits: of weights, by the script.
@@ -54,7 +54,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     _ready = False  # torch's own set-up fills in groups and state before ours are there
 
     def __init__(
-        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard], grid: Grid,
+        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard],
+        process_groups: ProcessGroups,
         originals: Originals, dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:  # fmt: skip
         self._given_dtypes = dtypes
@@ -63,19 +64,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.layout: Layout = plan.layout
         self.config: ShardcastConfig = plan.config
         self.precision: Precision = plan.precision
-        self.grid, self.comm = grid, grid.dp
+        self.process_groups, self.comm = process_groups, process_groups.dp
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
         # Stages wait for one another in their backwards, of which a step has many.
-        at_step = len(self.stages) > 1 or grid.axes.in_pipeline
-        self.reduce = Reducer(grid, plan.config, at_step)
+        at_step = len(self.stages) > 1 or process_groups.parallel_dims.in_pipeline
+        self.reduce = Reducer(process_groups, plan.config, at_step)
         self.edits = WeightEdits(self.shards, self.device)
         self.decider = Decider(
-            self.reduce.grads, grid, plan.config, self.device, originals, self.reduce.divisor,
-            self.edits,
+            self.reduce.grads, process_groups, plan.config, self.device, originals,
+            self.reduce.divisor, self.edits,
         )  # fmt: skip
-        self.sync, self._buffers = Sync(), Buffers(self.stages, grid.dp)
-        self.updates = updates_of(originals, plan.config, grid.dp, self.sync.begin)
+        self.sync, self._buffers = Sync(), Buffers(self.stages, process_groups.dp)
+        self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
         self.edits.note()
         for module in {*self.stages, *self._called}:
@@ -85,11 +86,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         given = originals.optimizers
         super().__init__(originals.groups, {} if len(given) > 1 else given[0].defaults)
         self._ready = True
-
-    @property
-    def engine(self) -> PackedOptimizer:
-        """This object; an older name, until nothing of this library uses it."""
-        return self
 
     # -- groups -----------------------------------------------------------------------------
 
@@ -131,12 +127,12 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _extend(self, added: GroupId) -> None:
         plan = agreed(
             lambda: plan_for(
-                self.model, self.originals, self.config, self.grid.axes, self.stages, self.layout,
-                added,
+                self.model, self.originals, self.config, self.process_groups.parallel_dims,
+                self.stages, self.layout, added,
             ),
-            self.grid, self.device, "add_param_group",
+            self.process_groups, self.device, "add_param_group",
         )  # fmt: skip
-        shards = allocate(plan, self.grid)
+        shards = allocate(plan, self.process_groups)
         self.resync_masters()
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
@@ -177,8 +173,10 @@ class PackedOptimizer(torch.optim.Optimizer):
             here = [any(p.grad is not None for p in shard.pack.params) for shard in frozen]
             flags = torch.tensor(here, dtype=torch.float32).to(self.device)
             for number, shard in enumerate(frozen):
-                if shard.pack.layout.sharing.adds:  # copies must be active on all ranks alike
-                    for comm in self.grid.groups(shard.pack.layout.sharing.sums):
+                if (
+                    shard.pack.layout.pack_groups.sums_replicas
+                ):  # copies must be active on all ranks alike
+                    for comm in self.process_groups.comms(shard.pack.layout.pack_groups.reduce):
                         comm.all_reduce(flags[number])
             self.comm.all_reduce(flags)
             for shard, count in zip(frozen, flags.tolist(), strict=True):

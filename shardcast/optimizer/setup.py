@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, Grid, is_dense
+from shardcast.comm import Comm, ProcessGroups, is_dense
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
@@ -30,9 +30,9 @@ from shardcast.plan import probe, validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
+from shardcast.plan.parallel_dims import PackGroups, ParallelDims, Tie
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
-from shardcast.plan.sharing import Axes, Sharing, Tie
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
         rest: those that the optimizer does not hold.
-        sharings: of both.
+        pack_groups_by_name: of both.
         costs: of updates, where they are not as ``ELEMENT`` says.
         begun: parameters of which the optimizer has a state already.
         options: what all ranks must have alike, whatever stage they hold, a line each.
@@ -59,7 +59,7 @@ class Plan:
     new: tuple[PackLayout, ...]
     params: Mapping[str, nn.Parameter]
     rest: Mapping[str, nn.Parameter]
-    sharings: Mapping[str, Sharing]
+    pack_groups_by_name: Mapping[str, PackGroups]
     costs: Mapping[str, float]
     begun: tuple[str, ...]
     options: tuple[str, ...]
@@ -77,14 +77,14 @@ class Plan:
             *(f"    {name}, of which the optimizer has a state" for name in self.begun),
         ]
 
-    def tied(self, axes: Axes) -> dict[Tie, str]:
+    def tied(self, parallel_dims: ParallelDims) -> dict[Tie, str]:
         """What both stages must have alike of a weight that they share."""
         known = {name: f"{param.dtype}, in no group" for name, param in self.rest.items()}
         for pack in self.new:
             trained = "trained" if pack.requires_grad else "frozen"
             fact = f"{pack.dtype}, {trained}, in group {pack.group}"
-            known |= {slot.name: fact for slot in pack.slots if pack.sharing.copies}
-        here = {tie: known.get(tie.first, known.get(tie.other)) for tie in axes.ties}
+            known |= {slot.name: fact for slot in pack.slots if pack.pack_groups.replicate}
+        here = {tie: known.get(tie.first, known.get(tie.second)) for tie in parallel_dims.ties}
         return {tie: fact or "not among the new parameters" for tie, fact in here.items()}
 
 
@@ -92,7 +92,7 @@ def plan_for(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Originals,
     config: ShardcastConfig,
-    world: int | Axes,
+    world: int | ParallelDims,
     stages: Sequence[nn.Module] = (),
     before: Layout | None = None,
     added: GroupId | None = None,
@@ -109,7 +109,7 @@ def plan_for(
     """
     validate.check_bare(model)
     inner = _compat.unwrapped(model)
-    axes = Axes(world) if isinstance(world, int) else world
+    parallel_dims = ParallelDims(world) if isinstance(world, int) else world
     originals = Originals.of(optimizers)
     names = {param: name for name, param in inner.named_parameters()}
     groups = validate.check_groups(names, originals, added)
@@ -118,43 +118,45 @@ def plan_for(
     validate.check_kinds(params)
     optimized = (param for group in originals.groups for param in group["params"])
     precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
-    elementwise = _elementwise(originals, config, axes)
+    elementwise = _elementwise(originals, config, parallel_dims)
     partitions = {
         number: partition_of(owner, elementwise[number.optimizer], config)
         for number, owner, _ in originals.numbered()
     }
-    unmatched = (*precision.unmatched, *axes.unmatched(params)) if before is None else ()
-    if axes.in_pipeline:
+    unmatched = (*precision.unmatched, *parallel_dims.unmatched(params)) if before is None else ()
+    if parallel_dims.in_pipeline:
         validate.check_staged(config)
     else:
         validate.check_matched(unmatched)
-    sharings = axes.sharings({**params, **rest})
+    pack_groups_by_name = parallel_dims.pack_groups_by_name({**params, **rest})
     for name, param in params.items():
         if _compat.is_dtensor(param) and not elementwise[groups[name].optimizer]:
             validate.check_whole(name, param, originals.owner(groups[name]))
     costs = _costs(params, groups, originals, config)
-    infos = describe(params, config, groups, precision.storage_dtype, costs, sharings)
+    infos = describe(params, config, groups, precision.storage_dtype, costs, pack_groups_by_name)
     if len(stages) > 1:  # each can be reduced as soon as its own backwards are done
         numbers = {param: n for n, stage in enumerate(stages) for param in stage.parameters()}
         infos = [i._replace(key=f"{i.key}stage {numbers[params[i.name]]}") for i in infos]
     begun = (n for n, param in params.items() if originals.owner(groups[n]).state.get(param))
     there = before.packs if before else ()
-    layout = plan_packs(infos, axes, partitions, config, len(there))
+    layout = plan_packs(infos, parallel_dims, partitions, config, len(there))
     new = layout.packs
     if there:
         layout = dataclasses.replace(layout, packs=there + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
-    options += axes.options() + validate.describe_groups(originals, added)
+    options += parallel_dims.options() + validate.describe_groups(originals, added)
     return Plan(
-        inner, config, precision, layout, new, params, rest, sharings, costs,
+        inner, config, precision, layout, new, params, rest, pack_groups_by_name, costs,
         tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
 
 
-def _elementwise(originals: Originals, config: ShardcastConfig, axes: Axes) -> list[bool]:
+def _elementwise(
+    originals: Originals, config: ShardcastConfig, parallel_dims: ParallelDims
+) -> list[bool]:
     """Whether each optimizer is elementwise; TypeError for one that cannot be sharded."""
     traits = [probe.traits_of(optimizer) for optimizer in originals.optimizers]
-    ranks = max(axes.world_size, *axes.sizes.values(), 1)
+    ranks = max(parallel_dims.world_size, *parallel_dims.sizes.values(), 1)
     for trait in traits:
         if trait.entangled and ranks > 1:
             raise TypeError(trait.entangled)
@@ -184,7 +186,9 @@ def _costs(
     return costs
 
 
-def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: str) -> Plan:
+def agreed(
+    planned: Callable[[], Plan], process_groups: ProcessGroups, device: torch.device, call: str
+) -> Plan:
     """What all ranks planned alike, with the algorithms of packs; nothing is changed.
 
     Args:
@@ -202,49 +206,58 @@ def agreed(planned: Callable[[], Plan], grid: Grid, device: torch.device, call: 
         validate.check_materialised((*plan.rest.items(), *plan.model.named_buffers()))
         return plan
 
-    plan = grid.everyone.together(ready, device, call)
-    if grid.is_flat:
-        if grid.dp.size > 1:
-            grid.dp.check_equal(plan.facts(), device)
+    plan = process_groups.everyone.together(ready, device, call)
+    if process_groups.is_data_parallel:
+        if process_groups.dp.size > 1:
+            process_groups.dp.check_equal(plan.facts(), device)
     else:
-        grid.everyone.check_equal(plan.options, device)
+        process_groups.everyone.check_equal(plan.options, device)
         # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
-        alike = [(grid.dp, plan.facts())]
-        for dim in grid.axes.copying:  # what is held as copies
-            packs = [pack for pack in plan.new if dim in pack.sharing.copies]
+        alike = [(process_groups.dp, plan.facts())]
+        for dim in process_groups.parallel_dims.replicating:  # what is held as copies
+            packs = [pack for pack in plan.new if dim in pack.pack_groups.replicate]
             facts = [
                 f"    {slot.name} {slot.shape} {pack.dtype}, group {pack.group}, trained: "
                 f"{pack.requires_grad}, held as copies over {dim}"
                 for pack in packs
                 for slot in pack.slots
             ]
-            alike.append((grid.group(dim), facts))
+            alike.append((process_groups.comm(dim), facts))
         for comm, facts in alike:
-            grid.everyone.together(partial(comm.check_equal, facts, device), device)
-    if grid.axes.in_pipeline:
-        line = grid.group(grid.axes.pipeline)
-        everywhere = line.exchange((plan.unmatched, plan.tied(grid.axes)), device)
+            process_groups.everyone.together(partial(comm.check_equal, facts, device), device)
+    if process_groups.parallel_dims.in_pipeline:
+        line = process_groups.comm(process_groups.parallel_dims.pipeline)
+        everywhere = line.exchange(
+            (plan.unmatched, plan.tied(process_groups.parallel_dims)), device
+        )
         unmatched, stages = zip(*everywhere, strict=True)
         validate.check_matched(sorted(set(plan.unmatched).intersection(*unmatched)))
-        grid.everyone.together(partial(validate.check_tied, stages), device)
-    experts = {dim: grid.group(dim).topology(device) for dim in grid.axes.experts}
-    layout = with_algorithms(plan.layout, plan.config, grid.cut.topology(device), experts)
+        process_groups.everyone.together(partial(validate.check_tied, stages), device)
+    experts = {
+        dim: process_groups.comm(dim).topology(device)
+        for dim in process_groups.parallel_dims.experts
+    }
+    layout = with_algorithms(
+        plan.layout, plan.config, process_groups.shard.topology(device), experts
+    )
     new = layout.packs[len(layout.packs) - len(plan.new) :]
     return dataclasses.replace(plan, layout=layout, new=new)
 
 
-def allocate(plan: Plan, grid: Grid) -> list[Shard]:
+def allocate(plan: Plan, process_groups: ProcessGroups) -> list[Shard]:
     """Make the new packs and this rank's shards of them. Every rank must call it.
 
     The model's memory at its worst moment: what it had, one pack in fp32, and the shards.
     """
     return [
-        build_shard(pack, [plan.params[slot.name] for slot in pack.slots], grid, plan.config)
+        build_shard(
+            pack, [plan.params[slot.name] for slot in pack.slots], process_groups, plan.config
+        )
         for pack in plan.new
     ]
 
 
-def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
+def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: ProcessGroups) -> None:
     """Make equal on all ranks, and cast, what the optimizer does not hold: parameters, buffers.
 
     Args:
@@ -252,16 +265,22 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], grid: Grid) -> None:
     """
     precision, rest = plan.precision, plan.rest
     for name, param in sorted(
-        rest.items(), key=lambda pair: grid.axes.turn(plan.sharings[pair[0]])
+        rest.items(),
+        key=lambda pair: process_groups.parallel_dims.set_up_order(
+            plan.pack_groups_by_name[pair[0]]
+        ),
     ):
-        local, sharing = as_packed(param), plan.sharings[name]
+        local, pack_groups = as_packed(param), plan.pack_groups_by_name[name]
         local.data = local.data.contiguous()
-        for comm in (*grid.groups(sharing.copies), grid.holders(sharing)):
+        for comm in (
+            *process_groups.comms(pack_groups.replicate),
+            process_groups.data_parallel(pack_groups),
+        ):
             comm.broadcast(local.data, 0)
         convert_tensor_(local, precision.rest_dtype(param))
     for module in (module for stage in stages for module in stage.modules()):
         for name, buffer in module.named_buffers(recurse=False):
-            equal = _broadcast(name, buffer, grid.dp)
+            equal = _broadcast(name, buffer, process_groups.dp)
             module._buffers[name] = equal.to(precision.buffer_dtype(module, buffer))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Grid
+from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard
 from shardcast.messages import DCP_STATE, caller_of, warn
 from shardcast.optimizer.full_state import FullState
@@ -48,10 +48,11 @@ class ShardedOptimizer(PackedOptimizer):
     _warned = False
 
     def __init__(
-        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard], grid: Grid,
+        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard],
+        process_groups: ProcessGroups,
         originals: Originals, dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:  # fmt: skip
-        super().__init__(plan, stages, shards, grid, originals, dtypes)
+        super().__init__(plan, stages, shards, process_groups, originals, dtypes)
         self._states, self._full = StateDict(self), FullState(self)
         self._clipped: Decision | None = None  # by a clip, on the gradients of this version
         self._clipped_version = 0
@@ -384,7 +385,7 @@ class ShardedOptimizer(PackedOptimizer):
         return result
 
     def _warn_of_a_part(self, module: str) -> None:
-        comm = self.grid.everyone
+        comm = self.process_groups.everyone
         if comm.size > 1 and not self._warned and not module.startswith(KEEP_PARTS):
             self._warned = True
             warn(

@@ -97,7 +97,7 @@ class StateDict:
         Raises:
             ValueError: on every rank; says why.
         """
-        comm, device = self._optimizer.grid.everyone, self._optimizer.device
+        comm, device = self._optimizer.process_groups.everyone, self._optimizer.device
         loading = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
         if len(set(comm.exchange(("shardcast" in loaded, loading.masters), device))) > 1:
             raise ValueError(
@@ -137,9 +137,12 @@ class StateDict:
         return Loading(frozenset(head["active"]), pieces, head["scaler"], groups, masters=True)
 
     def _head(self) -> dict[str, Any]:
-        optimizer, axes = self._optimizer, self._optimizer.grid.axes
+        optimizer, parallel_dims = self._optimizer, self._optimizer.process_groups.parallel_dims
         layout = optimizer.layout.digest().hex()
-        place = {dim: [axes.here[dim], axes.sizes[dim]] for dim in (*axes.data, *axes.model)}
+        place = {
+            dim: [parallel_dims.coordinate[dim], parallel_dims.sizes[dim]]
+            for dim in (*parallel_dims.data, *parallel_dims.model)
+        }
         return {"format": FORMAT, "rank": optimizer.comm.rank, "layout": layout, "mesh": place}
 
     def _check_head(self, head: Mapping[str, Any]) -> None:

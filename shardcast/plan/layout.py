@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from shardcast.plan.algorithms import Algorithms
-from shardcast.plan.sharing import Sharing
+from shardcast.plan.parallel_dims import PackGroups
 
 SHOWN = 8  # lengths of spans that are shown one by one
 
@@ -65,7 +65,7 @@ class ParamInfo(NamedTuple):
     requires_grad: bool = True
     group: GroupId = GroupId()
     key: str = ""
-    sharing: Sharing = Sharing()
+    pack_groups: PackGroups = PackGroups()
     cost: float | None = None
 
     @property
@@ -140,7 +140,7 @@ class PackLayout:
     spans: tuple[Span, ...]
     algorithms: Algorithms = Algorithms()
     partition: str = "even"
-    sharing: Sharing = Sharing()
+    pack_groups: PackGroups = PackGroups()
 
     def __post_init__(self) -> None:
         position = 0
@@ -233,7 +233,7 @@ class Layout:
             dtype = str(pack.dtype).removeprefix("torch.")
             frozen = "" if pack.requires_grad else " frozen"
             key = f" key {pack.key}" if pack.key else ""
-            key += f" ({pack.sharing})" if str(pack.sharing) else ""
+            key += f" ({pack.pack_groups})" if str(pack.pack_groups) else ""
             partition = " whole" if pack.partition == "whole" else ""
             sizes = [span.numel for span in pack.spans]
             spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)

@@ -13,8 +13,8 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.algorithms import Algorithms, Topology, choose
 from shardcast.plan.layout import GroupId, Layout, PackLayout, ParamInfo
+from shardcast.plan.parallel_dims import PackGroups, ParallelDims
 from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
-from shardcast.plan.sharing import Axes, Sharing
 
 MIB = 1024 * 1024
 # Without pack_mb a pack has at least PACK bytes, and PIECE for each rank, so that what a rank sends
@@ -30,7 +30,7 @@ def describe(
     groups: Mapping[str, GroupId] | None = None,
     storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
     costs: Mapping[str, float] = MappingProxyType({}),
-    sharings: Mapping[str, Sharing] | None = None,
+    pack_groups_by_name: Mapping[str, PackGroups] | None = None,
 ) -> list[ParamInfo]:
     """The planner's view of parameters, in the order of ``named`` (model order).
 
@@ -38,11 +38,11 @@ def describe(
         groups: each parameter's optimizer group; ``None``: one for all.
         storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
         costs: of updates, for the balance of whole ones, where elements do not say it.
-        sharings: who else holds each parameter, in jobs that are more than data-parallel.
+        pack_groups_by_name: the process groups of each parameter, where the job has a mesh.
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
-    infos, plain = [], Sharing()
+    infos, plain = [], PackGroups()
     for name, param in named.items():
         device = devices.get(param.device)
         if device is None:
@@ -58,7 +58,7 @@ def describe(
                 param.requires_grad,
                 GroupId() if groups is None else groups[name],
                 "" if config.group_fn is None else repr(config.group_fn(name, param)),
-                plain if sharings is None else sharings[name],
+                plain if pack_groups_by_name is None else pack_groups_by_name[name],
                 costs.get(name),
             )
         )
@@ -82,7 +82,7 @@ def with_algorithms(
         if pack.algorithms == Algorithms() and len(pack.spans) > 1:
             lengths = [span.numel for span in pack.spans]
             owned = [span.numel for span in pack.owned_spans()]
-            joined_by = (experts or {}).get(pack.sharing.cut, topology)
+            joined_by = (experts or {}).get(pack.pack_groups.shard, topology)
             chosen = choose(config, joined_by, lengths, owned, pack.dtype)
             pack = dataclasses.replace(pack, algorithms=chosen)
         packs.append(pack)
@@ -91,7 +91,7 @@ def with_algorithms(
 
 def plan_packs(
     params: Sequence[ParamInfo],
-    world: int | Axes,
+    world: int | ParallelDims,
     partition: str | Mapping[GroupId, str],
     config: ShardcastConfig,
     first: int = 0,
@@ -107,8 +107,8 @@ def plan_packs(
     pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
     bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
     kinds: dict[tuple[object, ...], list[_Bin]] = {}  # the packs of each kind, the last one open
-    axes = Axes(world) if isinstance(world, int) else world
-    least = min(max(PACK, PIECE * axes.world_size), MOST)
+    parallel_dims = ParallelDims(world) if isinstance(world, int) else world
+    least = min(max(PACK, PIECE * parallel_dims.world_size), MOST)
     for param in params[alone:]:
         numel, itemsize = param.numel, param.dtype.itemsize
         filled = kinds.setdefault(param[2:8], [])  # all but name, shape and cost
@@ -124,19 +124,19 @@ def plan_packs(
         filled[-1].numel += round_up(numel, max(1, config.alignment // itemsize))
     if pack_mb is None and pack_params is None:
         bins = _without_short_ends(bins, kinds.values(), least)
-    bins.sort(key=lambda members: axes.turn(members[0].sharing))
+    bins.sort(key=lambda members: parallel_dims.set_up_order(members[0].pack_groups))
     by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
     owners: dict[str, int] = {}
     undivided = [param for param in params if by_group[param.group] == "whole"]
-    for cut in dict.fromkeys(param.sharing.cut for param in undivided):
-        of_group = [param for param in undivided if param.sharing.cut == cut]
-        owners |= assign_owners(of_group, axes.ranks(of_group[0].sharing))
+    for cut in dict.fromkeys(param.pack_groups.shard for param in undivided):
+        of_group = [param for param in undivided if param.pack_groups.shard == cut]
+        owners |= assign_owners(of_group, parallel_dims.ranks(of_group[0].pack_groups))
     packs = []
     for index, members in enumerate(bins, first):
-        size = axes.ranks(members[0].sharing)
+        size = parallel_dims.ranks(members[0].pack_groups)
         mode = by_group[members[0].group]
         packs.append(_plan_pack(index, members, size, mode, config.alignment, owners))
-    return Layout(axes.world_size, tuple(packs))
+    return Layout(parallel_dims.world_size, tuple(packs))
 
 
 @dataclasses.dataclass
@@ -174,5 +174,5 @@ def _plan_pack(
         slots, spans = plan_even(members, world_size, align)
     return PackLayout(
         index, first.device, first.dtype, first.requires_grad, first.group, first.key,
-        spans[-1].stop, slots, spans, partition=partition, sharing=first.sharing,
+        spans[-1].stop, slots, spans, partition=partition, pack_groups=first.pack_groups,
     )  # fmt: skip

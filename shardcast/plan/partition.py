@@ -113,7 +113,7 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
     costs = {p.name: ELEMENT * p.numel if p.cost is None else p.cost for p in params}
     classes: dict[tuple[str, ...], list[ParamInfo]] = {}
     for param in params:
-        classes.setdefault(param.sharing.copies, []).append(param)
+        classes.setdefault(param.pack_groups.replicate, []).append(param)
     loads = [(0.0, 0)] * world_size  # cost, elements
     owners = {}
     for copies, names in sorted(classes.items(), reverse=True):  # what has no copies last

@@ -13,8 +13,8 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
+from shardcast.plan.parallel_dims import Tie
 from shardcast.plan.precision import PACKABLE
-from shardcast.plan.sharing import Tie
 
 Parameters = Iterable[Tensor] | Tensor
 _NOT_PLAIN = object()
@@ -246,7 +246,7 @@ def check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
         other = next((facts[tie] for facts in stages if facts.get(tie, fact) != fact), None)
         if other is not None:
             raise ValueError(
-                f"tied: expected {tie.first!r} and {tie.other!r} to be alike on their two stages, "
+                f"tied: expected {tie.first!r} and {tie.second!r} to be alike on their two stages, "
                 f"got {fact} and {other}; put both into the same group of the optimizer or leave "
                 "both out, freeze neither or both, and name both or none in keep_fp32"
             )

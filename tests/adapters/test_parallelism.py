@@ -130,8 +130,8 @@ def train(_group: Any, sizes: dict[str, int], folder: str = "", resume: bool = F
         if folder and not resume and step == STEPS // 2 - 1:
             accelerator.save_state(folder)
     log["params"] = accelerator.get_state_dict(model)
-    grid = accelerator.sharded_optimizer.grid
-    log["grid"] = grid.cut.size, grid.dp.size, grid.model.size
+    grid = accelerator.sharded_optimizer.process_groups
+    log["grid"] = grid.shard.size, grid.dp.size, grid.model.size
     accelerator.free_memory(model)
     return log
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.comm import Grid
+from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.weight_edits import WeightEdits, unseen_error
@@ -40,23 +40,28 @@ class Decider:
     def __init__(
         self,
         grads: Sequence[Gradients],
-        grid: Grid,
+        process_groups: ProcessGroups,
         config: ShardcastConfig,
         device: torch.device,
         originals: Originals,
         divisor: Divisor,
         edits: WeightEdits,
     ) -> None:
-        self._grads, self._grid, self._device, self._originals = grads, grid, device, originals
+        self._grads, self._process_groups, self._device, self._originals = (
+            grads,
+            process_groups,
+            device,
+            originals,
+        )
         self._divisor, self._edits = divisor, edits
         self._clip_value: float | None = None  # of the coming step
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._presence = Presence(grads, grid, device)
-        self._options = OptionCheck(originals.option_names(), grid, device)
+        self._presence = Presence(grads, process_groups, device)
+        self._options = OptionCheck(originals.option_names(), process_groups, device)
         self.skips = SkipReport(
-            grads, grid.dp, device, self._options, edits, config.max_skipped_steps,
+            grads, process_groups.dp, device, self._options, edits, config.max_skipped_steps,
             self.loss_scale.dynamic,
         )  # fmt: skip
 
@@ -139,12 +144,12 @@ class Decider:
 
         Model-parallel ranks, which hold other parameters, have one small all-gather more.
         """
-        control = local.reduced(self._grid.dp)
-        rows = self._grid.dp.size if self._norm.is_maximum else 1
+        control = local.reduced(self._process_groups.dp)
+        rows = self._process_groups.dp.size if self._norm.is_maximum else 1
         powers = self._norm.merge(control.powers.view(rows, -1))
         differing = self._options.differing(control.options).double()
         agreed = control._replace(powers=powers, options=differing)
-        comm, axes = self._grid.model, self._grid.axes
+        comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
         if comm.size == 1:
             return agreed
         parts = [powers, agreed.unscaled, control.options, differing, control.unseen]
@@ -156,9 +161,9 @@ class Decider:
         )
         # Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
         # some rank of every stage says so.
-        by_dim = unscaled.view(1, *(axes.sizes[dim] for dim in axes.model), -1)
-        if axes.pipeline in axes.model:
-            by_dim = by_dim.movedim(1 + axes.model.index(axes.pipeline), 0)
+        by_dim = unscaled.view(1, *(parallel_dims.sizes[dim] for dim in parallel_dims.model), -1)
+        if parallel_dims.pipeline in parallel_dims.model:
+            by_dim = by_dim.movedim(1 + parallel_dims.model.index(parallel_dims.pipeline), 0)
         across = self._options.differing_across(options).double()
         return agreed._replace(
             powers=self._norm.merge(all_powers),
@@ -170,10 +175,12 @@ class Decider:
     def _refuse(self, unscaled: Tensor, differing: Tensor, unseen: Tensor) -> None:
         """Raise on every rank for a mistake of some rank, where the host can read the vector."""
         if self._device.type == "cpu" and bool(unseen.any()):
-            raise unseen_error(self._grid.everyone.exchange(self._edits.first_name(), self._device))
-        if self._grid.everyone.size == 1 and self.loss_scale.missing:
+            raise unseen_error(
+                self._process_groups.everyone.exchange(self._edits.first_name(), self._device)
+            )
+        if self._process_groups.everyone.size == 1 and self.loss_scale.missing:
             raise unscaled_error([0])
-        if self._grid.everyone.size == 1 or self._device.type != "cpu":
+        if self._process_groups.everyone.size == 1 or self._device.type != "cpu":
             return
         if ranks := unscaled.nonzero().flatten().tolist():
             raise unscaled_error(ranks)
@@ -187,14 +194,16 @@ class Decider:
 
     def _at_own_rank(self, number: Tensor | float) -> Tensor:
         """A place per data-parallel rank, of which this rank fills in its own."""
-        places = self._zero.new_zeros(self._grid.dp.size)
-        places[self._grid.dp.rank].fill_(number)  # assigning would wait for a GPU (torch < 2.13)
+        places = self._zero.new_zeros(self._process_groups.dp.size)
+        places[self._process_groups.dp.rank].fill_(
+            number
+        )  # assigning would wait for a GPU (torch < 2.13)
         return places
 
     def _power(self, grads: Gradients) -> Tensor:
         """The power of an own span; of a copy that counts elsewhere only whether it is finite."""
         power = self._norm.power(grads.own)
-        if grads.pack.layout.sharing.counts:
+        if grads.pack.layout.pack_groups.is_primary:
             return power
         return torch.where(power.isfinite(), torch.zeros_like(power), power)
 
@@ -208,8 +217,8 @@ class Decider:
         )
         if not self._norm.is_maximum:
             return own
-        rows = own.new_zeros(self._grid.dp.size, len(groups))
-        rows[self._grid.dp.rank] = own
+        rows = own.new_zeros(self._process_groups.dp.size, len(groups))
+        rows[self._process_groups.dp.rank] = own
         return rows.view(-1)
 
     def clip_value(self, limit: float, pending: Decision | None) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm, Grid
+from shardcast.comm import Comm, ProcessGroups
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.plan.layout import GroupId
@@ -85,8 +85,10 @@ class Presence:
         grads: the gradient packs that are reduced; the list may grow.
     """
 
-    def __init__(self, grads: Sequence[Gradients], grid: Grid, device: torch.device) -> None:
-        self._grads, self._grid, self._device = grads, grid, device
+    def __init__(
+        self, grads: Sequence[Gradients], process_groups: ProcessGroups, device: torch.device
+    ) -> None:
+        self._grads, self._process_groups, self._device = grads, process_groups, device
         self._uploaded: dict[tuple[bool, ...], Tensor] = {}
         self._none = torch.empty(0, dtype=torch.float64, device=device)
 
@@ -114,7 +116,7 @@ class Presence:
         """This rank's part of :attr:`ControlVector.copies`."""
         rows = []
         for grads in self._grads:
-            if grads.pack.layout.sharing.adds:
+            if grads.pack.layout.pack_groups.sums_replicas:
                 blocks, own_block, slots = self._blocks(grads)
                 row = torch.zeros(blocks, slots, dtype=torch.float64, device=self._device)
                 if grads.joint is not None:
@@ -131,7 +133,7 @@ class Presence:
         of the other ranks are read, which on an accelerator waits for the all-reduce.
         """
         owned = (owns for grads in self._grads for owns in grads.owned)
-        others = self._grid.dp.size > 1 or bool(control.copies.numel())
+        others = self._process_groups.dp.size > 1 or bool(control.copies.numel())
         wanted = others and any(owns and not has for owns, has in zip(owned, local, strict=True))
         counts = control.presence.tolist() if wanted else []
         copies = control.copies.tolist() if wanted else []
@@ -143,7 +145,7 @@ class Presence:
             if wanted:
                 first = start + own_block * slots
                 slot_present = tuple(count > 0 for count in counts[first : first + slots])
-            if wanted and grads.pack.layout.sharing.adds:
+            if wanted and grads.pack.layout.pack_groups.sums_replicas:
                 first = copies_start + own_block * slots
                 of_copies = copies[first : first + slots]
                 slot_present = tuple(
@@ -155,5 +157,7 @@ class Presence:
         return present
 
     def _blocks(self, grads: Gradients) -> tuple[int, int, int]:
-        blocks, own_block = self._grid.axes.lanes(grads.pack.layout.sharing)
+        blocks, own_block = self._process_groups.parallel_dims.expert_blocks(
+            grads.pack.layout.pack_groups
+        )
         return blocks, own_block, len(grads.owned)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardcast.comm import Grid
+from shardcast.comm import ProcessGroups
 from shardcast.messages import by_rank, warn
 
 BITS = 16  # ranks * sum(d * d) < ranks**2 * 2**32 is an exact int64 for up to 2**15 ranks
@@ -68,9 +68,11 @@ class OptionCheck:
         names: options of the optimizers' classes; other keys of a group are a script's own notes.
     """
 
-    def __init__(self, names: Iterable[str], grid: Grid, device: torch.device) -> None:
+    def __init__(
+        self, names: Iterable[str], process_groups: ProcessGroups, device: torch.device
+    ) -> None:
         self._names = tuple(dict.fromkeys((*names, "max_grad_norm")))
-        self._grid, self._device = grid, device
+        self._process_groups, self._device = process_groups, device
         self._arguments = StepArguments()
         self._objects: list[Any] = []  # of the last step, and whether they can change in place
         self._trained: list[bool] = []
@@ -84,7 +86,7 @@ class OptionCheck:
 
         Costs 0.1 microseconds per option and per parameter as long as nothing changes.
         """
-        if self._grid.everyone.size == 1:
+        if self._process_groups.everyone.size == 1:
             return torch.empty(0, dtype=torch.float64, device=self._device)
         self._arguments = arguments
         objects = [group.get(name) for group in groups for name in self._names]
@@ -127,7 +129,7 @@ class OptionCheck:
         if not sums.numel():
             return torch.zeros(2, dtype=torch.bool, device=self._device)
         digests, squares = sums.long().chunk(2)
-        return _two(self._grid.dp.size * squares != digests * digests)
+        return _two(self._process_groups.dp.size * squares != digests * digests)
 
     def differing_across(self, sums: Tensor) -> Tensor:
         """The same of model-parallel ranks, a row of sums each: they may train other parameters."""
@@ -158,7 +160,9 @@ class OptionCheck:
         untrained = self._untrained(groups, names or {})
         if names is None:
             own = ", ".join(f"{name} {value}" for name, value in facts.items())
-            text = f"the ranks differ in options; rank {self._grid.everyone.rank} has {own}"
+            text = (
+                f"the ranks differ in options; rank {self._process_groups.everyone.rank} has {own}"
+            )
         else:
             text = self._differences(facts, untrained)
         if options_differ:
@@ -168,8 +172,8 @@ class OptionCheck:
 
     def _differences(self, facts: dict[str, str], untrained: dict[str, str]) -> str:
         """What differs, by rank. Every rank must call it."""
-        exchanged = self._grid.everyone.exchange(facts, self._device)
-        by_replica = self._grid.dp.exchange(untrained, self._device)
+        exchanged = self._process_groups.everyone.exchange(facts, self._device)
+        by_replica = self._process_groups.dp.exchange(untrained, self._device)
         texts = []
         for rows, usual in ((exchanged, "None"), (by_replica, "True")):
             for name in dict.fromkeys(name for row in rows for name in row):

@@ -68,7 +68,7 @@ class Bucket:
         """Whether it is sent at the end only: its further sums are with ranks whose backward
         waits for others than ours.
         """
-        return self.grads.pack.layout.sharing.adds
+        return self.grads.pack.layout.pack_groups.sums_replicas
 
     @property
     def complete(self) -> bool:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Grid
+from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, ShardedGradients, set_grad_dtype
 from shardcast.memory.pack import Pack
+from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import grad_dtype, wire_dtype
-from shardcast.plan.sharing import Sharing
 from shardcast.step.reduce.bucket import Bucket, State
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round, land_all
@@ -43,14 +43,16 @@ class Reducer:
         beside: packs are launched while a backward runs, not at its end.
     """
 
-    def __init__(self, grid: Grid, config: ShardcastConfig, at_step: bool) -> None:
-        self.grid, self._config = grid, config
+    def __init__(
+        self, process_groups: ProcessGroups, config: ShardcastConfig, at_step: bool
+    ) -> None:
+        self.process_groups, self._config = process_groups, config
         self.at_step = at_step
-        self.divisor = Divisor(grid.dp.size)
+        self.divisor = Divisor(process_groups.dp.size)
         self.grads: list[Gradients] = []
         self.touched = False
         self.due, self.spent = True, False
-        self.sharded = config.grads == "sharded" and grid.cut.size > 1
+        self.sharded = config.grads == "sharded" and process_groups.shard.size > 1
         # Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring
         # one twice. Sharded ones would need the memory that they are to save.
         self.beside = self.sharded
@@ -64,7 +66,7 @@ class Reducer:
     @property
     def alone(self) -> bool:
         """Whether gradients are means as they come."""
-        return self.grid.everyone.size == 1 and self.divisor.given is None
+        return self.process_groups.everyone.size == 1 and self.divisor.given is None
 
     @property
     def _local(self) -> bool:
@@ -84,14 +86,18 @@ class Reducer:
         kind = ShardedGradients if self.sharded else Gradients
         grads = kind(pack, grad_dtype(pack.layout.dtype, self._config))
         set_grad_dtype(pack, grads.dtype)
-        axes, sharing = self.grid.axes, pack.layout.sharing
+        parallel_dims, pack_groups = self.process_groups.parallel_dims, pack.layout.pack_groups
         bucket = self._buckets[pack] = Bucket(
             grads,
             wire_dtype(pack.layout.dtype, self._config),
             choose_mean(self._config, pack.comm.size, pack.data.device),
             self.divisor,
-            self.grid.groups(sharing.sums),
-            [dim for dim in sharing.sums if dim in axes.model and axes.here[dim] > 0],
+            self.process_groups.comms(pack_groups.reduce),
+            [
+                dim
+                for dim in pack_groups.reduce
+                if dim in parallel_dims.model and parallel_dims.coordinate[dim] > 0
+            ],
         )
         self.grads.append(grads)
         hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
@@ -205,14 +211,17 @@ class Reducer:
 
         The host waits for the answer only where a gradient is missing here.
         """
-        kinds: dict[Sharing, list[Pack]] = {}
+        kinds: dict[PackGroups, list[Pack]] = {}
         for pack in self._buckets:
-            kinds.setdefault(pack.layout.sharing._replace(counts=True), []).append(pack)
+            kinds.setdefault(pack.layout.pack_groups._replace(is_primary=True), []).append(pack)
         present: dict[Pack, list[bool]] = {}
-        for sharing, packs in kinds.items():
+        for pack_groups, packs in kinds.items():
             flags = [param.grad is not None for pack in packs for param in pack.params]
             total = torch.tensor(flags, dtype=torch.float32).to(packs[0].data.device)
-            for comm in (self.grid.holders(sharing), *self.grid.groups(sharing.sums)):
+            for comm in (
+                self.process_groups.data_parallel(pack_groups),
+                *self.process_groups.comms(pack_groups.reduce),
+            ):
                 comm.all_reduce(total, "gather_gradients")
             if not all(flags):
                 flags = (total > 0).tolist()

@@ -72,7 +72,7 @@ class Round:
         """
         _compat.at_end_of_backward(self._end)
         if self._sends:
-            group = self._reducer.grid.cut.group
+            group = self._reducer.process_groups.shard.group
             rounds = _ROUNDS.setdefault(group, weakref.WeakSet())
             met = [round for round in rounds if not round.over and round.backward == self.backward]
             rounds.add(self)

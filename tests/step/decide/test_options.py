@@ -11,7 +11,7 @@ import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor, nn
 
-from shardcast.comm import Comm, Grid
+from shardcast.comm import Comm, ProcessGroups
 from shardcast.step.decide import options as compared
 from shardcast.step.decide import skip_report
 from shardcast.step.decide.options import OptionCheck, StepArguments
@@ -204,7 +204,7 @@ def differ(groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None) ->
     size = len(groups_of_ranks)
     names = [name for name in groups_of_ranks[0][0] if name != "params"]
     with fake_world(size) as group:
-        grid = Grid.flat(Comm(group))
+        grid = ProcessGroups.flat(Comm(group))
         checks = [OptionCheck(names, grid, torch.device("cpu")) for _ in range(size)]
         sums = sum(
             check.pairs(groups, StepArguments(divisor=divisor))

@@ -13,8 +13,8 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm.group import Comm
 from shardcast.messages import by_rank
+from shardcast.plan.parallel_dims import PLAIN, PackGroups, ParallelDims, Tie
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.plan.sharing import PLAIN, Axes, Sharing, Tie
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,28 +23,29 @@ T = TypeVar("T")
 Patterns = Mapping[str, Sequence[str]]  # by mesh dimension
 
 
-class Grid:
-    """Who this rank talks to.
+class ProcessGroups:
+    """The process groups of this rank.
 
     Attributes:
         everyone: all ranks of the job: they set up, save and load together.
         dp: the data-parallel ranks, which hold the same parameters (of experts: the same number).
-        cut: those of them that cut packs; not all where the rest are replicas.
+        shard: the ranks of ``dp`` that own the spans of packs; fewer where there are replicas.
         model: the model-parallel ranks of one data-parallel coordinate, in the order of the mesh.
-        axes: the dimensions, for planning.
+        parallel_dims: the dimensions, for planning.
     """
 
     def __init__(
-        self, everyone: Comm, dp: Comm, cut: Comm, model: Comm, groups: Mapping[str, Comm],
-        axes: Axes,
+        self, everyone: Comm, dp: Comm, shard: Comm, model: Comm, groups: Mapping[str, Comm],
+        parallel_dims: ParallelDims,
     ) -> None:  # fmt: skip
-        self.everyone, self.dp, self.cut, self.model, self.axes = everyone, dp, cut, model, axes
+        self.everyone, self.dp, self.shard, self.model = everyone, dp, shard, model
+        self.parallel_dims = parallel_dims
         self._groups = groups
 
     @classmethod
-    def flat(cls, comm: Comm) -> Grid:
+    def flat(cls, comm: Comm) -> ProcessGroups:
         """Data parallelism alone."""
-        return cls(comm, comm, comm, Comm(None), {}, Axes(comm.size))
+        return cls(comm, comm, comm, Comm(None), {}, ParallelDims(comm.size))
 
     @classmethod
     def of(
@@ -57,7 +58,7 @@ class Grid:
         experts: Patterns | None = None,
         tied: Sequence[Sequence[Any]] = (),
         shapes: Mapping[str, Sequence[int]] | None = None,
-    ) -> Grid:
+    ) -> ProcessGroups:
         """The groups of a mesh. Every rank of it must call it: further groups are made.
 
         Args:
@@ -83,15 +84,16 @@ class Grid:
         # ranks of its groups waiting.
         outer, inner, data, model = _together_over(mesh, dimensions, f"shard(dp={_shown(dp)})")
         groups, everyone = {dim: _comm(mesh, [dim]) for dim in dims}, _comm(mesh, dims)
-        cut, replicas = Comm(inner.get_group()), outer if outer and groups[outer].size > 1 else ""
+        shard = Comm(inner.get_group())
+        replicas = outer if outer and groups[outer].size > 1 else ""
         ties: dict[Tie, Comm] = {}
         if pipeline in model:
             device = torch.device(mesh.device_type)
             search = partial(_ties, groups[pipeline], tied, shapes or {}, device)
             ties = everyone.together(search, device, "shard")  # pipelines may differ in it
         groups.update({tie.group: comm for tie, comm in ties.items()})
-        axes = Axes(
-            cut.size,
+        parallel_dims = ParallelDims(
+            shard.size,
             {name: comm.size for name, comm in groups.items()},
             {name: comm.rank for name, comm in groups.items()},
             {dim: _compat.mesh_line(mesh, dim) for dim in dims},
@@ -105,29 +107,29 @@ class Grid:
         )
         return cls(
             everyone,
-            _comm(mesh, data) if outer else cut,
-            cut,
+            _comm(mesh, data) if outer else shard,
+            shard,
             _comm(mesh, model) if model else Comm(None),
             groups,
-            axes,
+            parallel_dims,
         )
 
     @property
-    def is_flat(self) -> bool:
-        """Whether it is data parallelism alone, every rank cutting every pack."""
-        return self.everyone is self.cut
+    def is_data_parallel(self) -> bool:
+        """Whether the job is data-parallel alone, every rank owning a span of every pack."""
+        return self.everyone is self.shard
 
-    def group(self, name: str) -> Comm:
-        """The ranks of a group that a :class:`Sharing` names."""
-        return self.cut if name == PLAIN else self._groups[name]
+    def comm(self, name: str) -> Comm:
+        """The ranks of a group that a :class:`PackGroups` names."""
+        return self.shard if name == PLAIN else self._groups[name]
 
-    def holders(self, sharing: Sharing) -> Comm:
+    def data_parallel(self, pack_groups: PackGroups) -> Comm:
         """The data-parallel ranks that hold the same parameters."""
-        return self.dp if sharing.cut == PLAIN else self.group(sharing.cut)
+        return self.dp if pack_groups.shard == PLAIN else self.comm(pack_groups.shard)
 
-    def groups(self, names: Sequence[str]) -> list[Comm]:
-        """Those of several names."""
-        return [self.group(name) for name in names]
+    def comms(self, names: Sequence[str]) -> list[Comm]:
+        """The ranks of several such groups."""
+        return [self.comm(name) for name in names]
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -248,7 +250,7 @@ def _ties(
         numbers = {number for shapes_held in held_names for number in shapes_held}
         if numbers != {0, 1} or len(holders) != 2:
             raise ValueError(
-                f"tied: expected {tie.first!r} on one pipeline stage and {tie.other!r} on another, "
+                f"tied: expected {tie.first!r} on one pipeline stage, {tie.second!r} on another, "
                 f"found them on stages {holders}; two stages of one rank, such as the first and "
                 "the last one of a V schedule, share the Parameter itself (b.weight = a.weight) "
                 "without tied="
@@ -256,14 +258,14 @@ def _ties(
         found_shapes = {shape for shapes_held in held_names for shape in shapes_held.values()}
         if len(found_shapes) > 1:
             raise ValueError(
-                f"tied: expected {tie.first!r} and {tie.other!r} of one shape, got "
+                f"tied: expected {tie.first!r} and {tie.second!r} of one shape, got "
                 f"{' and '.join(map(str, sorted(found_shapes)))}"
             )
         # Only the two holders count, whatever the other stages pass.
         ranks_given = [of_pair[stage][1] for stage in holders]
         if any(ranks_given) and ranks_given != [members, members]:
             raise ValueError(
-                f"tied: expected for {tie.first!r} and {tie.other!r} a process group of the ranks "
+                f"tied: expected for {tie.first!r} and {tie.second!r} a process group of the ranks "
                 f"{members} on both stages, got {' and '.join(map(str, ranks_given))} (None: "
                 "without one); give the group of the two holders to both, or leave it out"
             )

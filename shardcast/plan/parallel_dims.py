@@ -21,31 +21,31 @@ from shardcast import _compat
 PLAIN = "dp"  # the group that cuts packs, unless a parameter says otherwise
 
 
-class Sharing(NamedTuple):
-    """Who holds a parameter besides this rank; groups by name, see :class:`shardcast.comm.Grid`.
+class PackGroups(NamedTuple):
+    """The process groups of a pack, by name; see :class:`shardcast.comm.ProcessGroups`.
 
     Attributes:
-        cut: the group whose ranks own the spans.
-        copies: groups whose ranks hold copies, which begin equal and stay so.
-        sums: groups over whose ranks gradients are added after they are reduced, in fp32.
-        counts: this rank's copy is the one that norms and checkpoints take. Of the fields only
-            this one differs between ranks that share a pack.
+        shard: the group whose ranks own the spans.
+        replicate: groups whose ranks hold equal copies, which begin equal and stay so.
+        reduce: groups over whose ranks gradients are added after they are reduced, in fp32.
+        is_primary: norms and checkpoints take this rank's copy. Only this field differs between
+            ranks that share a pack.
     """
 
-    cut: str = PLAIN
-    copies: tuple[str, ...] = ()
-    sums: tuple[str, ...] = ()
-    counts: bool = True
+    shard: str = PLAIN
+    replicate: tuple[str, ...] = ()
+    reduce: tuple[str, ...] = ()
+    is_primary: bool = True
 
     @property
-    def adds(self) -> bool:
+    def sums_replicas(self) -> bool:
         """Whether gradients of copies are added up."""
-        return bool(self.sums) and not set(self.copies).isdisjoint(self.sums)
+        return bool(self.reduce) and not set(self.replicate).isdisjoint(self.reduce)
 
     def __str__(self) -> str:
-        facts = [] if self.cut == PLAIN else [f"cut over {self.cut}"]
-        facts += [f"copies over {' and '.join(self.copies)}"] if self.copies else []
-        facts += [f"summed over {' and '.join(self.sums)}"] if self.sums else []
+        facts = [] if self.shard == PLAIN else [f"cut over {self.shard}"]
+        facts += [f"copies over {' and '.join(self.replicate)}"] if self.replicate else []
+        facts += [f"summed over {' and '.join(self.reduce)}"] if self.reduce else []
         return ", ".join(facts)
 
 
@@ -54,33 +54,34 @@ class Tie(NamedTuple):
     the other one."""
 
     first: str
-    other: str
+    second: str
 
     @property
     def group(self) -> str:
         """The name of the group of its holders."""
-        return f"tie of {self.first} and {self.other}"
+        return f"tie of {self.first} and {self.second}"
 
 
 @dataclass(frozen=True)
-class Axes:
+class ParallelDims:
     """The dimensions of a mesh, as one rank sees them; without any: plain data parallelism.
 
     Attributes:
         world_size: ranks that cut packs.
-        sizes, here: of the dimensions and of the groups of ties by name: how many ranks, which one.
+        sizes: ranks along each dimension, and in the group of each tie, by name.
+        coordinate: the place of this rank there.
         lines: the ranks of this rank's group along each dimension of the mesh.
         data, model: the data-parallel and the model-parallel dimensions.
         pipeline: the model-parallel dimension along which each rank has other parameters.
         replicas: a data-parallel dimension whose ranks hold the same spans.
         sum_over: per dimension, patterns of names of plain parameters whose gradient is a part.
-        experts: per dimension, patterns of names of parameters that are cut over it alone.
+        experts: per dimension, patterns of names of parameters that are sharded over it alone.
         ties: weights that several stages hold.
     """
 
     world_size: int
     sizes: Mapping[str, int] = field(default_factory=dict)
-    here: Mapping[str, int] = field(default_factory=dict)
+    coordinate: Mapping[str, int] = field(default_factory=dict)
     lines: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     data: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
@@ -96,36 +97,45 @@ class Axes:
         return self.sizes.get(self.pipeline, 1) > 1
 
     @property
-    def copying(self) -> tuple[str, ...]:
-        """The dimensions along which ranks may hold copies."""
+    def replicating(self) -> tuple[str, ...]:
+        """The dimensions along which ranks may hold equal copies."""
         return tuple(d for d in self.model if d != self.pipeline and self.sizes[d] > 1)
 
-    def turn(self, sharing: Sharing) -> int:
+    def set_up_order(self, pack_groups: PackGroups) -> int:
         """When a parameter has its collectives at set-up, and its pack in every step.
 
         Tied ones come first, in the order of ``tied=``: two stages may hold them in two orders.
         """
         ties = [tie.group for tie in self.ties]
-        return next((ties.index(name) for name in sharing.copies if name in ties), len(ties))
+        return next((ties.index(name) for name in pack_groups.replicate if name in ties), len(ties))
 
-    def ranks(self, sharing: Sharing) -> int:
+    def ranks(self, pack_groups: PackGroups) -> int:
         """How many ranks cut a pack."""
-        return self.world_size if sharing.cut == PLAIN else self.sizes[sharing.cut]
+        return self.world_size if pack_groups.shard == PLAIN else self.sizes[pack_groups.shard]
 
-    def lanes(self, sharing: Sharing) -> tuple[int, int]:
-        """How many packs of other experts the data-parallel ranks hold, and which is here."""
+    def expert_blocks(self, pack_groups: PackGroups) -> tuple[int, int]:
+        """How many experts of one name the data-parallel ranks hold, and which is this rank's."""
         number, own = 1, 0
-        if sharing.cut != PLAIN:
+        if pack_groups.shard != PLAIN:
             for dim in self.data:
-                if dim != sharing.cut:
-                    number, own = number * self.sizes[dim], own * self.sizes[dim] + self.here[dim]
+                if dim != pack_groups.shard:
+                    number, own = (
+                        number * self.sizes[dim],
+                        own * self.sizes[dim] + self.coordinate[dim],
+                    )
         return number, own
 
-    def sharings(self, named: Mapping[str, nn.Parameter]) -> dict[str, Sharing]:
-        """Of each parameter; TypeError or ValueError for a DTensor that does not fit the mesh."""
-        if self == Axes(self.world_size) and not any(map(_compat.is_dtensor, named.values())):
-            return dict.fromkeys(named, Sharing())
-        return {name: self.sharing(name, param) for name, param in named.items()}
+    def pack_groups_by_name(self, named: Mapping[str, nn.Parameter]) -> dict[str, PackGroups]:
+        """The groups of each parameter.
+
+        Raises:
+            TypeError, ValueError: a DTensor does not fit the mesh.
+        """
+        if self == ParallelDims(self.world_size) and not any(
+            map(_compat.is_dtensor, named.values())
+        ):
+            return dict.fromkeys(named, PackGroups())
+        return {name: self.pack_groups_of(name, param) for name, param in named.items()}
 
     def options(self) -> list[str]:
         """Those of ``shard`` that all ranks must have alike, a line each."""
@@ -148,28 +158,28 @@ class Axes:
             if isinstance(patterns, str) or not any(_matches(name, [pattern]) for name in names)
         ]
 
-    def sharing(self, name: str, param: nn.Parameter) -> Sharing:
-        """Of one parameter; see :meth:`sharings`."""
-        cut = next((dim for dim, names in self.experts.items() if _matches(name, names)), PLAIN)
+    def pack_groups_of(self, name: str, param: nn.Parameter) -> PackGroups:
+        """The groups of one parameter; errors as of :meth:`pack_groups_by_name`."""
+        shard = next((dim for dim, names in self.experts.items() if _matches(name, names)), PLAIN)
         # An expert may be a DTensor over the data-parallel dimensions that tell experts apart.
-        allowed = (*self.model, *(dim for dim in self.data if cut != PLAIN and dim != cut))
+        allowed = (*self.model, *(dim for dim in self.data if shard != PLAIN and dim != shard))
         placed = _placements(name, param, allowed, self.lines)
-        copies, sums = [], []
-        for dim in self.copying:
+        replicate, reduce = [], []
+        for dim in self.replicating:
             if dim not in placed or placed[dim].is_replicate():
-                copies.append(dim)
-                # A DTensor's gradient may come as a part of the sum (Partial), or whole.
+                replicate.append(dim)
+                # A DTensor's gradient may come as a part of the sum (Partial), or in full.
                 if dim in placed or _matches(name, self.sum_over.get(dim, ())):
-                    sums.append(dim)
+                    reduce.append(dim)
         for tie in self.ties:
-            if name in (tie.first, tie.other):
-                copies.append(tie.group)
-                sums.append(tie.group)
-        counts = all(self.here[dim] == 0 for dim in copies)
-        if self.replicas and cut == PLAIN:
-            sums.append(self.replicas)
-            counts = counts and self.here[self.replicas] == 0
-        return Sharing(cut, tuple(copies), tuple(sums), counts)
+            if name in (tie.first, tie.second):
+                replicate.append(tie.group)
+                reduce.append(tie.group)
+        is_primary = all(self.coordinate[dim] == 0 for dim in replicate)
+        if self.replicas and shard == PLAIN:
+            reduce.append(self.replicas)
+            is_primary = is_primary and self.coordinate[self.replicas] == 0
+        return PackGroups(shard, tuple(replicate), tuple(reduce), is_primary)
 
 
 def _placements(
