@@ -202,7 +202,7 @@ def test_setting_up_takes_as_many_collectives_in_every_world(world_size: int):
         model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
         shardcast.shard(model, adamw(model), process_group=group, pack_params=2, alignment=8)
         assert [call.op for call in group.log] == ["all_gather_single"] * 3 + ["broadcast"] * 6
-        assert sum(call.nbytes for call in group.log[:3]) == world_size * (16 + 32 + 8)
+        assert sum(call.nbytes for call in group.log[:3]) == world_size * (8 + 8 + 8)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -210,9 +210,9 @@ def test_what_succeeds_together_and_what_is_gathered_takes_few_round_trips(world
     with fake_world(world_size, rank=1) as group:
         comm, cpu = Counting(group), torch.device("cpu")
         comm.together(lambda: None, cpu, "save")
-        assert (comm.trips, comm.received) == (1, 16 * world_size)
+        assert (comm.trips, comm.received) == (1, 8 * world_size)
         assert comm.gather(bytes(1000), cpu) == [], "rank 0 alone has them"
-        assert comm.trips == 2 and comm.received == 24 * world_size
+        assert comm.trips == 2 and comm.received == 16 * world_size
         assert group.log[-1].op == "all_to_all_single" and group.log[-1].nbytes < 2000
 
 
@@ -224,6 +224,8 @@ def test_the_whole_state_comes_to_rank_0_alone_in_two_collectives_for_each_pack(
         started = len(group.log)
         assert optimizer.full_state_dict() == {} and optimizer.full_parameters() == {}
         log = group.log[started:]
-        assert [call.op for call in log] == ["all_gather_single", "all_to_all_single"] * 6
+        # Beside lengths and values of each pack the ranks agree that nobody failed, 8 bytes each.
+        pack = ["all_gather_single"] * 3 + ["all_to_all_single"]
+        assert [call.op for call in log] == (pack * 3 + ["all_gather_single"]) * 2
         own = 4096 if world_size < 1024 else 2048
         assert all(call.nbytes < max(own, 8 * world_size + 1) for call in log)
