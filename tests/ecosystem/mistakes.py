@@ -30,7 +30,6 @@ def reduced_by_hand(model: Any, step: int) -> None:
     "CleanRL: gradients all-reduced by hand, p.grad.data.copy_",
     "torch",
     warned="edited",
-    silent="no version counter sees an edit through .grad.data",
 )
 def all_reduced(variant: Variant) -> Report:
     model = mlp()

@@ -827,7 +827,6 @@ def mean_teacher(variant: Variant) -> Report:
     "DINO's own spelling of that clip: p.grad.data.mul_",
     "torch",
     warned="edited",
-    silent="no version counter sees an edit through .grad.data",
 )
 def clipped_through_data(variant: Variant) -> Report:
     def clip(model: Any, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,26 @@ def test_two_models_in_one_backward_on_gloo(gloo: SpawnedWorld):
     for params in gloo.run(two_models, 2, {}):
         for mine, plain in zip(params, expected, strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+def edited_through_data(group: Any, edit: Callable[[Tensor], Any]) -> None:
+    model = mlp()
+    optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+    for _ in range(2):
+        loss_of(model, torch.ones(2, 7) + group.rank()).backward()
+        for param in model.parameters():
+            edit(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("edit", "warned"), [(lambda grad: grad.data.mul_(0.5), 2), (lambda grad: grad.data.norm(), 0)]
+)
+def test_an_edit_that_no_version_counter_sees_is_warned_of_once(edit: Any, warned: int):
+    """DINO's clip and hand-made all-reduces write ``p.grad.data``; reading it is fine."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ThreadedWorld(2).run(edited_through_data, edit)
+    edits = [warning for warning in caught if "edited in place" in str(warning.message)]
+    assert len(edits) == warned, "once on each rank"

@@ -7,10 +7,16 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardcast.memory.gradients import Gradients
 from shardcast.messages import warn
+from shardcast.step.decide.skip_report import HostCopy
+
+LOOKS = (
+    4  # reductions after which means are compared with what they were: .grad.data has no version
+)
 
 LOCAL = (
     "only the part of a gradient that this rank owns is the mean over ranks, so whatever looks at "
@@ -30,6 +36,9 @@ class Edits:
     def __init__(self, grads: Sequence[Gradients]) -> None:
         self._grads = grads
         self._noted: dict[Gradients, int] = {}  # versions when the last backward had ended
+        self._sums: dict[Gradients, Tensor] = {}  # of the means then, in the first few reductions
+        self._looks = LOOKS
+        self._edited: HostCopy | None = None  # on an accelerator, read in a later step
         self._warned: set[str] = set()
         self._gathered = False  # every .grad is the mean, on all ranks: all edits are right
         self._seen: list[tuple[Callable[[], Tensor | None], int]] = []
@@ -42,22 +51,41 @@ class Edits:
     def changed(self) -> None:
         """Gradients come, or were cleared: sharded ones, which are no ``.grad``, too."""
         self._version += 1
-        self._noted = {}
+        self._noted, self._sums = {}, {}
 
     def gathered(self) -> None:
         """Every ``.grad`` is the mean now."""
-        self._gathered, self._noted = True, {}
+        self._gathered, self._noted, self._sums = True, {}, {}
 
     def note(self) -> None:
         """A backward ended: in-place edits count from here."""
         self._noted = {grads: grads.version for grads in self._grads}
+        if self._looks:
+            self._looks -= 1
+            self._sums = {grads: _checksum(grads.own) for grads in self._grads if grads.allocated}
 
     def check_in_place(self) -> None:
         """Warn of what torch.nn.utils.clip_grad_norm_ does, which would be silently wrong."""
         edited = any(grads.version != version for grads, version in self._noted.items())
-        self._noted = {}
+        edited = self._changed_unseen() or edited
+        self._noted, self._sums = {}, {}
         if edited:
             self._warn_once(f"gradients were edited in place after backward; {LOCAL}")
+
+    def _changed_unseen(self) -> bool:
+        """Whether a mean was written through ``.grad.data``; never waits for the device."""
+        if not self._sums:
+            arrived = None if self._edited is None else self._edited.read()
+            return bool(arrived and arrived[0])
+        sums = [_checksum(grads.own) != checksum for grads, checksum in self._sums.items()]
+        changed = torch.stack(sums).any()
+        if changed.device.type == "cpu":
+            return bool(changed)
+        if self._edited is None:
+            self._edited = HostCopy(changed.device)
+        before = self._edited.read()
+        self._edited.send(changed.double().view(1))
+        return bool(before and before[0])
 
     def warn_of_replaced(self, spent: bool) -> None:
         """Warn of gradients that a script put in the place of ours.
@@ -103,6 +131,11 @@ class Edits:
             ]
             self._version += 1
         return self._version
+
+
+def _checksum(own: Tensor) -> Tensor:
+    """A sum over the bits of a span, 0-dim; the order of elements does not count."""
+    return own.view(torch.int16 if own.element_size() == 2 else torch.int32).sum()
 
 
 def nothing() -> None:
