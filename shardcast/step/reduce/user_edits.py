@@ -31,13 +31,15 @@ class Edits:
 
     Args:
         grads: the gradient packs; the list may grow.
+    Attributes:
+        looks: reductions after which means are still compared with what they were.
     """
 
     def __init__(self, grads: Sequence[Gradients]) -> None:
         self._grads = grads
         self._noted: dict[Gradients, int] = {}  # versions when the last backward had ended
         self._sums: dict[Gradients, Tensor] = {}  # of the means then, in the first few reductions
-        self._looks = LOOKS
+        self.looks = LOOKS
         self._edited: HostCopy | None = None  # on an accelerator, read in a later step
         self._warned: set[str] = set()
         self._gathered = False  # every .grad is the mean, on all ranks: all edits are right
@@ -60,8 +62,8 @@ class Edits:
     def note(self) -> None:
         """A backward ended: in-place edits count from here."""
         self._noted = {grads: grads.version for grads in self._grads}
-        if self._looks:
-            self._looks -= 1
+        if self.looks:
+            self.looks -= 1
             self._sums = {grads: _checksum(grads.own) for grads in self._grads if grads.allocated}
 
     def check_in_place(self) -> None:
