@@ -17,8 +17,7 @@ from torch import Tensor
 import shardcast
 from shardcast.memory.codecs import CODECS, ROW, moment_codec
 from shardcast.step.update import rules
-from shardcast.step.update.execute import Executor
-from shardcast.step.update.fusion import Fusion, Numbers
+from shardcast.step.update.fusion import Executor, Fusion, Numbers
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
 CODED = {  # master and moments as in the configuration

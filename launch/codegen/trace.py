@@ -228,7 +228,7 @@ def trace(
     """The third step of an optimizer on one rank of so many; its state is there by then."""
     compiler, waits = Compiler(), list[str]()
     step = Step(0)
-    given = mock.patch("shardcast.step.update.several.epilogues_of", lambda _: tuple(epilogues))
+    given = mock.patch("shardcast.step.update.epilogues_of", lambda _: tuple(epilogues))
     with given, fake_world(ranks, rank=ranks // 2) as group, fake_gpu(compiler, waits):
         model = nn.ParameterList(torch.empty(shape, device=CUDA) for shape in SHAPES)
         step.elements = sum(param.numel() for param in model.parameters()) // ranks

@@ -21,8 +21,8 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
+from shardcast.step.update import updates_of
 from shardcast.step.update.rules import STATE_NAMES, rule_of
-from shardcast.step.update.several import updates_of
 
 KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known before they run
 

@@ -8,14 +8,14 @@ straight into it and nothing is cast.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.codecs import master_codec, row_of
-from shardcast.memory.encoded import Encoded
+from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.messages import warn
@@ -93,6 +93,15 @@ class Shard:
         params = dict(zip(self.pack.layout.slots, self.pack.in_model, strict=True))
         for number, fragment in enumerate(self.fragments):
             yield number, fragment, params[fragment.slot]
+
+    def present(self, slots: Sequence[bool]) -> list[bool]:
+        """Per fragment, whether some rank has a gradient.
+
+        Args:
+            slots: the same per slot of the pack; see :class:`Decision`.
+        """
+        assert self.grads is not None
+        return list(compress(slots, self.grads.owned))
 
     def exact(self, fragment: Fragment) -> Tensor:
         """The masters of one fragment, 1-d fp32; :meth:`set_exact` takes them back."""

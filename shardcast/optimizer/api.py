@@ -20,7 +20,7 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import called_by_script, joined
 from shardcast.plan.originals import Originals
 from shardcast.step.compiling import compiles
-from shardcast.step.update.several import updates_of
+from shardcast.step.update import updates_of
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh

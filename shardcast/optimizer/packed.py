@@ -31,7 +31,7 @@ from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.buffers import Buffers
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
-from shardcast.step.update.several import Update, updates_of
+from shardcast.step.update import Update, updates_of
 
 
 class PackedOptimizer(torch.optim.Optimizer):

@@ -108,9 +108,8 @@ class ShardedOptimizer(PackedOptimizer):
         else:
             self.edits.take()  # what was written after the clip
         self.sync.wait()  # what an overlapped one still sends is what the update writes
-        present = self._present(decision)
         for update in self.updates:  # unscale, clip, rule, cast into the packs: one fused pass
-            update(decision, present)
+            update(decision)
         self.send()  # owners -> everybody
         self._conclude(decision)
         return loss
@@ -123,14 +122,6 @@ class ShardedOptimizer(PackedOptimizer):
         self._wake()  # packs that were unfrozen
         self.decider.before_reduce(self.reduce.touched)
         self.reduce.finish()
-
-    def _present(self, decision: Decision) -> dict[Shard, list[bool]]:
-        """Per shard and fragment, whether some rank has a gradient."""
-        return {
-            shard: list(compress(decision.present[shard.pack], shard.grads.owned))
-            for shard in self.shards
-            if shard.grads is not None
-        }
 
     def send(self) -> None:
         """Sync the packs, and the buffers that forwards write. Every rank must call it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
-from shardcast.step.update.several import Update
+from shardcast.step.update import Update
 
 
 class StateView(MutableMapping[Any, Any]):

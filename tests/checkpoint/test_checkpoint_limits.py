@@ -16,7 +16,7 @@ from torch import nn
 
 from shardcast import checkpoint
 from shardcast.checkpoint import saving
-from shardcast.memory.encoded import Encoded
+from shardcast.memory.codecs import Encoded
 
 pytestmark = pytest.mark.timeout(60)
 LARGEST = 8 << 20  # bytes of one parameter

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import checkpoint
 from shardcast.memory.chance import INDEX, name_hash, random_bits
-from shardcast.memory.codecs import Bf16, Codec, Int8, Split16
-from shardcast.memory.encoded import Encoded
+from shardcast.memory.codecs import Bf16, Codec, Encoded, Int8, Split16
 from shardcast.memory.shard import FILL
 from shardcast.step.update import fused as update
-from shardcast.step.update.execute import Executor
+from shardcast.step.update.fusion import Executor
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -19,7 +19,7 @@ from shardcast import shard
 from shardcast.step import compiling
 from shardcast.step.reduce import mean
 from shardcast.step.reduce.mean import compiled_mean_, mean_
-from shardcast.step.update import execute
+from shardcast.step.update import fusion
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [
@@ -36,7 +36,7 @@ def broken_compiler() -> Iterator[list[warnings.WarningMessage]]:
     def forget() -> None:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
-        execute._compiled.cache_clear()
+        fusion._compiled.cache_clear()
 
     forget()
     with (

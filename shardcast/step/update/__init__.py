@@ -1,1 +1,47 @@
-"""update: unscale, clip and update the own masters and moments."""
+"""update: unscale, clip and update the own masters and moments; an update for each optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
+from shardcast.plan.originals import Originals
+from shardcast.plan.partition import ELEMENTWISE
+from shardcast.step.update import rules
+from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
+from shardcast.step.update.fused import FusedUpdate
+from shardcast.step.update.fusion import epilogues_of
+
+Update = FusedUpdate | AnyOptimizerUpdate
+
+
+def updates_of(
+    originals: Originals, config: ShardcastConfig, comm: Comm, ready: Ready = lambda _packs: None
+) -> list[Update]:
+    """The update of each optimizer, which reads the groups of that one in every step.
+
+    Args:
+        ready: called with packs that are updated before others, on all ranks alike.
+
+    Raises:
+        ValueError: a form of masters or moments, or offload, for a class that keeps its own state.
+    """
+    return [_update_of(optimizer, config, comm, ready) for optimizer in originals.optimizers]
+
+
+def _update_of(
+    optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm, ready: Ready
+) -> Update:
+    if type(optimizer) in rules.STATE_NAMES:
+        return FusedUpdate(optimizer, config, epilogues_of(config))
+    plain = ShardcastConfig()
+    for name in ("master", "moments", "offload"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ValueError(
+                f"{name}: {getattr(config, name)!r} needs Adam, AdamW or SGD of torch.optim, got "
+                f"{type(optimizer).__name__}, which keeps its state itself; use the default "
+                f"{getattr(plain, name)!r}"
+            )
+    elementwise = type(optimizer) in ELEMENTWISE
+    return AnyOptimizerUpdate(optimizer, comm, elementwise, ready)

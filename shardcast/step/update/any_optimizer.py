@@ -72,7 +72,7 @@ class AnyOptimizerUpdate:
             groups[shard.pack.layout.group.position]["params"] += params
 
     @torch.no_grad()
-    def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
+    def __call__(self, decision: Decision) -> None:
         """See :class:`.fused.FusedUpdate`.
 
         The class decides on the host whether to step, so on an accelerator this waits for the
@@ -83,9 +83,9 @@ class AnyOptimizerUpdate:
         self._read_groups()
         *early, last = self._turns()
         for shards in early:
-            self._update(shards, decision, present)
+            self._update(shards, decision)
             self._ready([shard.pack for shard in shards])
-        self._update(last, decision, present)
+        self._update(last, decision)
         self._write_groups()
 
     def _turns(self) -> list[list[Shard]]:
@@ -102,17 +102,17 @@ class AnyOptimizerUpdate:
             elements += shard.pack.layout.numel
         return turns
 
-    def _update(
-        self, shards: Sequence[Shard], decision: Decision, present: Mapping[Shard, Sequence[bool]]
-    ) -> None:
+    def _update(self, shards: Sequence[Shard], decision: Decision) -> None:
         owned = [shard for shard in shards if shard in self._params]
         for shard in owned:
             assert shard.grads is not None
             factor = decision.factors[shard.pack.layout.group]
             grads = shard.grads.own.to(MASTER_DTYPE)
             grads = grads if factor is None else grads * factor
-            triples = zip(self._params[shard], shard.fragments, present[shard], strict=True)
-            for param, fragment, is_present in triples:
+            present = shard.present(decision.present[shard.pack])
+            for param, fragment, is_present in zip(
+                self._params[shard], shard.fragments, present, strict=True
+            ):
                 if is_present:  # else grad is None: the class leaves the parameter alone
                     grad = grads[shard.local(fragment.start, fragment.stop)]
                     param.grad = grad.view(param.shape)

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from shardcast.config import ShardcastConfig
 from shardcast.memory.chance import row_keys
-from shardcast.memory.codecs import moment_codec, row_of
-from shardcast.memory.encoded import Encoded
+from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
-from shardcast.step.update.execute import Executor, choose_executor
-from shardcast.step.update.fusion import Epilogue, Fusion, Numbers
+from shardcast.step.update.fusion import Epilogue, Executor, Fusion, Numbers, choose_executor
 from shardcast.step.update.offload import Lanes, StreamLanes, through
 from shardcast.step.update.rules import Rule
 
@@ -168,15 +166,12 @@ class FusedUpdate:
             self._uniform = len(set(self._histories)) == 1
 
     @torch.no_grad()
-    def __call__(self, decision: Decision, present: Mapping[Shard, Sequence[bool]]) -> None:
-        """Unscale, clip, update, cast and publish the own spans; leave absent gradients untouched.
-
-        Args:
-            present: per shard and fragment, whether some rank has a gradient.
-        """
+    def __call__(self, decision: Decision) -> None:
+        """Unscale, clip, update and cast the own spans; leave absent gradients untouched."""
         on_host = self._execute.on_host
         if not self._states or (on_host and bool(decision.skip)):
             return
+        present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
         self._count(decision, present)
         ranges, skip = self._ranges(decision, present), None if on_host else decision.skip
         if self._lanes is None:

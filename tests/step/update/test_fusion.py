@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardcast
 from shardcast.memory.codecs import Codec, Split16, moment_codec
-from shardcast.step.update import execute, fused, rules, several
-from shardcast.step.update.execute import Executor
-from shardcast.step.update.fusion import Fusion, Numbers, Updated
+from shardcast.step import update
+from shardcast.step.update import fused, fusion, rules
+from shardcast.step.update.fusion import Executor, Fusion, Numbers, Updated
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
@@ -112,7 +112,7 @@ def test_where_an_update_is_cut_does_not_show(
     for step, grad in enumerate(gradients(3), 1):
         uncut.run(executor, grad, step)
         with monkeypatch.context() as patch:
-            patch.setattr(execute, "CHUNK", 128)
+            patch.setattr(fusion, "CHUNK", 128)
             for start, stop in ((0, 64), (64, 640), (640, 1216), (1216, NUMEL)):
                 cut.run(executor, grad, step, part=slice(start, stop))
         assert_same_bits(uncut.bits(), cut.bits())
@@ -316,7 +316,7 @@ def averaged(
 
 @pytest.fixture
 def with_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(several, "epilogues_of", lambda _: (Average(),))
+    monkeypatch.setattr(update, "epilogues_of", lambda _: (Average(),))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_an_epilogue_changes_no_bit_of_masters_and_state(
     fuse: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     without = averaged(None, "adamw", param_dtype=dtype, fuse=fuse)[0]
-    monkeypatch.setattr(several, "epilogues_of", lambda _: (Average(),))
+    monkeypatch.setattr(update, "epilogues_of", lambda _: (Average(),))
     with_it = averaged(None, "adamw", param_dtype=dtype, fuse=fuse)[0]
     same = {key: t for key, t in parts(with_it).items() if key[-1] != "average"}
     assert_same_bits(same, parts(without))

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
 from shardcast.step.update import rules
-from shardcast.step.update.execute import Executor, choose_executor
-from shardcast.step.update.fusion import Fusion, Numbers
+from shardcast.step.update.fusion import Executor, Fusion, Numbers, choose_executor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -258,7 +257,7 @@ def test_chunks_and_their_number_do_not_show_in_the_result(
 ):
     results = []
     for chunk in (1 << 16, 64):
-        monkeypatch.setattr("shardcast.step.update.execute.CHUNK", chunk)
+        monkeypatch.setattr("shardcast.step.update.fusion.CHUNK", chunk)
         model = CASES["gpt"].build()
         optimizer = sharded(
             model, optimizer=lambda m: ADAMW(m.parameters(), lr=1e-2, fused=fused),
