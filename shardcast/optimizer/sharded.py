@@ -116,7 +116,6 @@ class ShardedOptimizer(PackedOptimizer):
 
     def _reduce(self) -> None:
         """Have the mean of all gradients in the own spans."""
-        self._refuse_scaler()
         self.originals.check()
         self.edits.take()
         self._wake()  # packs that were unfrozen
@@ -151,7 +150,7 @@ class ShardedOptimizer(PackedOptimizer):
         self.comm.steps += 1
         for optimizer in (*self.originals.optimizers, *self.optimizers):
             _compat.note_step_called(optimizer)
-        self.decider.skips.poll(self.originals.groups)  # last: it may raise
+        self.decider.skips.poll()  # last: it may raise
 
     def _refuse_scaler(self) -> None:
         by_scaler = self.__dict__.pop("found_inf", None) is not None

@@ -21,7 +21,7 @@ from shardcast.plan.originals import Originals
 from shardcast.step.decide.decision import ControlVector, Decision, Presence
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
-from shardcast.step.decide.options import OptionCheck, StepArguments
+from shardcast.step.decide.options import OptionCheck
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.reduce.mean import Divisor
 
@@ -38,22 +38,11 @@ class Decider:
     """
 
     def __init__(
-        self,
-        grads: Sequence[Gradients],
-        process_groups: ProcessGroups,
-        config: ShardcastConfig,
-        device: torch.device,
-        originals: Originals,
-        divisor: Divisor,
-        edits: WeightEdits,
-    ) -> None:
-        self._grads, self._process_groups, self._device, self._originals = (
-            grads,
-            process_groups,
-            device,
-            originals,
-        )
-        self._divisor, self._edits = divisor, edits
+        self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
+        device: torch.device, originals: Originals, divisor: Divisor, edits: WeightEdits,
+    ) -> None:  # fmt: skip
+        self._grads, self._process_groups, self._device = grads, process_groups, device
+        self._originals, self._divisor, self._edits = originals, divisor, edits
         self._clip_value: float | None = None  # of the coming step
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
@@ -61,7 +50,7 @@ class Decider:
         self._presence = Presence(grads, process_groups, device)
         self._options = OptionCheck(originals.option_names(), process_groups, device)
         self.skips = SkipReport(
-            grads, process_groups.dp, device, self._options, edits, config.max_skipped_steps,
+            grads, process_groups.dp, device, self._refuse, config.max_skipped_steps,
             self.loss_scale.dynamic,
         )  # fmt: skip
 
@@ -100,12 +89,16 @@ class Decider:
             number: None if "max_grad_norm" in owner.defaults else group.get("max_grad_norm")
             for number, owner, group in self._originals.numbered()
         }
+        if self._process_groups.everyone.size == 1 and self.loss_scale.missing:
+            raise unscaled_error([0])
         scale = self.loss_scale.value
         local = self._presence.local()
         pack_powers = [self._power(grads) for grads in self._grads]
-        arguments = StepArguments(max_norm, self._clip_value, self._divisor.given)
+        arguments = {
+            "max_norm": max_norm, "clip_value": self._clip_value, "divisor": self._divisor.given
+        }  # fmt: skip
         self._clip_value = None
-        control = self._agree(
+        control, powers, mistakes = self._agree(
             ControlVector(
                 self._powers([*limits], pack_powers),
                 self._at_own_rank(self.skips.first_nonfinite(pack_powers)),
@@ -116,10 +109,9 @@ class Decider:
                 self._edits.unseen(),
             )
         )
-        differing, powers = control.options.bool(), control.powers
-        self._refuse(control.unscaled, differing, control.unseen)
-        skip = ~self._norm.root(powers, scale).isfinite()
-        skip = skip | control.unscaled.any() | differing[0] | control.unseen.any()
+        if self._device.type == "cpu":
+            self._refuse(mistakes.tolist())
+        skip = ~self._norm.root(powers, scale).isfinite() | mistakes[1:].any()
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, self.loss_scale.inverse())
         if pending is not None:
             factors.update(pending.factors)
@@ -134,70 +126,66 @@ class Decider:
             },
             present=self._presence.anywhere(local, control),
             first_nonfinite=control.first_nonfinite,
-            unscaled=control.unscaled,
-            differing=differing,
-            unseen=control.unseen,
+            mistakes=mistakes,
         )
 
-    def _agree(self, local: ControlVector) -> ControlVector:
-        """The vector over all ranks; ``powers`` per group, ``options`` as ``Decision.differing``.
+    def _agree(self, local: ControlVector) -> tuple[ControlVector, Tensor, Tensor]:
+        """The vector over the data-parallel ranks; powers per group and mistakes over all ranks.
 
         Model-parallel ranks, which hold other parameters, have one small all-gather more.
+        Mistakes are 1-d fp64: whether ranks differ in what they train (which skips no step), and
+        in options, how many have unseen writes, and per data-parallel rank whether its loss was
+        not scaled.
         """
         control = local.reduced(self._process_groups.dp)
         rows = self._process_groups.dp.size if self._norm.is_maximum else 1
         powers = self._norm.merge(control.powers.view(rows, -1))
         differing = self._options.differing(control.options).double()
-        agreed = control._replace(powers=powers, options=differing)
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
         if comm.size == 1:
-            return agreed
-        parts = [powers, agreed.unscaled, control.options, differing, control.unseen]
+            return control, powers, torch.cat([differing, control.unseen, control.unscaled])
+        parts = [powers, control.options, torch.cat([differing, control.unseen]), control.unscaled]
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
-        all_powers, unscaled, options, differing_rows, unseen = gathered.split(
-            [part.numel() for part in parts], 1
-        )
+        all_powers, options, flags, unscaled = gathered.split([part.numel() for part in parts], 1)
+        flags = flags.amax(0)
+        flags[1] = torch.maximum(flags[1], self._options.differing_across(options).double())
         # Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
         # some rank of every stage says so.
         by_dim = unscaled.view(1, *(parallel_dims.sizes[dim] for dim in parallel_dims.model), -1)
         if parallel_dims.pipeline in parallel_dims.model:
             by_dim = by_dim.movedim(1 + parallel_dims.model.index(parallel_dims.pipeline), 0)
-        across = self._options.differing_across(options).double()
-        return agreed._replace(
-            powers=self._norm.merge(all_powers),
-            unscaled=by_dim.flatten(1, -2).amax(1).amin(0),
-            options=torch.maximum(differing_rows.amax(0), across),
-            unseen=unseen.amax(0),
-        )
+        unscaled = by_dim.flatten(1, -2).amax(1).amin(0)
+        return control, self._norm.merge(all_powers), torch.cat([flags, unscaled])
 
-    def _refuse(self, unscaled: Tensor, differing: Tensor, unseen: Tensor) -> None:
-        """Raise on every rank for a mistake of some rank, where the host can read the vector."""
-        if self._device.type == "cpu" and bool(unseen.any()):
-            raise unseen_error(
-                self._process_groups.everyone.exchange(self._edits.first_name(), self._device)
-            )
-        if self._process_groups.everyone.size == 1 and self.loss_scale.missing:
-            raise unscaled_error([0])
-        if self._process_groups.everyone.size == 1 or self._device.type != "cpu":
-            return
-        if ranks := unscaled.nonzero().flatten().tolist():
+    def _refuse(self, mistakes: Sequence[float]) -> None:
+        """Raise for mistakes of some ranks, and warn where they train other parameters.
+
+        On a CPU all ranks call it in the same step, and exchange what they know; on an accelerator
+        each calls it when it has the numbers, and names its own.
+        """
+        training_differs, options_differ, unseen, *unscaled = mistakes
+        together, groups = self._device.type == "cpu", self._originals.groups
+        if training_differs:
+            packs = [grads.pack for grads in self._grads]
+            slots = [slot.name for pack in packs for slot in pack.layout.slots]
+            params = [param for pack in packs for param in pack.params]
+            self._options.warn_of_training(groups, dict(zip(params, slots, strict=True)))
+        if unseen:
+            name = self._edits.first_name()
+            everyone = self._process_groups.everyone
+            raise unseen_error(everyone.exchange(name, self._device) if together else [name])
+        if ranks := [rank for rank, missing in enumerate(unscaled) if missing]:
             raise unscaled_error(ranks)
-        if bool(differing.any()):
-            names = {
-                param: slot.name
-                for grads in self._grads
-                for param, slot in zip(grads.pack.params, grads.pack.layout.slots, strict=True)
-            }
-            self._options.report(differing.tolist(), self._originals.groups, names)
+        if options_differ:
+            raise self._options.error(groups, together)
 
     def _at_own_rank(self, number: Tensor | float) -> Tensor:
         """A place per data-parallel rank, of which this rank fills in its own."""
         places = self._zero.new_zeros(self._process_groups.dp.size)
-        places[self._process_groups.dp.rank].fill_(
-            number
-        )  # assigning would wait for a GPU (torch < 2.13)
+        # Not places[rank] = number, which waits for a GPU (torch < 2.13).
+        places[self._process_groups.dp.rank].fill_(number)
         return places
 
     def _power(self, grads: Gradients) -> Tensor:

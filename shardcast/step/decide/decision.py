@@ -29,10 +29,7 @@ class Decision:
             the slots that this rank owns a part of.
         first_nonfinite: fp64, per data-parallel rank 1 + the position of the first non-finite
             element of its spans, counted over all packs; 0 for none.
-        unscaled: fp64, per data-parallel rank 1 if its loss was not scaled, else 0.
-        differing: bool, whether ranks differ in options, and in what they train.
-        unseen: fp64, how many data-parallel ranks have weights that were written unseen, 1-d; see
-            :class:`WeightEdits`.
+        mistakes: 1-d fp64, which mistakes some rank made; see :meth:`.Decider.decide`.
     """
 
     norm: Tensor
@@ -40,9 +37,7 @@ class Decision:
     factors: Mapping[GroupId, Tensor | None]
     present: Mapping[Pack, tuple[bool, ...]]
     first_nonfinite: Tensor
-    unscaled: Tensor
-    differing: Tensor
-    unseen: Tensor
+    mistakes: Tensor
 
 
 class ControlVector(NamedTuple):
@@ -53,11 +48,12 @@ class ControlVector(NamedTuple):
 
     Attributes:
         powers: per group, of its norm (and rank, with norm_type inf: no sum gives a maximum).
-        first_nonfinite, unscaled: see :class:`Decision`; each rank fills in its own place.
+        first_nonfinite: see :class:`Decision`; each rank fills in its own place.
+        unscaled: per data-parallel rank 1 if its loss was not scaled, else 0.
         presence: per slot, how many ranks have a gradient.
         copies: the same over all copies, of slots whose copies' gradients are added up.
         options: pairs of :class:`.options.OptionCheck`.
-        unseen: see :class:`Decision`.
+        unseen: how many ranks have weights that were written unseen; see :class:`WeightEdits`.
     """
 
     powers: Tensor

@@ -1,21 +1,18 @@
 """Options that ranks must have alike in every step, compared inside the control all-reduce.
 
 Replicas stay equal whatever a rank's learning rate is: every owner trains its spans at its own
-rate, and nobody notices. So the options of all groups have a digest, two integers ``d`` below
+rate, and nobody notices. So the options of all groups have a digest, integers ``d`` below
 ``2**BITS``, of which the all-reduce brings ``sum(d)`` and ``sum(d * d)``. Doubles add these
 exactly, and the ranks hold one value iff ``ranks * sum(d * d) == sum(d)**2`` (Cauchy-Schwarz).
-All ranks see a difference together, and only then exchange the values to name it. What each rank
-trains (``requires_grad``) has a digest of its own: a difference there is no error.
-
-Values that only an accelerator can read (a tensor ``lr``) are hashed there.
+All ranks see a difference together, and only then exchange the values to name it.
 """
 
 from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +22,9 @@ from shardcast.messages import by_rank, warn
 
 BITS = 16  # ranks * sum(d * d) < ranks**2 * 2**32 is an exact int64 for up to 2**15 ranks
 MASK = (1 << BITS) - 1
-OPTION_DIGESTS = 2  # of BITS each; one more is of requires_grad
+OPTION_DIGESTS = 2  # of BITS each; one more is of requires_grad, where a difference is no error
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
-PLAIN = frozenset({float, int, bool, str, type(None)})
+ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
 REMEDY = (
     "Every owner would update its part of the model in its own way: give all ranks the same value, "
     "for example average what a scheduler such as ReduceLROnPlateau is given over the ranks first."
@@ -38,27 +35,6 @@ UNTRAINED = (
 )
 
 Groups = Sequence[Mapping[str, Any]]
-
-
-class OnDevice:
-    """Stands for a value that the host cannot read without waiting."""
-
-    def __repr__(self) -> str:
-        return "a tensor on the device"
-
-
-ON_DEVICE = OnDevice()
-
-
-ARGUMENTS = ("max_norm", "clip_value", "divisor")
-
-
-class StepArguments(NamedTuple):
-    """What a script gives to a step besides the options of groups."""
-
-    max_norm: float | None = None
-    clip_value: float | None = None
-    divisor: float | Tensor | None = None
 
 
 class OptionCheck:
@@ -73,32 +49,35 @@ class OptionCheck:
     ) -> None:
         self._names = tuple(dict.fromkeys((*names, "max_grad_norm")))
         self._process_groups, self._device = process_groups, device
-        self._arguments = StepArguments()
-        self._objects: list[Any] = []  # of the last step, and whether they can change in place
-        self._trained: list[bool] = []
-        self._changing = True
+        self._arguments: Mapping[str, Any] = {}
+        self._objects: list[Any] = []  # of the last step
+        self._changing = True  # some of these may change in place
+        self._trained = b""
         self._on_device: list[Tensor] = []
-        self._uploaded: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
+        self._numbers: tuple[int, ...] = ()
+        self._digests = torch.empty(0)  # these numbers on the device
         self._warned = False
 
-    def pairs(self, groups: Groups, arguments: StepArguments) -> Tensor:
+    def pairs(self, groups: Groups, arguments: Mapping[str, Any]) -> Tensor:
         """This rank's digests and their squares, 1-d fp64; empty where there is one rank.
 
         Costs 0.1 microseconds per option and per parameter as long as nothing changes.
+
+        Args:
+            arguments: by name, what a script gives to a step besides options of groups.
         """
         if self._process_groups.everyone.size == 1:
             return torch.empty(0, dtype=torch.float64, device=self._device)
         self._arguments = arguments
         objects = [group.get(name) for group in groups for name in self._names]
-        objects += arguments
-        trained = [param.requires_grad for group in groups for param in group["params"]]
+        objects += arguments.values()
+        trained = bytes(param.requires_grad for group in groups for param in group["params"])
         # By identity: to compare a tensor with a number would wait for its device.
         same = len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects))
         if self._changing or not same or trained != self._trained:
             self._objects, self._trained = objects, trained
-            self._changing = not all(map(_is_constant, objects))
-            self._upload()
-        digests = self._uploaded[1]
+            self._digest()
+        digests = self._digests
         if self._on_device:
             values = torch.stack([value.detach().double().reshape(()) for value in self._on_device])
             bits = values.view(torch.int64)
@@ -110,18 +89,19 @@ class OptionCheck:
             digests &= MASK
         return torch.cat([digests, digests * digests]).double()
 
-    def _upload(self) -> None:
+    def _digest(self) -> None:
         plain = [_plain(value) for value in self._objects]
+        self._changing = not all(map(_is_constant, self._objects))
         self._on_device = [
             value for value, text in zip(self._objects, plain, strict=True) if text is ON_DEVICE
         ]
         digest = zlib.crc32(repr(plain).encode())
-        numbers = (digest >> BITS, digest & MASK, zlib.crc32(bytes(self._trained)) & MASK)
-        if numbers != self._uploaded[0]:
-            self._uploaded = numbers, to_device(numbers, torch.int64, self._device)
+        numbers = (digest >> BITS, digest & MASK, zlib.crc32(self._trained) & MASK)
+        if numbers != self._numbers:
+            self._numbers, self._digests = numbers, to_device(numbers, torch.int64, self._device)
 
     def differing(self, sums: Tensor) -> Tensor:
-        """Whether the ranks differ in options, and in what they train: 1-d bool of two elements.
+        """Whether the ranks differ in what they train, and in options: 1-d bool of two elements.
 
         Args:
             sums: of :meth:`pairs` over the data-parallel ranks.
@@ -129,84 +109,65 @@ class OptionCheck:
         if not sums.numel():
             return torch.zeros(2, dtype=torch.bool, device=self._device)
         digests, squares = sums.long().chunk(2)
-        return _two(self._process_groups.dp.size * squares != digests * digests)
+        differing = self._process_groups.dp.size * squares != digests * digests
+        return torch.stack([differing[OPTION_DIGESTS:].any(), differing[:OPTION_DIGESTS].any()])
 
     def differing_across(self, sums: Tensor) -> Tensor:
-        """The same of model-parallel ranks, a row of sums each: they may train other parameters."""
-        differing = _two((sums != sums[0]).any(0)[: sums.shape[1] // 2])
-        differing[1:] = False
-        return differing
+        """Whether model-parallel ranks, of a row of sums each, differ in options: 0-dim bool."""
+        return (sums != sums[0])[:, :OPTION_DIGESTS].any()  # they may train other parameters
 
-    def report(
-        self,
-        differing: Sequence[bool],
-        groups: Groups,
-        names: Mapping[nn.Parameter, str] | None = None,
-    ) -> None:
-        """Say what differs: raise, or warn once where it is ``requires_grad`` alone.
+    def error(self, groups: Groups, together: bool) -> RuntimeError:
+        """Names the options that differ, with groups, ranks and values.
 
         Args:
-            differing: as :meth:`differing` found; the same on all ranks.
-            names: of the parameters; then every rank must call this, and values are exchanged.
-                ``None`` where the ranks are not in the same step: those of this rank are named.
-
-        Raises:
-            RuntimeError: names options, groups, ranks and values.
+            together: every rank calls this, and values are exchanged; else the ranks are not in
+                the same step, and the values of this one are named.
         """
-        options_differ, training_differs = differing
-        if not options_differ and (self._warned or not training_differs):
-            return
-        facts = dict(self._values(groups))
-        untrained = self._untrained(groups, names or {})
-        if names is None:
-            own = ", ".join(f"{name} {value}" for name, value in facts.items())
-            text = (
-                f"the ranks differ in options; rank {self._process_groups.everyone.rank} has {own}"
-            )
+        values = {
+            f"{name} of group {number}": repr(_plain(group.get(name)))
+            for number, group in enumerate(groups)
+            for name in self._names
+        }
+        values.update({name: repr(_plain(value)) for name, value in self._arguments.items()})
+        everyone = self._process_groups.everyone
+        if together:
+            text = _differences(everyone.exchange(values, self._device), "None")
         else:
-            text = self._differences(facts, untrained)
-        if options_differ:
-            raise RuntimeError(f"step: {text}. {REMEDY}")
+            shown = ", ".join(f"{name} {value}" for name, value in values.items())
+            text = f"the ranks differ in options; rank {everyone.rank} has {shown}"
+        return RuntimeError(f"step: {text or 'options of groups differ'}. {REMEDY}")
+
+    def warn_of_training(self, groups: Groups, names: Mapping[nn.Parameter, str]) -> None:
+        """Warn once of parameters that some ranks do not train; on a CPU all ranks call it."""
+        if self._warned:
+            return
         self._warned = True
-        warn(f"step: {text}. {UNTRAINED}")
-
-    def _differences(self, facts: dict[str, str], untrained: dict[str, str]) -> str:
-        """What differs, by rank. Every rank must call it."""
-        exchanged = self._process_groups.everyone.exchange(facts, self._device)
-        by_replica = self._process_groups.dp.exchange(untrained, self._device)
-        texts = []
-        for rows, usual in ((exchanged, "None"), (by_replica, "True")):
-            for name in dict.fromkeys(name for row in rows for name in row):
-                values = [row.get(name, usual) for row in rows]
-                if len(set(values)) > 1:
-                    texts.append(f"{name} differs ({by_rank(enumerate(values))})")
-        return "; ".join(texts) or "options of groups differ"
-
-    def _values(self, groups: Groups) -> Iterator[tuple[str, str]]:
-        for number, group in enumerate(groups):
-            for name in self._names:
-                yield f"{name} of group {number}", repr(_plain(group.get(name)))
-        for name, value in zip(ARGUMENTS, self._arguments, strict=True):
-            yield name, repr(_plain(value))
-
-    @staticmethod
-    def _untrained(groups: Groups, names: Mapping[nn.Parameter, str]) -> dict[str, str]:
-        return {
-            f"requires_grad of parameter {names.get(param, 'of group ' + str(number))!r}": "False"
+        untrained = {
+            f"requires_grad of parameter {names.get(param, f'of group {number}')!r}": "False"
             for number, group in enumerate(groups)
             for param in group["params"]
             if not param.requires_grad
         }
+        text = "the ranks train different parameters"
+        if self._device.type == "cpu":
+            text = _differences(self._process_groups.dp.exchange(untrained, self._device), "True")
+        warn(f"step: {text}. {UNTRAINED}")
+
+
+def _differences(values_by_rank: Sequence[Mapping[str, str]], usual: str) -> str:
+    """Those names whose values differ, with the values by rank; ``usual`` where one has none."""
+    texts = []
+    for name in dict.fromkeys(name for values in values_by_rank for name in values):
+        values = [values.get(name, usual) for values in values_by_rank]
+        if len(set(values)) > 1:
+            texts.append(f"{name} differs ({by_rank(enumerate(values))})")
+    return "; ".join(texts)
 
 
 def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host on the device, without waiting for it."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
-
-
-def _two(differing: Tensor) -> Tensor:
-    return torch.stack([differing[:OPTION_DIGESTS].any(), differing[OPTION_DIGESTS:].any()])
 
 
 def _is_constant(value: Any) -> bool:
@@ -218,8 +179,6 @@ def _is_constant(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """What can be compared and hashed without waiting; tensors of the host by their value."""
-    if type(value) in PLAIN:
-        return value
     if isinstance(value, Tensor):
         if value.numel() != 1:
             return None

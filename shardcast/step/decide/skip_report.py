@@ -7,7 +7,7 @@ accelerator.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from shardcast.comm import Comm
 from shardcast.memory.gradients import Gradients
-from shardcast.memory.weight_edits import WeightEdits, unseen_error
 from shardcast.messages import warn
 from shardcast.plan.layout import Slot
 from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.loss_scale import unscaled_error
-from shardcast.step.decide.options import Groups, OptionCheck
+from shardcast.step.decide.options import to_device
 
 ELSEWHERE = "on other model-parallel ranks, which name it"
 
@@ -66,8 +64,9 @@ class SkipReport:
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
+        refuse: raises for ``Decision.mistakes``.
         bound: steps skipped in a row that raise.
-        usual: a skip now and then is the normal work of a dynamic loss scale, and not told.
+        usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
     """
 
     def __init__(
@@ -75,20 +74,17 @@ class SkipReport:
         grads: Sequence[Gradients],
         comm: Comm,
         device: torch.device,
-        options: OptionCheck,
-        edits: WeightEdits,
+        refuse: Callable[[Sequence[float]], None],
         bound: int,
         usual: bool,
     ) -> None:
         self._grads, self._comm, self._device = grads, comm, device
-        self._options, self._edits = options, edits
-        self._bound, self._usual = bound, usual
-        # Totals: steps skipped so far and in a row, then of the last skipped step
-        # Decision.first_nonfinite and Decision.unscaled, then of any step
-        # Decision.differing and Decision.unseen.
-        self._totals = torch.zeros(5 + 2 * comm.size, dtype=torch.float64, device=device)
-        sizes = [1, 1, 2 * comm.size, 3]
-        self._skipped, self._in_row, self._cause, self._mistakes = self._totals.split(sizes)
+        self._refuse, self._bound, self._usual = refuse, bound, usual
+        # Steps skipped so far and in a row; of the last skipped one Decision.first_nonfinite; of
+        # any step since they were reported Decision.mistakes.
+        sizes = [1, 1, comm.size, 3 + comm.size]
+        self._totals = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self._skipped, self._in_row, self._nonfinite, self._mistakes = self._totals.split(sizes)
         self._host = HostCopy(device)
         self._reported = 0.0
         self._starts = torch.empty(0, dtype=torch.float64, device=device)
@@ -106,10 +102,8 @@ class SkipReport:
             return 0.0
         nonfinite = ~torch.stack(list(powers)).isfinite()
         if self._device.type != "cpu":
-            if self._starts.numel() != len(self._grads):  # a copy waits: not in every step
-                self._starts = torch.tensor(self._own_starts(), dtype=torch.float64).to(
-                    self._device
-                )
+            if self._starts.numel() != len(self._grads):  # not in every step
+                self._starts = to_device(self._own_starts(), torch.float64, self._device)
             # Not starts[index]: to index by a tensor of no dimension is to ask for its value.
             first = torch.where(nonfinite, self._starts, math.inf).amin()
             return torch.where(nonfinite.any(), first, 0.0)
@@ -131,38 +125,29 @@ class SkipReport:
         skip = decision.skip
         self._skipped += skip
         self._in_row.copy_((self._in_row + 1) * skip)
-        cause = torch.cat([decision.first_nonfinite, decision.unscaled])
-        self._cause.copy_(torch.where(skip, cause, self._cause))
-        mistakes = torch.cat([decision.differing, decision.unseen])
-        self._mistakes.copy_(torch.maximum(self._mistakes, mistakes))
+        self._nonfinite.copy_(torch.where(skip, decision.first_nonfinite, self._nonfinite))
+        self._mistakes.copy_(torch.maximum(self._mistakes, decision.mistakes))
         self._host.send(self._totals)
 
-    def poll(self, groups: Groups) -> None:
+    def poll(self) -> None:
         """Report skipped steps whose numbers have arrived; never waits for the device.
 
         Raises:
             RuntimeError: as many steps in a row as the bound were skipped; names the first
-                non-finite element. On an accelerator also: a loss was not scaled, weights were
-                written unseen, or the ranks differ in options of ``groups``; nothing was changed
-                since.
+                non-finite element. On an accelerator also for mistakes of some ranks, for which
+                all steps since were skipped.
         """
         totals = self._host.read()
         if totals is None:
             return
-        size = self._comm.size
         skipped, in_row = totals[:2]
-        nonfinite, unscaled = totals[2 : 2 + size], totals[2 + size : 2 + 2 * size]
-        news, self._reported = skipped != self._reported, skipped
-        *differing, unseen = totals[-3:]
-        if self._device.type != "cpu" and (unseen or any(differing)):
+        nonfinite, mistakes = totals[2 : 2 + self._comm.size], totals[2 + self._comm.size :]
+        is_news, self._reported = skipped != self._reported, skipped
+        if self._device.type != "cpu" and any(mistakes):  # on a CPU they were refused at once
             self._mistakes.zero_()
-            if unseen:
-                raise unseen_error([self._edits.first_name()])
-            self._options.report([bool(differs) for differs in differing], groups)
-        if not news:
+            self._refuse(mistakes)
+        if not is_news:
             return
-        if ranks := [rank for rank, missing in enumerate(unscaled) if missing]:
-            raise unscaled_error(ranks)
         raising = in_row >= self._bound
         if self._usual and not raising:
             return

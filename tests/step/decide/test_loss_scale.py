@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from typing import Any
@@ -116,19 +115,6 @@ def test_the_loss_may_be_scaled_before_or_after_gradients_are_cleared(order: str
         optimizer.step()
 
 
-def test_an_unscaled_loss_is_refused_in_every_step_that_needs_a_scale():
-    model = copy.deepcopy(nn.Linear(2, 2))
-    optimizer = sharded(model, param_dtype=FP16, loss_scale="dynamic")
-    for _ in range(2):
-        model(torch.ones(1, 2)).float().sum().backward()
-        with pytest.raises(RuntimeError, match=r"optimizer\.scale_loss\(loss\)\.backward\(\)"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(torch.ones(1, 2)).float().sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # -- who has to scale ------------------------------------------------------------------------------
 
 
@@ -137,9 +123,11 @@ def unscaled_on(group: Any, bad: int, how: str) -> str:
     optimizer = sharded(model, group, param_dtype=FP16, loss_scale=8.0)
     for step in range(2):
         loss = CASES["mlp"].loss(model, CASES["mlp"].batch(step))
-        if not (step and how == "no batch" and group.rank() == bad):
-            scaled = step == 0 or group.rank() != bad or how == "no batch"
-            (optimizer.scale_loss(loss) if scaled else loss).backward()
+        is_bad = step == 1 and (group is None or group.rank() == bad)
+        if how == "by hand" and is_bad:
+            model.a.weight.grad = torch.ones_like(model.a.weight)
+        elif not (how == "no batch" and is_bad):
+            (loss if is_bad else optimizer.scale_loss(loss)).backward()
         try:
             if step and how == "clip":
                 optimizer.clip_grad_norm_(1.0)
@@ -154,11 +142,13 @@ def unscaled_on(group: Any, bad: int, how: str) -> str:
     return f"ok {float(optimizer.grad_norm):.3g}"
 
 
-@pytest.mark.parametrize("how", ["step", "clip", "clip value"])
-def test_all_ranks_refuse_a_loss_that_one_of_them_did_not_scale(how: str):
-    ranks, _ = run_world(3, unscaled_on, 1, how)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("how", ["step", "clip", "clip value", "by hand"])
+def test_all_ranks_refuse_a_loss_that_one_of_them_did_not_scale(how: str, size: int):
+    bad = size // 2
+    ranks = run_world(size, unscaled_on, bad, how)[0] if size > 1 else [unscaled_on(None, 0, how)]
     assert len(set(ranks)) == 1
-    assert "the loss was not scaled on rank 1; call optimizer.scale_loss(loss)" in ranks[0]
+    assert f"not scaled on rank {bad};" in ranks[0] and "optimizer.scale_loss(loss)" in ranks[0]
 
 
 def test_a_rank_without_a_batch_has_nothing_to_scale():
@@ -166,11 +156,3 @@ def test_a_rank_without_a_batch_has_nothing_to_scale():
     ranks, _ = run_world(3, unscaled_on, 1, "no batch")
     assert len(set(ranks)) == 1 and ranks[0].startswith("ok")
     assert math.isfinite(float(ranks[0][3:]))
-
-
-def test_gradients_set_by_hand_are_to_be_scaled_too():
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, param_dtype=FP16, loss_scale=8.0)
-    model.a.weight.grad = torch.ones_like(model.a.weight)
-    with pytest.raises(RuntimeError, match="not scaled on rank 0"):
-        optimizer.step()

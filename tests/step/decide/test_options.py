@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.step.decide import options as compared
 from shardcast.step.decide import skip_report
-from shardcast.step.decide.options import OptionCheck, StepArguments
+from shardcast.step.decide.options import OptionCheck
 from shardcast.step.decide.skip_report import HostCopy
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
 
-FP16, FP32 = torch.float16, torch.float32
+FP16 = torch.float16
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -72,17 +71,34 @@ def change(**options: Any) -> Callable[[Any, nn.Module, int], None]:
     return drift
 
 
+def at_step(clip: Callable[[Any, int], Any]) -> Callable[[Any, nn.Module, int], None]:
+    def drift(optimizer: Any, _model: nn.Module, rank: int) -> None:
+        optimizer.step = lambda: (clip(optimizer, rank), type(optimizer).step(optimizer))
+
+    return drift
+
+
+def freeze(_optimizer: Any, model: nn.Module, rank: int) -> None:
+    model.b.bias.requires_grad_(rank != 2)
+
+
+def change_and_freeze(optimizer: Any, model: nn.Module, rank: int) -> None:
+    freeze(optimizer, model, rank)
+    change(lr=0.02)(optimizer, model, rank)
+
+
 DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
     "plateau": (scheduled, ["lr of group 0", "lr of group 1", "rank 0: 0.01", "ranks 1, 2: 0.005"]),
     "lr": (change(lr=0.02), ["lr of group 1", "ranks 0, 2: 0.01", "rank 1: 0.02"]),
+    "lr beside a frozen parameter": (change_and_freeze, ["lr of group 1"]),
     "weight decay": (change(weight_decay=0.5), ["weight_decay of group 1", "rank 1: 0.5"]),
     "betas": (change(betas=(0.9, 0.95)), ["betas of group 1", "(0.9, 0.999)", "(0.9, 0.95)"]),
     "a flag": (change(amsgrad=True), ["amsgrad of group 1", "rank 1: True"]),
     "a bound": (change(max_grad_norm=0.5), ["max_grad_norm of group 1", "rank 1: 0.5"]),
     "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1", "rank 1: 0.5"]),
-    "a clip": (lambda o, _m, rank: setattr(o, "step", functools.partial(clipped_step, o, rank)),
+    "a clip": (at_step(lambda o, rank: o.clip_grad_norm_(2.0 if rank == 1 else 1.0)),
                ["max_norm", "ranks 0, 2: 1.0", "rank 1: 2.0"]),
-    "a value": (lambda o, _m, rank: setattr(o, "step", functools.partial(clamped_step, o, rank)),
+    "a value": (at_step(lambda o, rank: o.clip_grad_value_(1.0) if rank != 1 else None),
                 ["clip_value", "ranks 0, 2: 1.0", "rank 1: None"]),
     "a divisor": (lambda o, _m, rank: setattr(o, "divisor", 96.0 if rank == 1 else None),
                   ["divisor", "ranks 0, 2: None", "rank 1: 96.0"]),
@@ -91,17 +107,7 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
 }  # fmt: skip
 
 
-def clipped_step(optimizer: Any, rank: int) -> None:
-    optimizer.clip_grad_norm_(2.0 if rank == 1 else 1.0)
-    type(optimizer).step(optimizer)
-
-
-def clamped_step(optimizer: Any, rank: int) -> None:
-    if rank != 1:
-        optimizer.clip_grad_value_(1.0)
-    type(optimizer).step(optimizer)
-
-
+@pytest.mark.filterwarnings("ignore:step. requires_grad")
 @pytest.mark.parametrize("name", DRIFTS)
 def test_every_rank_names_option_group_and_values(name: str):
     drift, facts = DRIFTS[name]
@@ -112,7 +118,7 @@ def test_every_rank_names_option_group_and_values(name: str):
     assert errors[0].count(" of group ") == sum(" of group " in fact for fact in facts)
 
 
-def test_what_differs_in_nothing_that_counts_is_let_alone():
+def test_equal_values_and_notes_of_a_script_are_no_difference():
     def drift(optimizer: Any, _model: nn.Module, rank: int) -> None:
         for group in optimizer.param_groups:
             group["note of a script"] = rank
@@ -123,77 +129,50 @@ def test_what_differs_in_nothing_that_counts_is_let_alone():
 
 def test_a_parameter_that_some_ranks_do_not_train_is_warned_of_once():
     """It counts as one without a gradient there, so the step is made."""
-
-    def drift(_optimizer: Any, model: nn.Module, rank: int) -> None:
-        model.b.bias.requires_grad_(rank != 2)
-
     with pytest.warns(UserWarning) as caught:
-        assert outcomes(3, drift) == ["ok"] * 3
+        assert outcomes(3, freeze) == ["ok"] * 3
     fact = "requires_grad of parameter 'b.bias' differs (ranks 0, 1: True; rank 2: False)"
     assert [fact in str(warning.message) for warning in caught] == [True] * 3
-
-
-def test_a_rate_that_differs_beside_an_untrained_parameter_is_an_error():
-    def drift(optimizer: Any, model: nn.Module, rank: int) -> None:
-        model.b.bias.requires_grad_(rank != 2)
-        change(lr=0.02)(optimizer, model, rank)
-
-    for error in outcomes(3, drift):
-        assert "lr of group 1" in error and "requires_grad of parameter 'b.bias'" in error
 
 
 def test_a_step_with_equal_options_again_goes_on():
     """The refused step changed nothing, and what was corrected is compared anew."""
 
-    def run(group: Any) -> dict[str, Tensor]:
-        model, other = CASES["mlp"].build(), CASES["mlp"].build()
-        optimizer, expected = sharded(model, group), sharded(other, group)
-        for m, opt in ((model, optimizer), (other, expected)):
-            CASES["mlp"].loss(m, CASES["mlp"].batch(group.rank())).backward()
-            if opt is optimizer:
-                opt.param_groups[0]["lr"] = 0.5 + group.rank()
+    def run(group: Any) -> None:
+        trained = []
+        for mistaken in (True, False):
+            model = CASES["mlp"].build()
+            optimizer = sharded(model, group)
+            CASES["mlp"].loss(model, CASES["mlp"].batch(group.rank())).backward()
+            if mistaken:
+                optimizer.param_groups[0]["lr"] = 0.5 + group.rank()
                 for _ in range(2):
                     with pytest.raises(RuntimeError, match="lr of group 0"):
-                        opt.step()
-                opt.param_groups[0]["lr"] = 1e-2
-            opt.step()
-        assert_same_bits(values(model), values(other))
-        return values(model)
+                        optimizer.step()
+                optimizer.param_groups[0]["lr"] = 1e-2
+            optimizer.step()
+            trained.append(values(model))
+        assert_same_bits(*trained)
 
     run_world(2, run)
 
 
-def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce():
+@pytest.mark.parametrize("size", [2, 64, 1024])
+def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce(size: int):
     """One all-reduce of doubles per step; the follow-up that names values is for errors only."""
-
-    def run(group: Any) -> None:
+    with fake_world(size) as group:
         model = CASES["mlp"].build()
         optimizer = sharded(model, group, two_groups)
         for step in range(2):
             for options in optimizer.param_groups:
                 options["lr"] = 0.1 / (1 + step)
-            CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
             optimizer.step()
-            optimizer.zero_grad()
-
-    _, world = run_world(2, run)
-    doubles = [call for call in world.logs[0] if call.dtype == torch.float64]
+        doubles = [call for call in group.log if call.dtype == torch.float64]
     assert [call.op for call in doubles] == ["all_reduce"] * 2
-    groups, size, slots, digests = 2, 2, 6, 3
-    unseen_writes = 1
+    groups, slots, digests, unseen_writes = 2, 6, 3, 1
     assert doubles[0].nbytes == 8 * (groups + 2 * size + slots + 2 * digests + unseen_writes)
-
-
-@pytest.mark.parametrize("size", [2, 64, 1024])
-def test_the_control_all_reduce_grows_by_two_doubles_per_rank(size: int):
-    with fake_world(size) as group:
-        model = CASES["gpt"].build()
-        optimizer = sharded(model, group)
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        (control,) = [call for call in group.log if call.dtype == torch.float64]
-        assert control.nbytes <= 8 * (2 * size + 50)
 
 
 # -- the digests ----------------------------------------------------------------------------------
@@ -207,12 +186,12 @@ def differ(groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None) ->
         grid = ProcessGroups.flat(Comm(group))
         checks = [OptionCheck(names, grid, torch.device("cpu")) for _ in range(size)]
         sums = sum(
-            check.pairs(groups, StepArguments(divisor=divisor))
+            check.pairs(groups, {"divisor": divisor})
             for check, groups, divisor in zip(
                 checks, groups_of_ranks, divisors or [None] * size, strict=True
             )
         )
-        options, training = checks[0].differing(sums).tolist()
+        training, options = checks[0].differing(sums).tolist()
         assert not training
         return options
 
@@ -223,16 +202,24 @@ def groups_with(number: int, lr: Any, groups: int = 3) -> list[dict[str, Any]]:
     return made
 
 
-def test_one_rank_of_a_thousand_is_noticed():
-    same = groups_with(1, 1e-3)
-    assert not differ([same] * 1024)
-    for rank in (0, 511, 1023):
-        assert differ([same] * rank + [groups_with(1, 5e-4)] + [same] * (1023 - rank))
+SAME = groups_with(1, 1e-3)
 
 
-def test_half_of_the_ranks_against_the_other_half_is_noticed():
-    """Sums alone would not do: the square of the sum against the sum of squares does."""
-    assert differ([groups_with(2, 1e-3 * 2.0 ** -(rank % 2)) for rank in range(64)])
+@pytest.mark.parametrize(
+    "ranks",
+    [*([SAME] * rank + [groups_with(1, 5e-4)] + [SAME] * (1023 - rank) for rank in (0, 511, 1023)),
+     [groups_with(2, 1e-3 * 2.0 ** -(rank % 2)) for rank in range(64)]],
+    ids=["the first of 1024", "one amid them", "the last one", "half of 64"],
+)  # fmt: skip
+def test_a_difference_is_noticed_whatever_ranks_have_it(
+    ranks: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    assert not differ([SAME] * len(ranks))
+    assert differ(ranks)
+    monkeypatch.setattr(  # negative control
+        OptionCheck, "differing", lambda self, sums: torch.zeros(2, dtype=torch.bool)
+    )
+    assert not differ(ranks)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 + 2**-20, -1.0, 0.0])
@@ -253,31 +240,15 @@ def test_values_on_an_accelerator_are_compared_there(
     divisors = [torch.tensor(7.0) for _ in range(4)]
     assert not differ(same, divisors)
     assert differ(same, [*divisors[:3], 7.0 * torch.tensor(factor)])
-
-
-def test_rates_that_changed_places_differ(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        compared, "_plain", lambda value: compared.ON_DEVICE if torch.is_tensor(value) else None
+    rates = torch.tensor(1e-3), torch.tensor(2e-3 * (1 + factor))
+    ordered, swapped = (
+        [{"params": [], "lr": rate} for rate in row] for row in (rates, rates[::-1])
     )
-    first, other = torch.tensor(1e-3), torch.tensor(2e-3)
-
-    def groups(*rates: Tensor) -> list[dict[str, Any]]:
-        return [{"params": [], "lr": rate} for rate in rates]
-
-    assert not differ([groups(first, other), groups(first, other)])
-    assert differ([groups(first, other), groups(other, first)])
+    assert not differ([ordered, ordered])
+    assert differ([ordered, swapped]), "rates that changed places"
 
 
-def test_without_squares_a_difference_would_be_missed(monkeypatch: pytest.MonkeyPatch):
-    """Negative control."""
-    monkeypatch.setattr(
-        OptionCheck, "differing", lambda self, sums: torch.zeros(2, dtype=torch.bool)
-    )
-    with pytest.raises(AssertionError):
-        test_half_of_the_ranks_against_the_other_half_is_noticed()
-
-
-# -- on an accelerator the host hears of it later --------------------------------------------------
+# -- on an accelerator the host has the numbers later ---------------------------------------------
 
 
 class Event:
