@@ -10,7 +10,6 @@ import inspect
 import math
 import re
 import subprocess
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -222,22 +221,6 @@ def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
             call(alive, tensor)
 
     return hook
-
-
-def held_elsewhere(tensors: list[Tensor], position: int) -> bool:
-    """Whether something other than the list refers to the tensor there, as a Python object.
-
-    Counts references, as CPython does. Only of tensors that are no parameter's ``.grad`` any more.
-    """
-    return sys.getrefcount(tensors[position]) > ALONE
-
-
-def _count_alone() -> int:
-    alone = [object()]
-    return sys.getrefcount(alone[0])
-
-
-ALONE = _count_alone()
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -356,15 +356,6 @@ def test_a_weak_hook_calls_while_what_it_holds_lives():
     assert len(seen) == 1 and seen[0] is weight
 
 
-def test_a_tensor_that_only_a_list_holds_is_told_from_one_that_others_hold():
-    views = [torch.ones(2), torch.ones(2)]
-    assert not _compat.held_elsewhere(views, 1)
-    kept = views[1]
-    assert _compat.held_elsewhere(views, 1)
-    del kept
-    assert not _compat.held_elsewhere(views, 1)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
 def test_the_bare_step_runs_no_hooks_and_makes_the_same_step(kind: Any):
     weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]

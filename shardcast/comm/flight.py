@@ -7,7 +7,7 @@ or free what was sent until :meth:`Flight.wait` has returned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ Buffer = Callable[[int], Tensor]  # gives so many elements of the wire dtype, of
 class Flight(ABC):
     """What one rank has under way for one pack.
 
+    Args:
+        sent: the gradients of the pack in the wire dtype, unchanged until :meth:`wait` returns.
+        own: the own span of what is sent.
+
     Attributes:
         received: a buffer that is free again after :meth:`wait`.
         by_rank: whether what :meth:`wait` returns is a piece for each rank.
@@ -32,6 +36,11 @@ class Flight(ABC):
 
     received: Tensor
     by_rank = False
+
+    @abstractmethod
+    def __init__(
+        self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
+    ) -> None: ...
 
     def advance(self) -> None:  # noqa: B027, most have nothing to do
         """Launch what follows on the first collective, if anything does.
@@ -47,9 +56,11 @@ class Flight(ABC):
 class Scattered(Flight):
     """By a reduce-scatter: the backend sums."""
 
-    def __init__(self, comm: Comm, pack: PackLayout, sent: Tensor, buffer: Buffer) -> None:
+    def __init__(
+        self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
+    ) -> None:
         self._sent = sent
-        self.received = buffer(pack.spans[comm.rank].numel)
+        self.received = buffer(own.numel())
         self._work = comm.reduce_scatter(self.received, sent, pack)
 
     def wait(self) -> list[Tensor]:
@@ -58,20 +69,14 @@ class Scattered(Flight):
 
 
 class Exchanged(Flight):
-    """By one all-to-all: the pieces of all ranks come here.
-
-    Args:
-        local: gives the own span of what is sent.
-    """
+    """By one all-to-all: the pieces of all ranks come here."""
 
     def __init__(
-        self, comm: Comm, pack: PackLayout, sent: Tensor, buffer: Buffer,
-        local: Callable[[Tensor], Tensor],
-    ) -> None:  # fmt: skip
-        self._size, self._own = comm.size, pack.spans[comm.rank]
-        self._sent, self._local = sent, local
+        self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
+    ) -> None:
+        self._comm, self._sent, self._own = comm, sent, own
         self.by_rank = comm.size < MANY
-        count = self._own.numel
+        count = own.numel()
         self.received = buffer(count * comm.size)
         if len(pack.lengths) == 1:
             self._work = comm.all_to_all(self.received, sent, about=pack)
@@ -81,16 +86,16 @@ class Exchanged(Flight):
 
     def wait(self) -> list[Tensor]:
         self._work.wait()
-        own, received = self._own, self.received
-        if not own.numel:
-            return [received]
-        if not self.by_rank:
-            rows = received.view(self._size, own.numel)
-            rows[own.owner] = self._local(self._sent)
-            return [rows.sum(0, dtype=sum_dtype(rows.dtype))]
-        pieces = list(received.split(own.numel))
-        pieces[own.owner] = self._local(self._sent)
-        return pieces
+        count = self._own.numel()
+        if not count:
+            return [self.received]
+        if self.by_rank:
+            pieces = list(self.received.split(count))
+            pieces[self._comm.rank] = self._own
+            return pieces
+        rows = self.received.view(-1, count)
+        rows[self._comm.rank] = self._own
+        return [rows.sum(0, dtype=sum_dtype(rows.dtype))]
 
 
 class TwoLevel(Flight):
@@ -101,15 +106,13 @@ class TwoLevel(Flight):
     in that dtype, each to its node: nothing is rounded between the wire dtype, in which every
     gradient leaves its rank, and the mean. Needs spans of equal length. Both collectives are on the
     one process group, with empty pieces for all other ranks.
-
-    Args:
-        node: ranks of each node, numbered one after another.
     """
 
     def __init__(
-        self, comm: Comm, pack: PackLayout, sent: Tensor, buffer: Buffer, node: int
+        self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
     ) -> None:
-        self._comm, self._pack, self._node = comm, pack, node
+        self._comm, self._pack, self._node = comm, pack, pack.algorithms.node
+        node = self._node
         self._nodes, self._count = comm.size // node, pack.spans[0].numel
         self._home, self._number = divmod(comm.rank, node)  # which node, and which of its ranks
         # In the order of those they go to: a pass over the pack, little beside what it saves.
@@ -144,3 +147,10 @@ class TwoLevel(Flight):
         rows = arrived.view(shape)
         rows[self._home] = sums.view(shape)[self._home]
         return [rows.sum(0)]
+
+
+FLIGHTS: Mapping[str, type[Flight]] = {
+    "all_to_all": Exchanged,
+    "reduce_scatter": Scattered,
+    "two_level": TwoLevel,
+}

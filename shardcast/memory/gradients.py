@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from shardcast import _compat
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -42,8 +42,9 @@ class Gradients:
         )
         self._device = pack.params[0].device
         self._data: Tensor | None = None
-        self._views: list[Tensor] = []  # of ``data``, one per slot
-        self._addresses: list[int] = []  # of the views, until a script does ``.grad.data = ...``
+        # The view of each slot that was last shown as ``.grad``. Weakly: a script may keep it.
+        self._shown: list[Callable[[], Tensor | None]] = []
+        self._addresses: list[int] = []  # of the slots; a script may do ``.grad.data = ...``
 
     @property
     def allocated(self) -> bool:
@@ -56,8 +57,11 @@ class Gradients:
         if self._data is None:
             numel, own = self.pack.layout.numel, self.pack.own
             self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
-            self._views = self.pack.views(self._data)
-            self._addresses = [view.data_ptr() for view in self._views]
+            slots, start = self.pack.layout.slots, self._data.data_ptr()
+            self._addresses = [
+                start + slot.offset * self.dtype.itemsize if slot.numel else 0 for slot in slots
+            ]
+            self._shown = [_nothing] * len(slots)
             self._own_data = self._data[own.start : own.stop]
         return self._data
 
@@ -83,13 +87,15 @@ class Gradients:
     def holds(self, position: int) -> bool:
         """Whether the gradient is ours, not one that a script put in its place."""
         grad = self.pack.params[position].grad
-        if grad is None or not self._views:
-            return False
-        return grad is self._views[position] and grad.data_ptr() == self._addresses[position]
+        return self._data is not None and grad is not None and self._is_own(position, grad)
+
+    def _is_own(self, position: int, grad: Tensor) -> bool:
+        return grad is self._shown[position]() and grad.data_ptr() == self._addresses[position]
 
     def show(self, position: int) -> None:
         """Set the ``.grad`` at ``position`` to ours."""
-        self.pack.params[position].grad = self._view(position)
+        if not self.holds(position):
+            self.pack.params[position].grad = self._view(position)
 
     def expect(self, position: int) -> bool:
         """A gradient is about to be accumulated; whether every one is to be announced so."""
@@ -106,28 +112,28 @@ class Gradients:
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
         """Copy gradients that are not ours in, and show ours; whether there were any."""
         params = self.pack.params
-        _ = self.data  # allocates the views
-        views, addresses = self._views, self._addresses
+        _ = self.data  # allocates it
         grads: dict[int, Tensor] = {}
         for position in range(len(params)) if positions is None else positions:
             grad = params[position].grad
-            if grad is None or (grad is views[position] and grad.data_ptr() == addresses[position]):
+            if grad is None or self._is_own(position, grad):
                 continue
             check_dense(self.pack, position, grad)
             self.has_graph = self.has_graph or grad.requires_grad
             grads[position] = grad
         if grads:
             with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
-                free = [self._free_view(position) for position in grads]
-                torch._foreach_copy_(free, list(grads.values()))  # one kernel on a GPU
-            for position, view in zip(grads, free, strict=True):
+                views = [self._view(position) for position in grads]
+                torch._foreach_copy_(views, list(grads.values()))  # one kernel on a GPU
+            for position, view in zip(grads, views, strict=True):
                 params[position].grad = view
         return bool(grads)
 
     def clear(self, position: int) -> None:
         """Zero one slot, if there is storage."""
         if self._data is not None:
-            self._view(position).zero_()
+            slot = self.pack.layout.slots[position]
+            self._data[slot.offset : slot.end].zero_()
 
     def used(self) -> None:
         """A step was made with the gradients."""
@@ -174,24 +180,16 @@ class Gradients:
                 self.show(position)
 
     def _view(self, position: int) -> Tensor:
-        """The memory of one slot; a view that a script moved elsewhere is replaced."""
-        _ = self.data  # allocates the views
-        if self._views[position].data_ptr() != self._addresses[position]:
-            slot = self.pack.layout.slots[position]
-            self._views[position] = self.data[slot.offset : slot.end].view(size=slot.shape)
-        return self._views[position]
+        """A new view of one slot, for another gradient; whoever kept the last one gets a copy.
 
-    def _free_view(self, position: int) -> Tensor:
-        """The memory of one slot for another gradient; whoever kept the old one gets a copy.
-
-        Gradients that a script keeps over a backward (PCGrad) must not change. To make views
-        anew, so that weak references tell which are still in use, would take longer than all else
-        here.
+        Gradients that a script keeps over a backward (PCGrad) must not change.
         """
-        if _compat.held_elsewhere(self._views, position):
-            kept = self._views[position]
-            kept.data = kept.detach().clone()
-        return self._view(position)
+        data, slot, last = self.data, self.pack.layout.slots[position], self._shown[position]()
+        if last is not None and last.data_ptr() == self._addresses[position]:
+            last.data = last.detach().clone()
+        view = data[slot.offset : slot.end].view(size=slot.shape)
+        self._shown[position] = weakref.ref(view)
+        return view
 
 
 class ShardedGradients(Gradients):
@@ -274,10 +272,6 @@ class ShardedGradients(Gradients):
                 self.show(position)
         return found
 
-    def clear(self, position: int) -> None:
-        if self._data is not None:
-            self._views[position].zero_()
-
     def used(self) -> None:
         self._used = True
 
@@ -302,7 +296,7 @@ class ShardedGradients(Gradients):
         here, on CPU, where a report names the element: one more sum over the own span, which would
         copy it into another dtype first; where it overflows for nothing, nobody is named.
         """
-        self._data, self._views = None, []
+        self._data = None
         del self._own_data  # a view, which would keep all of the storage
         own = self.own
         if own.device.type != "cpu" or len(pieces) == 1 or self.culprits:
@@ -325,6 +319,10 @@ class ShardedGradients(Gradients):
                 self.own[own_part(self.pack, position)].zero_()
         self._own = self.own.to(MASTER_DTYPE)
         return self._own
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
 
 
 def own_part(pack: Pack, position: int) -> slice:

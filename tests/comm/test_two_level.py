@@ -10,9 +10,9 @@ import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor
 
-from shardcast.comm import Comm, Exchanged, TwoLevel, group
+from shardcast.comm import FLIGHTS, Comm, group
 from shardcast.comm.flight import MANY
-from shardcast.plan.algorithms import Topology
+from shardcast.plan.algorithms import Algorithms, Topology
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import assert_same_sequence
 
@@ -35,10 +35,12 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def pack_of(world: int, count: int) -> PackLayout:
+def pack_of(world: int, count: int, node: int = 1) -> PackLayout:
     spans = tuple(Span(rank, rank * count, (rank + 1) * count) for rank in range(world))
     slot = Slot("weight", (world * count,), 0, world * count)
-    return PackLayout(0, "cpu", BF16, True, 0, "", world * count, (slot,), spans)
+    return PackLayout(
+        0, "cpu", BF16, True, 0, "", world * count, (slot,), spans, Algorithms(node=node)
+    )
 
 
 def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -47,15 +49,22 @@ def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-128, 128, (numel,), generator=generator).to(dtype)
 
 
-def reduced(process_group: Any, node: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:
+def pieces_of(
+    process_group: Any, algorithm: str, pack: PackLayout, dtype: torch.dtype
+) -> tuple[list[Tensor], bool]:
     comm = Comm(process_group)
-    sent = gradient(comm.rank, comm.size * count, dtype)
-    kept = sent.clone()
-    flight = TwoLevel(
-        comm, pack_of(comm.size, count), sent, lambda n: torch.full((n,), 7, dtype=dtype), node
-    )
-    (total,) = flight.wait()
-    assert torch.equal(sent, kept), "what is sent stays as it is"
+    sent = gradient(comm.rank, pack.numel, dtype)
+    before, span = sent.clone(), pack.spans[comm.rank]
+    own = sent[span.start : span.stop]
+    flight = FLIGHTS[algorithm](comm, pack, sent, own, lambda n: torch.full((n,), 7, dtype=dtype))
+    pieces = flight.wait()
+    assert torch.equal(sent, before), "what is sent stays as it is"
+    return pieces, flight.by_rank
+
+
+def reduced(process_group: Any, node: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:
+    pack = pack_of(process_group.size(), count, node)
+    (total,), _ = pieces_of(process_group, "two_level", pack, dtype)
     return total, str(total.dtype)
 
 
@@ -150,15 +159,9 @@ def test_one_node_is_reduced_at_one_level(nodes: Any):
 
 
 def summed_at_once(process_group: Any) -> tuple[Tensor, bool]:
-    comm = Comm(process_group)
-    sent = gradient(comm.rank, comm.size * 3, BF16)
-    own = slice(comm.rank * 3, comm.rank * 3 + 3)
-    flight = Exchanged(
-        comm, pack_of(comm.size, 3), sent, lambda n: torch.full((n,), 7, dtype=BF16),
-        lambda tensor: tensor[own],
-    )  # fmt: skip
-    pieces = flight.wait()
-    return sum(piece.float() for piece in pieces), flight.by_rank  # type: ignore[return-value]
+    pack = pack_of(process_group.size(), 3)
+    pieces, by_rank = pieces_of(process_group, "all_to_all", pack, BF16)
+    return sum(piece.float() for piece in pieces), by_rank  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("world", [MANY - 1, MANY])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm, Exchanged, Flight, Scattered, TwoLevel
+from shardcast.comm import FLIGHTS, Comm, Flight
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
@@ -22,6 +22,12 @@ class State(Enum):
     LOCAL = "this rank's own, or there are none"
     IN_FLIGHT = "on their way to the owners"
     REDUCED = "the mean, in the own span"
+
+
+def land_all(buckets: Iterable[Bucket]) -> None:
+    """Finish what a failed backward, or no backward, left in flight."""
+    for bucket in buckets:
+        bucket.land()
 
 
 @dataclass(eq=False)
@@ -127,13 +133,9 @@ class Bucket:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
         grads, pack, comm = self.grads, self.grads.pack.layout, self.grads.pack.comm
         sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
+        flight = FLIGHTS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
         buffer = partial(self._buffer, spare)
-        if pack.algorithms.reduce == "reduce_scatter":
-            self._flight = Scattered(comm, pack, sent, buffer)
-        elif pack.algorithms.reduce == "two_level":
-            self._flight = TwoLevel(comm, pack, sent, buffer, pack.algorithms.node)
-        else:
-            self._flight = Exchanged(comm, pack, sent, buffer, grads.local)
+        self._flight = flight(comm, pack, sent, grads.local(sent), buffer)
         self.state = State.IN_FLIGHT
 
     def _buffer(self, spare: list[Tensor], numel: int) -> Tensor:

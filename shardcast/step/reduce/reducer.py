@@ -22,9 +22,9 @@ from shardcast.memory.gradients import Gradients, ShardedGradients, set_grad_dty
 from shardcast.memory.pack import Pack
 from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import grad_dtype, wire_dtype
-from shardcast.step.reduce.bucket import Bucket, State
+from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
-from shardcast.step.reduce.round import Round, land_all
+from shardcast.step.reduce.round import Round
 from shardcast.step.reduce.user_edits import Edits, ZeroGrad, nothing
 
 

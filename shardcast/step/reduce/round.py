@@ -16,14 +16,13 @@ whatever gradients are absent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.step.reduce.bucket import Bucket, State
+from shardcast.step.reduce.bucket import Bucket, State, land_all
 
 if TYPE_CHECKING:
     from shardcast.step.reduce.reducer import Reducer
@@ -217,9 +216,3 @@ class Round:
         buffer = self._flying.pop(0).land()
         if buffer is not None:
             self._spare.append(buffer)
-
-
-def land_all(buckets: Iterable[Bucket]) -> None:
-    """Finish what a failed backward, or no backward, left in flight."""
-    for bucket in buckets:
-        bucket.land()
