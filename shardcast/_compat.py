@@ -182,7 +182,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 # A number that stands for the backward that is running on this thread, -1 for none. One that a
-# re-entrant checkpoint runs inside another has a number of its own; no number comes twice.
+# re-entrant checkpoint runs inside another has a number of its own; no number comes twice. Torch has
+# no public name for it, and two promises need it: a pack is not sent by the inner backward, and two
+# models in one backward are launched at its end, so that ranks do not wait for each other.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -196,7 +198,8 @@ def accumulates() -> bool:
 
     ``torch.autograd.grad`` runs the same hooks and does not: there the engine refuses to say
     whether it runs a leaf, of which the first below the hook is asked. With
-    ``backward(inputs=...)`` the answer is exact in the hooks of parameters only.
+    ``backward(inputs=...)`` the answer is exact in the hooks of parameters only. Without it a rank
+    that alone calls ``torch.autograd.grad`` would wait for the others; no public name says it.
     """
     node = torch._C._current_autograd_node()
     while below := [inner for inner, _ in node.next_functions if inner is not None]:
