@@ -182,9 +182,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 # A number that stands for the backward that is running on this thread, -1 for none. One that a
-# re-entrant checkpoint runs inside another has a number of its own; no number comes twice. Torch has
-# no public name for it, and two promises need it: a pack is not sent by the inner backward, and two
-# models in one backward are launched at its end, so that ranks do not wait for each other.
+# re-entrant checkpoint runs inside another has a number of its own; no number comes twice. There is
+# no public name for it, and two promises need it: the inner backward sends no pack, and two
+# models in one backward are launched at its end, so that ranks do not wait for one another.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
