@@ -104,7 +104,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--details", action="store_true", help="print all tables too")
     parser.add_argument("--json", action="store_true", help="print it for programs: bytes, seconds")
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw it over world sizes 1 to 4096"
+        "--plot", type=Path, metavar="PNG|SVG", help="draw it over world sizes 1 to 4096"
     )
     return parser.parse_args(arguments)
 
