@@ -23,6 +23,7 @@ class Baseline:
         self.optimizer = optimizer
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self.grad_norm: Tensor | None = None
+        self._gradient_bytes = 0
         self.model = model
         if dist.is_initialized():
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -38,7 +39,19 @@ class Baseline:
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss
 
+    def memory_report(self) -> dict[str, int]:
+        """Bytes that this rank holds, by kind; gradients as they were in the last step."""
+        state = [value for state in self.optimizer.state.values() for value in state.values()]
+        return {
+            "parameters": sum(param.nbytes for param in self.model.parameters()),
+            "gradients": self._gradient_bytes,
+            "masters": 0,
+            "state": sum(value.nbytes for value in state if value.dim()),
+        }
+
     def step(self) -> None:
+        grads = [param.grad for param in self.model.parameters()]
+        self._gradient_bytes = sum(grad.nbytes for grad in grads if grad is not None)
         self.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
 

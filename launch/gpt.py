@@ -5,7 +5,8 @@ Shapes: B sequences, T tokens (at most ``context``), V vocabulary, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,11 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> GPTConfig:
+        """From the flags of a training script; it has more of them."""
+        return cls(**{f.name: vars(arguments)[f.name] for f in fields(cls) if f.name in arguments})
 
 
 def gpt_7b() -> GPT:

@@ -9,10 +9,15 @@ from pathlib import Path
 
 FILE = "LONG_DESCRIPTION.md"
 RELATIVE = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
+PICTURE = re.compile(r"!\[([^\]]+)\]\((?!https?://)([^)]+)\)")
 
 
 def without_relative_links(text: str, url: str) -> str:
-    """Markdown whose relative links lead to `url`, or are plain text where it is empty."""
+    """Markdown whose relative links lead to `url`, or are plain text where it is empty.
+
+    Pictures are shown from `url`, or left out.
+    """
+    text = PICTURE.sub(rf"![\1]({url.rstrip('/')}/raw/main/\2)" if url else "", text)
     if url:
         return RELATIVE.sub(rf"[\1]({url.rstrip('/')}/blob/main/\2)", text)
     return RELATIVE.sub(r"\1", text)

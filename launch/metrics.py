@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ class Metrics:
 
     A resumed run appends to those of before; of a step that was repeated the last record counts.
 
-    Kinds: "run" (arguments, world size, digest of the corpus), "train" (loss: mean since the last
-    record; lr, grad_norm, skipped_steps, tokens_per_second), "validation" (loss), "sample" (text).
+    Kinds: "run" (arguments, configuration, world size, digest of the corpus, tokens of a step),
+    "train" (loss: mean since the last record; lr, grad_norm, skipped_steps, tokens_per_second),
+    "validation" (loss), "memory" (bytes of rank 0 by kind), "sample" (text).
     Losses are in nats per byte.
     """
 
@@ -51,6 +53,18 @@ def _lines(path: Path) -> list[str]:
 def curve(records: list[Record], kind: str) -> dict[int, float]:
     """Loss by step of all records of one kind ("train" or "validation")."""
     return {record["step"]: record["loss"] for record in records if record["kind"] == kind}
+
+
+def values_of(records: list[Record], kind: str) -> Record:
+    """What the last record of one kind says; nothing where there is none."""
+    return next((record for record in reversed(records) if record["kind"] == kind), {})
+
+
+def seconds_per_step(records: list[Record]) -> float:
+    """The median over the training records, which leaves pauses of the machine out."""
+    tokens = values_of(records, "run")["tokens_per_step"]
+    speeds = [record["tokens_per_second"] for record in records if record["kind"] == "train"]
+    return tokens / statistics.median(speeds)
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,5 @@ def largest_difference(a: list[Record], b: list[Record]) -> tuple[int, float]:
 
 
 def _same_text(a: list[Record], b: list[Record]) -> None:
-    corpora = [next(r["corpus"] for r in run if r["kind"] == "run") for run in (a, b)]
-    if corpora[0] != corpora[1]:
+    if values_of(a, "run").get("corpus") != values_of(b, "run").get("corpus"):
         raise ValueError("the two runs were trained on different text: they cannot be compared")

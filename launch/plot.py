@@ -1,10 +1,12 @@
-"""Loss curves of one or more runs as a PNG."""
+"""Pictures of one or more runs: loss curves, and memory over ranks beside them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from metrics import Record, curve
+
+from shardcast.cli.plot import INK, draw_memory, empty_figure, save, style_of
 
 RANDOM_BYTES = 5.545  # ln 256: nats per byte of a model that knows nothing
 
@@ -35,6 +37,60 @@ def loss_curves(runs: dict[str, list[Record]], path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return f"picture: {path}"
+
+
+def memory_and_losses(
+    memory: dict[str, dict[int, float]],
+    measured: dict[str, tuple[int, int]],
+    runs: dict[str, list[Record]],
+    titles: tuple[str, str],
+    *paths: Path,
+) -> str:
+    """Draw bytes per rank over ranks on the left, the loss curves of two runs on the right.
+
+    Args:
+        memory: by system and number of ranks.
+        measured: number of ranks and bytes of a run, as a ring on its line.
+        runs: the records of each, drawn in the color of the same name on the left.
+        titles: of both sides.
+        paths: of the same picture as PNG or SVG; readable on light and dark pages.
+    """
+    try:
+        figure = empty_figure(10, 4)
+    except RuntimeError:
+        return "no picture: it needs matplotlib (the extra `plot`)"
+    left, right = figure.subplots(1, 2)
+    unit = draw_memory(left, memory)
+    left.set_ylim(top=1.15 * max(max(by_size.values()) for by_size in memory.values()) / unit)
+    for number, (name, by_size) in enumerate(memory.items()):
+        end = max(by_size)
+        left.annotate(
+            name, (end, by_size[end] / unit), (0, 8), textcoords="offset points", ha="right",
+            color=_color(name, number), weight="bold",
+        )  # fmt: skip
+    rings = {"marker": "o", "linestyle": "", "fillstyle": "none", "markersize": 13}
+    for number, (name, (ranks, nbytes)) in enumerate(measured.items()):
+        left.plot([ranks], [nbytes / unit], color=_color(name, number), **rings)
+    for number, (name, records) in enumerate(runs.items()):
+        train, validation = curve(records, "train"), curve(records, "validation")
+        color, below = _color(name, number), number == 0
+        line = {"linewidth": 4, "alpha": 0.6} if below else {"linewidth": 1.5}
+        dots = {"linestyle": "", "marker": "o" if below else "x", "markersize": 9 if below else 6}
+        right.plot(train.keys(), train.values(), color=color, label=f"{name}, training", **line)
+        label = f"{name}, held-out text"
+        right.plot(validation.keys(), validation.values(), color=color, label=label, **dots)
+    right.legend(frameon=False, labelcolor=INK, loc="upper right")
+    right.set(xlabel="step", ylabel="loss, nats per byte")
+    for axes, title in zip((left, right), titles, strict=True):
+        axes.set_title(title)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(figure, path)
+    return f"picture: {paths[0]}"
+
+
+def _color(name: str, number: int) -> str:
+    return str(style_of(name).get("color", f"C{number}"))
 
 
 def agreement(runs: dict[str, list[Record]], path: Path) -> str:

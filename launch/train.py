@@ -20,6 +20,7 @@ import metrics
 import torch
 from baseline import Baseline
 from checkpoints import Checkpoints
+from comparison import compare
 from corpus import Corpus
 from gpt import GPT, GPTConfig
 from plot import loss_curves
@@ -39,7 +40,7 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
     config = shardcast.ShardcastConfig.load(args.config, **given)
 
     torch.manual_seed(args.seed)
-    network = GPT(gpt_config(args)).to(device)
+    network = GPT(GPTConfig.of(args)).to(device)
     adamw = torch.optim.AdamW(
         network.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
     )
@@ -59,8 +60,11 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
         )  # fmt: skip
         first += checkpoints.resume()
     log = metrics.Metrics(args.output, enabled=processes.main, append=first > 1)
-    log.write("run", corpus=corpus.digest, world=world, arguments=vars(args))
     tokens_per_step = world * args.accumulation * args.batch_size * args.context
+    log.write(
+        "run", corpus=corpus.digest, world=world, tokens_per_step=tokens_per_step,
+        arguments=vars(args), config=config.to_dict(),
+    )  # fmt: skip
     progress = Progress(log, processes, args.steps, tokens_per_step)
     progress.say(
         f"{sum(p.numel() for p in network.parameters()):,} parameters, "
@@ -94,9 +98,9 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
             progress.say(f"told to stop; saved step {step}")
             break
     progress.close()
-    if args.baseline is None:
-        report = optimizer.memory_report()
-        progress.say("memory per rank: " + ", ".join(f"{k} {v:,} bytes" for k, v in report.items()))
+    report = optimizer.memory_report()
+    log.write("memory", **report)
+    progress.say("memory per rank: " + ", ".join(f"{k} {v:,} bytes" for k, v in report.items()))
 
     if processes.main:
         text = sample(network, args, device, autocast)
@@ -104,17 +108,6 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
         print(f"--- sample ---\n{text}\n--------------")
         name = args.baseline or "shardcast"
         print(loss_curves({name: metrics.read(args.output)}, args.output / "loss.png"))
-
-
-def gpt_config(args: argparse.Namespace) -> GPTConfig:
-    return GPTConfig(
-        context=args.context,
-        width=args.width,
-        depth=args.depth,
-        heads=args.heads,
-        tie_head=args.tie_head,
-        checkpoint_activations=args.checkpoint_activations,
-    )
 
 
 def schedule(step: int, warmup: int, steps: int) -> float:
@@ -157,13 +150,6 @@ def sample(
         generator = torch.Generator().manual_seed(args.seed)
         tokens = network.generate(prompt, args.sample_bytes, generator)
     return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
-
-
-def compare(directories: list[Path], output: Path) -> None:
-    """Draw two runs in one picture and print how far their validation losses are apart."""
-    runs = {str(directory): metrics.read(directory) for directory in directories}
-    print(loss_curves(runs, output / "comparison.png"))
-    print(metrics.compare(*runs.values()))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

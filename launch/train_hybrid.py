@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from baseline import Baseline
 from checkpoints import Checkpoints
 from corpus import Corpus
-from gpt import GPT
+from gpt import GPT, GPTConfig
 from plot import agreement
 from processes import Processes
 from progress import Progress
@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from train import checkpoint_flags, gpt_config, model_flags, positive, schedule, text_flags
+from train import checkpoint_flags, model_flags, positive, schedule, text_flags
 
 import shardcast
 
@@ -120,7 +120,7 @@ def build(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
     count = args.pp * 2 if looped and args.pp > 1 else args.pp
     rank = 0 if mesh is None else mesh.get_local_rank("pp")
     torch.manual_seed(args.seed)
-    network = GPT(gpt_config(args))
+    network = GPT(GPTConfig.of(args))
     stages = []
     for number in range(rank, count, args.pp):
         stage = copy.deepcopy(network).keep(number, count).to(device)

@@ -9,7 +9,10 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import comparison
 import metrics
+import picture
+import plot
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ import shardcast
 from shardcast.testing import SpawnedWorld
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 TINY = GPTConfig(context=16, width=32, depth=2, heads=2)
 TINY_RUN = (
     "--device cpu --steps 6 --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 "
@@ -232,16 +236,46 @@ def run(*command: str) -> str:
     return finished.stdout
 
 
-def test_the_quickstart_ends_with_the_comparison_and_warns_of_nothing(tmp_path: Path) -> None:
+def test_the_quickstart_ends_with_a_table_and_a_picture_and_warns_of_nothing(
+    tmp_path: Path,
+) -> None:
     satisfied = python("launch/satisfied.py", "plot").returncode == 0
     if not satisfied or sys.prefix == sys.base_prefix:
         pytest.skip("the quickstart would install another torch, or matplotlib, first")
     done = command("bash", "launch/quickstart.sh", *TINY_RUN, VENV=sys.prefix, OUTPUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("final difference of the validation losses")
-    assert (tmp_path / "comparison.png").is_file()
+    assert "two minutes" in done.stdout.split("== 1 of 2")[0]
+    end = done.stdout.split("== comparison ==")[1]
+    names, loss, measured, estimated, seconds = end.split("\n\n")[1].splitlines()
+    assert names.split() == ["DDP", "+", "autocast", "shardcast"]
+    runs = [metrics.read(tmp_path / name) for name in ("ddp", "shardcast")]
+    final = [f"{metrics.curve(records, 'validation')[6]:.4f}" for records in runs]
+    assert loss.split()[-2:] == final
+    assert [float(value) for value in measured.split()[-2:]] == [0.48, 0.30]
+    assert [float(value) for value in estimated.split()[-2:]] == [0.48, 0.17]
+    assert all(float(value) > 0 for value in seconds.split()[-2:])
+    assert end.splitlines()[-1] == f"picture: {tmp_path / 'comparison.png'}"
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "warning" not in (done.stdout + done.stderr).lower()
     assert done.stderr == ""
+    for records in runs:  # the ring in the picture is on its line
+        world, nbytes = comparison.measured_memory(records)
+        assert nbytes == comparison.memory_over_ranks(records)[world]
+
+
+def test_the_picture_of_the_readme_shows_its_table(tmp_path: Path) -> None:
+    memory = {name: by_size[8] / 1e9 for name, by_size in picture.memory_of_7b().items()}
+    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|", README.replace("*", ""), re.MULTILINE))
+    lean = next(value for name, value in rows.items() if "lean.yaml" in name)
+    table = [rows["DDP + autocast"], rows["shardcast"], lean]
+    assert [f"{gigabytes:.1f}" for gigabytes in memory.values()] == table
+    runs = picture.recorded()
+    assert list(runs) == ["DDP + autocast", "shardcast"]
+    assert all(max(metrics.curve(records, "train")) == 300 for records in runs.values())
+    assert metrics.compare(*runs.values()).differences[-1] < 1
+    path = tmp_path / "picture.svg"
+    plot.memory_and_losses({"shardcast": {1: 2e9, 2: 1e9}}, {}, runs, ("memory", "loss"), path)
+    assert path.read_text().startswith("<?xml")
 
 
 def test_a_slurm_job_gives_each_task_the_cores_that_it_asked_for(tmp_path: Path) -> None:

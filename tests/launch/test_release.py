@@ -37,7 +37,9 @@ def test_relative_links_lead_to_files_and_not_out_of_the_long_description() -> N
     assert not RELATIVE.search(without_relative_links(README, ""))
     linked = without_relative_links(README, "https://example.org/project")
     assert not RELATIVE.search(linked)
-    assert f"](https://example.org/project/blob/main/{targets[0]})" in linked
+    picture, page = targets[:2]
+    assert f"](https://example.org/project/raw/main/{picture})" in linked
+    assert f"](https://example.org/project/blob/main/{page})" in linked
 
 
 def test_the_tree_that_is_built_names_its_long_description(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Two runs of launch/train.py beside each other: a picture, a table, how far losses are apart."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import metrics
+import torch
+from gpt import GPT, GPTConfig
+from metrics import Record
+from plot import memory_and_losses
+
+import shardcast
+from shardcast.estimate import estimate, peers
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def compare(directories: list[Path], output: Path) -> None:
+    """Draw two runs in one picture, print a table of them and the picture's path."""
+    runs = {name_of(metrics.read(directory)): metrics.read(directory) for directory in directories}
+    if len(runs) < len(directories):  # two of one kind
+        runs = {str(directory): metrics.read(directory) for directory in directories}
+    memory = {name: memory_over_ranks(records) for name, records in runs.items()}
+    measured = {name: measured_memory(records) for name, records in runs.items()}
+    titles = "memory of this model (rings: measured)", "loss of both runs"
+    picture = memory_and_losses(memory, measured, runs, titles, output / "comparison.png")
+    apart = metrics.compare(*runs.values())
+    print("\n".join(["", *table(runs, memory, measured), "", str(apart), picture]))
+
+
+def name_of(records: list[Record]) -> str:
+    baseline = metrics.values_of(records, "run")["arguments"]["baseline"]
+    return "shardcast" if baseline is None else "DDP + autocast"
+
+
+def measured_memory(records: list[Record]) -> tuple[int, int]:
+    """Number of ranks, bytes that the first one held: parameters, gradients, masters, state."""
+    report = metrics.values_of(records, "memory")
+    total = sum(value for key, value in report.items() if key != "kind")
+    return metrics.values_of(records, "run")["world"], total
+
+
+def memory_over_ranks(records: list[Record]) -> dict[int, float]:
+    """Bytes per rank that the model of a run needs on other numbers of ranks, by the formulas."""
+    run = metrics.values_of(records, "run")
+    with torch.device("meta"):
+        model = GPT(GPTConfig.of(argparse.Namespace(**run["arguments"])))
+    if run["arguments"]["baseline"] is not None:
+        numel = sum(param.numel() for param in model.parameters())
+        return {size: peers(numel, 2, size)["DDP + autocast"] for size in SIZES}
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = shardcast.ShardcastConfig(**run["config"])
+    return {size: float(estimate(model, optimizer, size, config).total) for size in SIZES}
+
+
+def table(
+    runs: dict[str, list[Record]],
+    memory: dict[str, dict[int, float]],
+    measured: dict[str, tuple[int, int]],
+) -> list[str]:
+    """Lines for people: loss, memory and time of each run."""
+    validations = {name: metrics.curve(records, "validation") for name, records in runs.items()}
+    step = max(set.intersection(*(set(losses) for losses in validations.values())))
+    world = max(ranks for ranks, _ in measured.values())
+    rows = {
+        "": list(runs),
+        f"validation loss after {step} steps": [f"{v[step]:.4f}" for v in validations.values()],
+        f"MB per rank, {world} rank{'s' * (world > 1)}": [
+            f"{nbytes / 1e6:.2f}" for _, nbytes in measured.values()
+        ],
+        "MB per rank, 8 ranks (estimate)": [f"{m[8] / 1e6:.2f}" for m in memory.values()],
+        "seconds per step": [f"{metrics.seconds_per_step(run):.3f}" for run in runs.values()],
+    }
+    label = max(map(len, rows))
+    widths = [max(10, len(name)) for name in runs]
+    return [
+        "  ".join([f"{name:<{label}}", *(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))])
+        for name, cells in rows.items()
+    ]

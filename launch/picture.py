@@ -1,0 +1,83 @@
+"""Draw docs/memory-and-loss.svg and .png, the picture of README.
+
+    python launch/picture.py                                    # from the recorded run
+    bash launch/quickstart.sh                                   # and after a run of one's own:
+    python launch/picture.py --record runs/quickstart/ddp runs/quickstart/shardcast
+
+Left: bytes per rank of 6.7 billion parameters, as ``shardcast estimate gpt:gpt_7b`` says. Right:
+the losses of the quickstart, recorded in launch/recorded/quickstart.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+import metrics
+import torch
+from comparison import name_of
+from gpt import gpt_7b
+from metrics import Record
+from plot import memory_and_losses
+
+import shardcast
+from shardcast.estimate import estimate, peers
+
+ROOT = Path(__file__).parents[1]
+RECORDED = ROOT / "launch" / "recorded" / "quickstart.csv"
+PICTURE = ROOT / "docs" / "memory-and-loss"
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+LEAN = ROOT / "configs" / "lean.yaml"
+
+
+def record(directories: list[Path], path: Path = RECORDED) -> None:
+    """Write the losses of runs into one small file."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["run", "kind", "step", "loss"])
+        for records in map(metrics.read, directories):
+            for kind in ("train", "validation"):
+                for step, loss in metrics.curve(records, kind).items():
+                    writer.writerow([name_of(records), kind, step, f"{loss:.4f}"])
+
+
+def recorded(path: Path = RECORDED) -> dict[str, list[Record]]:
+    """Records by run, as metrics.read gives them."""
+    runs: dict[str, list[Record]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            runs.setdefault(row["run"], []).append(
+                {"kind": row["kind"], "step": int(row["step"]), "loss": float(row["loss"])}
+            )
+    return runs
+
+
+def memory_of_7b() -> dict[str, dict[int, float]]:
+    """Bytes per rank by system and number of ranks."""
+    with torch.device("meta"):
+        model = gpt_7b()
+    numel = sum(param.numel() for param in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    bf16 = shardcast.ShardcastConfig(param_dtype="bf16")
+    lean = shardcast.ShardcastConfig.load(LEAN)
+    return {
+        "DDP + autocast": {size: peers(numel, 2, size)["DDP + autocast"] for size in SIZES},
+        "shardcast": {size: estimate(model, optimizer, size, bf16).total for size in SIZES},
+        "shardcast, lean": {size: estimate(model, optimizer, size, lean).total for size in SIZES},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draw the picture of README.")
+    parser.add_argument("--record", nargs=2, type=Path, metavar="DIR", help="take these runs")
+    directories = parser.parse_args(arguments).record
+    if directories:
+        record(directories)
+    paths = [PICTURE.with_suffix(suffix) for suffix in (".svg", ".png")]
+    titles = "6.7 B parameters, AdamW: memory", "quickstart, 0.9 M parameters, 2 ranks: loss"
+    print(memory_and_losses(memory_of_7b(), {}, recorded(), titles, *paths))
+
+
+if __name__ == "__main__":
+    main()
