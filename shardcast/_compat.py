@@ -286,8 +286,10 @@ def raised_in_distributed(error: BaseException) -> bool:
     return names[-1].startswith("torch.distributed.")
 
 
-def coalesced(group: dist.ProcessGroup, device: torch.device, async_op: bool = False) -> Any:
+def coalesced(group: dist.ProcessGroup, device: torch.device | None, async_op: bool = False) -> Any:
     """A context within which collectives on ``device`` make one launch (NCCL's group calls).
+
+    Without a device they are all-gathers alone, for which backends have a call of several.
 
     Not ``async_op``: on the current stream, as each of them alone. Else what the context gives has
     a ``wait()``, and each collective within must be ``async_op`` too, its work not waited for.

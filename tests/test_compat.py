@@ -69,6 +69,12 @@ def gathers(group: Any) -> tuple[Tensor, Tensor]:
         with _compat.coalesced(group, mine.device, async_op) as launch:
             pass
         launch.wait()
+        several = torch.empty(4), torch.empty(4)
+        with _compat.coalesced(group, None, async_op) as launch:
+            for gathered in several:
+                _compat.all_gather_flat(gathered, mine, group, async_op)
+        launch.wait()
+        assert torch.equal(torch.stack(several), torch.stack((out, out)))
     return out, reduced
 
 
@@ -77,7 +83,8 @@ def test_flat_gather_and_scatter_under_either_name():
     for rank, (gathered, reduced) in enumerate(world.run(gathers)):
         assert gathered.tolist() == [0, 0, 1, 1]
         assert reduced.tolist() == [3.0 * rank] * 2
-    assert [c.async_op for c in world.logs[0]] == [False, False, True]
+    assert [c.async_op for c in world.logs[0]] == [False, False, True, *[False] * 2, *[True] * 2]
+    assert len({c.launch for c in world.logs[0]}) == 5, "several all-gathers are one launch"
 
 
 def test_a_scheduler_knows_that_a_step_was_made():

@@ -189,6 +189,23 @@ class Comm(ObjectCollectives):
             work = _compat.all_gather_flat(output, input, self.group, async_op)
         return Works([work], waiting) if async_op else None
 
+    def all_gather_all(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], about: object = "", async_op: bool = False
+    ) -> Works | None:
+        """:meth:`all_gather` of each ``(output, input)``; one launch where the backend groups."""
+        if self.size == 1:
+            return None
+        group = self.group
+        assert group is not None  # so says the size; for the type checker
+        if len(pairs) == 1 or self.backend(pairs[0][0].device) not in GROUPED:
+            works = [self.all_gather(*pair, about, async_op) for pair in pairs]
+            return Works(works, Waiting(self, "all-gathers", about)) if async_op else None
+        waiting = Waiting(self, "all-gathers", about)
+        with waiting, _compat.coalesced(group, None, async_op) as launch:
+            for output, input in pairs:
+                _compat.all_gather_flat(output, input, group, async_op)
+        return Works([launch], waiting) if async_op else None
+
     def all_to_all(
         self,
         output: Tensor,

@@ -15,7 +15,7 @@ from shardcast.memory.chance import KEY
 from shardcast.memory.codecs import master_codec, moment_codec, row_of
 from shardcast.memory.shard import FILL
 from shardcast.optimizer.setup import Plan, plan_for
-from shardcast.plan.algorithms import GROUPED, Algorithms, Topology
+from shardcast.plan.algorithms import GROUPED, Algorithms, Topology, syncs_at_once
 from shardcast.plan.layout import Layout, PackLayout, Slot
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import with_algorithms
@@ -156,7 +156,9 @@ def estimate(
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
         sent=max(sent),
         sender=sent.index(max(sent)),
-        collectives=_launches(trained, topology.backend) if world_size > 1 else 0,
+        collectives=_launches(trained, topology.backend, config.overlap_sync)
+        if world_size > 1
+        else 0,
         imbalance=_over_mean(owned_bytes),
         cost_imbalance=_over_mean([rank.cost for rank in ranks]),
         traffic=tuple(trained),
@@ -277,14 +279,18 @@ def _add(
     )
 
 
-def _launches(packs: Sequence[Traffic], backend: str) -> int:
+def _launches(packs: Sequence[Traffic], backend: str, overlap_sync: bool) -> int:
     """Of a step, the small all-reduce included."""
-    launches = 1
+    launches, together = 1, set[str]()
     for pack in packs:
         launches += 2 if pack.algorithms.reduce == "two_level" else 1
-        alone = pack.algorithms.sync == "broadcast" and backend not in GROUPED  # Comm.broadcast_all
-        launches += pack.owners if alone else 1
-    return launches
+        sync = pack.algorithms.sync
+        if sync != "messages" and syncs_at_once(sync, backend, overlap_sync):
+            together.add(sync)
+        else:
+            alone = sync == "broadcast" and backend not in GROUPED  # see Comm.broadcast_all
+            launches += pack.owners if alone else 1
+    return launches + len(together)
 
 
 def _parts(pack: PackLayout) -> Iterator[tuple[int, Slot, int]]:
@@ -351,7 +357,7 @@ def _convert_outside(plan: Plan) -> tuple[int, int]:
     model, precision = plan.model, plan.precision
     peak = live = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     casts: list[tuple[Tensor, torch.dtype]] = [
-        (param, precision.rest_dtype(param)) for param in plan.rest.values()
+        (param, precision.rest_dtype(param)) for param in plan.outside.values()
     ]
     for module in model.modules():
         for buffer in module.buffers(recurse=False):

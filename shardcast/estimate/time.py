@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.memory import Estimate, Traffic
+from shardcast.plan.algorithms import syncs_at_once
 from shardcast.plan.costs import Group, Machine
 
 FORWARD, BACKWARD = 2.0, 4.0  # operations per parameter and token
@@ -76,7 +77,7 @@ def step_time(
     # arrived read and summed.
     moved = sum(2 * pack.wire + _summed(pack, group.size) for pack in found.traffic)
     local = moved / machine.memory
-    synced = sync_times(found.traffic, group)
+    synced = sync_times(found.traffic, group, config.overlap_sync)
     under = hidden(synced[::-1], arrivals(sizes, forward), forward) if config.overlap_sync else 0.0
     bandwidth = machine.host if config.offload else machine.memory
     return StepTime(
@@ -102,18 +103,23 @@ def reduce_time(pack: Traffic, group: Group) -> float:
     return ways[pack.algorithms.reduce](pack.wire)
 
 
-def sync_times(packs: Sequence[Traffic], group: Group) -> list[float]:
-    """Seconds for each pack in which its owners' spans travel to everybody."""
-    seconds: list[float] = []
-    for pack in packs if group.size > 1 else ():
-        if pack.algorithms.sync == "messages":  # of all packs at once
-            begun = group.exchange(0) if seconds else 0.0
-            seconds.append(group.exchange(pack.stored) - begun)
-        elif pack.algorithms.sync == "broadcast":
-            seconds.append(group.broadcasts(pack.stored, pack.owners))
-        else:
-            seconds.append(group.gather(pack.stored))
-    return seconds or [0.0] * len(packs)
+def sync_times(packs: Sequence[Traffic], group: Group, overlaps: bool) -> list[float]:
+    """Seconds in which owners' spans of ``packs`` travel to everybody, for each launch."""
+    totals: dict[tuple[str, int], tuple[int, int]] = {}
+    backend = group.machine.backend
+    for number, pack in enumerate(packs if group.size > 1 else ()):
+        algorithm = pack.algorithms.sync
+        launch = algorithm, 0 if syncs_at_once(algorithm, backend, overlaps) else number
+        stored, owners = totals.get(launch, (0, 0))
+        totals[launch] = stored + pack.stored, owners + pack.owners
+    return [
+        group.exchange(stored)
+        if algorithm == "messages"
+        else group.broadcasts(stored, owners)
+        if algorithm == "broadcast"
+        else group.gather(stored)
+        for (algorithm, _), (stored, owners) in totals.items()
+    ] or [0.0] * len(packs)
 
 
 def _summed(pack: Traffic, size: int) -> int:

@@ -67,9 +67,9 @@ def convert_(
             param.grad = grad
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
-            kept = buffer.detach()
-            convert_tensor_(kept, precision.buffer_dtype(owner, buffer), target, free)
-            owner._buffers[name] = kept
+            converted = buffer.detach()
+            convert_tensor_(converted, precision.buffer_dtype(owner, buffer), target, free)
+            owner._buffers[name] = converted
     return module
 
 

@@ -170,7 +170,7 @@ class Gradients:
         if len(pack.layout.lengths) == 1:
             pack.comm.all_gather(data, self.own, pack.layout)
         else:
-            spans = pack.layout.owned_spans()
+            spans = pack.layout.owned_spans
             pieces = [(span.owner, data[span.start : span.stop]) for span in spans]
             if pieces:
                 pack.comm.broadcast_all(pieces, pack.layout)

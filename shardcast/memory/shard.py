@@ -149,7 +149,7 @@ class Shard:
             full = torch.zeros(pack.layout.numel, dtype=MASTER_DTYPE, device=pack.data.device)
             full[pack.own.start : pack.own.stop] = self.master.read(slice(None))
             pieces = [
-                (span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans()
+                (span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans
             ]
             if pack.comm.size > 1 and pieces:
                 pack.comm.broadcast_all(pieces, pack.layout)

@@ -118,10 +118,10 @@ def shard(
     def planned() -> setup.Plan:
         if not stages:
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
-        whole = model if isinstance(model, nn.Module) else joined(stages)
-        plan = setup.plan_for(whole, originals, config, process_groups.parallel_dims, stages)
-        after = f"after {len(restores)} closed without restore"
-        plan = dataclasses.replace(plan, options=(*plan.options, after))
+        root = model if isinstance(model, nn.Module) else joined(stages)
+        plan = setup.plan_for(root, originals, config, process_groups.parallel_dims, stages)
+        closed = f"after {len(restores)} closed without restore"
+        plan = dataclasses.replace(plan, options=(*plan.options, closed))
         updates_of(
             originals, config, process_groups.dp
         )  # what it refuses, before the model is converted
@@ -146,8 +146,8 @@ def shard(
 
 
 def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    given: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
-    for stage in given:
+    stages: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    for stage in stages:
         if not isinstance(stage, nn.Module):
             raise TypeError(
                 f"model: expected a torch.nn.Module, or a list of them, got {type(stage).__name__}"
@@ -165,7 +165,7 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                     "forward has no hooks; shard the nn.Module, and script it after "
                     "optimizer.close()"
                 )
-    return [_compat.unwrapped(stage) for stage in given]
+    return [_compat.unwrapped(stage) for stage in stages]
 
 
 def _check_no_mesh(**options: Any) -> None:

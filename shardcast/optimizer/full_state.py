@@ -250,9 +250,9 @@ def _join(
     joined: dict[str, Any] = {}
     for name, first in pieces[0][1].items() if pieces else ():
         (start, stop), _ = pieces[0]
-        one = isinstance(first, Tensor) and first.dim() and first.numel() == stop - start
+        per_element = isinstance(first, Tensor) and first.dim() and first.numel() == stop - start
         own_shape = not elementwise and stop - start == slot.numel and name != MASTER
-        if one and not own_shape:
+        if per_element and not own_shape:
             flat = torch.cat([values[name].reshape(-1) for _, values in pieces])
             joined[name] = flat.view(slot.shape)
         else:

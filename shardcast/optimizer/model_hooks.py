@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,54 +26,75 @@ WRITES = 3  # steps after whose writes a copy is taken for an average
 MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
 
 
+class Copy(NamedTuple):
+    """A copy of a sharded model, made by ``copy.deepcopy``.
+
+    Attributes:
+        version: of its first low-precision parameter when it was last looked at.
+        writes: steps in a row between which that parameter was written.
+    """
+
+    model: weakref.ref[nn.Module]
+    version: int = -1
+    writes: int = 0
+
+
 class Mark:
     """Says that a model is sharded, or has masters that wait for the next ``shard()``.
 
     Copies and pickles of the model carry an empty one.
 
-    Attributes:
-        copies: of the model, made by ``copy.deepcopy``, with the version of a parameter.
+    Args:
+        copies: where to note copies of the model while it is sharded.
     """
 
     def __init__(
-        self, model: nn.Module | None = None, restore: Callable[[], None] | None = None
+        self,
+        model: nn.Module | None = None,
+        copies: list[Copy] | None = None,
+        restore: Callable[[], None] | None = None,
     ) -> None:
-        self.sharded, self.restore = model is not None and restore is None, restore
-        self.copies: list[tuple[weakref.ref[nn.Module], int, int]] = []
-        self._model = id(model)
+        self.sharded, self.restore = copies is not None, restore
+        self._model, self._copies = id(model), copies
 
     def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
         return Mark, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        if self.sharded and isinstance(memo.get(self._model), nn.Module):
-            self.copies.append((weakref.ref(memo[self._model]), -1, 0))
+        if self._copies is not None and isinstance(memo.get(self._model), nn.Module):
+            self._copies.append(Copy(weakref.ref(memo[self._model])))
         return Mark()
 
-    def watch_copies(self) -> None:
-        """Warn of a low-precision copy that is written between any two of some steps."""
-        watched, self.copies = self.copies, []
-        for reference, version, writes in watched:
-            copied = reference()
-            params = () if copied is None or is_marked(copied) else copied.parameters()
-            low = (param for param in params if is_packable(param) and param.dtype != MASTER_DTYPE)
-            param = next(low, None)
-            if param is None:
-                continue
-            writes = writes + 1 if param._version != version else 0
-            if writes <= WRITES:
-                self.copies.append((reference, param._version, writes))
-            else:
-                warn(
-                    f"a copy of the sharded model, in {param.dtype}, is written in every step: an "
-                    "average that is kept so stands still, for its changes are rounded away; copy "
-                    "the model before shardcast.shard (docs/averages.md)"
-                )
+
+def watch_copies(copies: list[Copy]) -> None:
+    """Warn of a low-precision copy that is written between any two of some steps. Local."""
+    watched = copies[:]
+    copies.clear()
+    for copy in watched:
+        model = copy.model()
+        params = () if model is None or is_marked(model) else model.parameters()
+        low = (param for param in params if is_packable(param) and param.dtype != MASTER_DTYPE)
+        param = next(low, None)
+        if param is None:
+            continue
+        writes = copy.writes + 1 if param._version != copy.version else 0
+        if writes <= WRITES:
+            copies.append(Copy(copy.model, param._version, writes))
+        else:
+            warn(
+                f"a copy of the sharded model, in {param.dtype}, is written in every step: an "
+                "average that is kept so stands still, for its changes are rounded away; copy "
+                "the model before shardcast.shard (docs/averages.md)"
+            )
 
 
-def mark(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
+def mark(
+    model: nn.Module,
+    copies: list[Copy] | None = None,
+    restore: Callable[[], None] | None = None,
+) -> None:
     """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
-    setattr(model, MARK, Mark(model, restore))
+    setattr(model, MARK, Mark(model, copies, restore))
 
 
 def unmark(model: nn.Module) -> None:
@@ -109,7 +130,7 @@ class ModelHooks:
         edits: WeightEdits,
         begin: Callable[[], None],
     ) -> None:
-        self._stages, self._shards, self._edits = stages, shards, edits
+        self._shards, self._edits = shards, edits
         self._begin = begin
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
@@ -123,13 +144,6 @@ class ModelHooks:
                 module.register_load_state_dict_pre_hook(Hook(self._before_load))
                 for module in stage.modules()
             ]
-
-    def watch_copies(self) -> None:
-        """See :class:`Mark`. Local."""
-        for stage in self._stages:
-            mark: Mark | None = getattr(stage, MARK, None)
-            if mark is not None and mark.copies:
-                mark.watch_copies()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -216,8 +230,8 @@ class ModelHooks:
                 start, stop = fragment.param_range
                 exact = value.reshape(-1)[start:stop].to(param.device, MASTER_DTYPE)
                 if value.dtype == shard.pack.layout.dtype:
-                    kept = shard.exact(fragment)
-                    exact = torch.where(kept.to(value.dtype) == exact, kept, exact)
+                    master = shard.exact(fragment)
+                    exact = torch.where(master.to(value.dtype) == exact, master, exact)
                 shard.set_exact(fragment, exact)
 
     def _fragments(

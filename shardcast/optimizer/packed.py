@@ -19,7 +19,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.memory.weight_edits import WeightEdits
 from shardcast.messages import warn
-from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
+from shardcast.optimizer.model_hooks import Copy, ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
 from shardcast.optimizer.stages import called_by_script
 from shardcast.plan.activations import install_casts
@@ -75,16 +75,23 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.reduce.grads, process_groups, plan.config, self.device, originals,
             self.reduce.divisor, self.edits,
         )  # fmt: skip
-        self.sync, self._buffers = Sync(), Buffers(self.stages, process_groups.dp)
+        self.sync = Sync()
+        # Equal on all ranks, of which shard() compares the buffers.
+        written = plan.config.broadcast_buffers and any(
+            True for s in self.stages for _ in s.buffers()
+        )
+        self._buffers = Buffers(self.stages, self.comm) if written and self.comm.size > 1 else None
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
         self.edits.note()
+        self._copies: list[Copy] = []  # of the model
         for module in {*self.stages, *self._called}:
-            mark(module)
+            mark(module, copies=self._copies)
             self.reduce.watch(module)
         self._hook()
-        given = originals.optimizers
-        super().__init__(originals.groups, {} if len(given) > 1 else given[0].defaults)
+        several = len(originals.optimizers) > 1
+        defaults = {} if several else originals.optimizers[0].defaults
+        super().__init__(originals.groups, defaults)
         self._ready = True
 
     # -- groups -----------------------------------------------------------------------------
@@ -162,37 +169,34 @@ class PackedOptimizer(torch.optim.Optimizer):
             if shard.grads is None and shard.pack.layout.index in indices:
                 self.activate(shard)
 
-    def _wake(self) -> None:
-        """Activate packs that were frozen from the start and have a gradient on some rank now.
+    def _wake(self, frozen: Sequence[Shard]) -> None:
+        """Activate those of the ``frozen`` that have a gradient on some rank now.
 
         One more small all-reduce, whose result the host waits for, in models that have such
         packs; parameters that stay frozen are better left out of the optimizer.
         """
-        frozen = [shard for shard in self.shards if shard.grads is None]
-        if frozen:
-            here = [any(p.grad is not None for p in shard.pack.params) for shard in frozen]
-            flags = torch.tensor(here, dtype=torch.float32).to(self.device)
-            for number, shard in enumerate(frozen):
-                if (
-                    shard.pack.layout.pack_groups.sums_replicas
-                ):  # copies must be active on all ranks alike
-                    for comm in self.process_groups.comms(shard.pack.layout.pack_groups.reduce):
-                        comm.all_reduce(flags[number])
-            self.comm.all_reduce(flags)
-            for shard, count in zip(frozen, flags.tolist(), strict=True):
-                if count:
-                    self.activate(shard)
+        has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
+        flags = torch.tensor(has_gradient, dtype=torch.float32).to(self.device)
+        for number, shard in enumerate(frozen):
+            pack_groups = shard.pack.layout.pack_groups
+            if pack_groups.sums_replicas:  # copies must be active on all ranks alike
+                for comm in self.process_groups.comms(pack_groups.reduce):
+                    comm.all_reduce(flags[number])
+        self.comm.all_reduce(flags)
+        for shard, count in zip(frozen, flags.tolist(), strict=True):
+            if count:
+                self.activate(shard)
 
     # -- masters and parameters -------------------------------------------------------------
 
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""
         self.sync.wait()
-        everything = Sync()  # packs that are still frozen too
+        sync = Sync()  # of packs that are still frozen too
         for shard in self.shards:
             shard.publish()
-            everything.add(shard.pack)
-        everything()
+            sync.add(shard.pack)
+        sync()
 
     def resync_masters(self) -> None:
         """Take model parameters that were written through ``.data`` as masters. Local.
@@ -236,7 +240,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._closed = True
             later = partial(self._restore, MASTER_DTYPE)
             for module in {*self.stages, *self._called}:
-                mark(module, later)
+                mark(module, restore=later)
             try:
                 self._unhook()
             finally:
@@ -255,7 +259,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             )
             return
         for shard in self.shards:
-            shard.restore([dtype or given for given in shard.given_dtypes])
+            shard.restore([dtype or original for original in shard.given_dtypes])
         self.shards.clear()
         restore_rest(self.stages, self._given_dtypes)
 

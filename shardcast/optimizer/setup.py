@@ -44,7 +44,7 @@ class Plan:
         layout: all packs of the optimizer.
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
-        rest: those that the optimizer does not hold.
+        outside: those that the optimizer does not hold.
         pack_groups_by_name: of both.
         costs: of updates, where they are not as ``ELEMENT`` says.
         begun: parameters of which the optimizer has a state already.
@@ -58,7 +58,7 @@ class Plan:
     layout: Layout
     new: tuple[PackLayout, ...]
     params: Mapping[str, nn.Parameter]
-    rest: Mapping[str, nn.Parameter]
+    outside: Mapping[str, nn.Parameter]
     pack_groups_by_name: Mapping[str, PackGroups]
     costs: Mapping[str, float]
     begun: tuple[str, ...]
@@ -67,25 +67,28 @@ class Plan:
 
     def facts(self) -> list[str]:
         """What all data-parallel ranks must have planned alike, a line each."""
-        rest = (*self.rest.items(), *self.model.named_buffers())
+        outside = (*self.outside.items(), *self.model.named_buffers())
         return [
             *self.layout.lines(),
             *self.options,
             # Rank 0's are broadcast, so they must fit everywhere.
-            *(f"    {n} {tuple(t.shape)} {t.dtype}, not trained by the optimizer" for n, t in rest),
+            *(
+                f"    {n} {tuple(t.shape)} {t.dtype}, not trained by the optimizer"
+                for n, t in outside
+            ),
             # Each rank's own is cut: loaded on rank 0 alone it would be that of its spans alone.
             *(f"    {name}, of which the optimizer has a state" for name in self.begun),
         ]
 
     def tied(self, parallel_dims: ParallelDims) -> dict[Tie, str]:
         """What both stages must have alike of a weight that they share."""
-        known = {name: f"{param.dtype}, in no group" for name, param in self.rest.items()}
+        known = {name: f"{param.dtype}, in no group" for name, param in self.outside.items()}
         for pack in self.new:
             trained = "trained" if pack.requires_grad else "frozen"
             fact = f"{pack.dtype}, {trained}, in group {pack.group}"
             known |= {slot.name: fact for slot in pack.slots if pack.pack_groups.replicate}
-        here = {tie: known.get(tie.first, known.get(tie.second)) for tie in parallel_dims.ties}
-        return {tie: fact or "not among the new parameters" for tie, fact in here.items()}
+        facts = {tie: known.get(tie.first, known.get(tie.second)) for tie in parallel_dims.ties}
+        return {tie: fact or "not among the new parameters" for tie, fact in facts.items()}
 
 
 def plan_for(
@@ -114,7 +117,7 @@ def plan_for(
     names = {param: name for name, param in inner.named_parameters()}
     groups = validate.check_groups(names, originals, added)
     params = {name: param for param, name in names.items() if name in groups}
-    rest = {name: p for p, name in names.items() if name not in groups} if before is None else {}
+    outside = {n: p for p, n in names.items() if n not in groups} if before is None else {}
     validate.check_kinds(params)
     optimized = (param for group in originals.groups for param in group["params"])
     precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
@@ -128,7 +131,7 @@ def plan_for(
         validate.check_staged(config)
     else:
         validate.check_matched(unmatched)
-    pack_groups_by_name = parallel_dims.pack_groups_by_name({**params, **rest})
+    pack_groups_by_name = parallel_dims.pack_groups_by_name({**params, **outside})
     for name, param in params.items():
         if _compat.is_dtensor(param) and not elementwise[groups[name].optimizer]:
             validate.check_whole(name, param, originals.owner(groups[name]))
@@ -138,15 +141,15 @@ def plan_for(
         numbers = {param: n for n, stage in enumerate(stages) for param in stage.parameters()}
         infos = [i._replace(key=f"{i.key}stage {numbers[params[i.name]]}") for i in infos]
     begun = (n for n, param in params.items() if originals.owner(groups[n]).state.get(param))
-    there = before.packs if before else ()
-    layout = plan_packs(infos, parallel_dims, partitions, config, len(there))
+    old = before.packs if before else ()
+    layout = plan_packs(infos, parallel_dims, partitions, config, len(old))
     new = layout.packs
-    if there:
-        layout = dataclasses.replace(layout, packs=there + new)
+    if old:
+        layout = dataclasses.replace(layout, packs=old + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += parallel_dims.options() + validate.describe_groups(originals, added)
     return Plan(
-        inner, config, precision, layout, new, params, rest, pack_groups_by_name, costs,
+        inner, config, precision, layout, new, params, outside, pack_groups_by_name, costs,
         tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
 
@@ -203,7 +206,7 @@ def agreed(
     def ready() -> Plan:
         plan = planned()
         validate.check_memory(plan.params)
-        validate.check_materialised((*plan.rest.items(), *plan.model.named_buffers()))
+        validate.check_materialised((*plan.outside.items(), *plan.model.named_buffers()))
         return plan
 
     plan = process_groups.everyone.together(ready, device, call)
@@ -263,9 +266,9 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: Proces
     Args:
         stages: the model, or the stages of it that this rank has.
     """
-    precision, rest = plan.precision, plan.rest
+    precision = plan.precision
     for name, param in sorted(
-        rest.items(),
+        plan.outside.items(),
         key=lambda pair: process_groups.parallel_dims.set_up_order(
             plan.pack_groups_by_name[pair[0]]
         ),
@@ -298,13 +301,13 @@ def restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torc
     Args:
         dtypes: of :func:`dtypes_of`, before.
     """
-    for stage, given in zip(stages, dtypes, strict=True):
+    for stage, dtype_of in zip(stages, dtypes, strict=True):
         for name, param in stage.named_parameters():
-            convert_tensor_(as_packed(param), given.get(name, param.dtype))
+            convert_tensor_(as_packed(param), dtype_of.get(name, param.dtype))
         for prefix, module in stage.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 own_name = name.rpartition(".")[2]
-                module._buffers[own_name] = buffer.to(given.get(name, buffer.dtype))
+                module._buffers[own_name] = buffer.to(dtype_of.get(name, buffer.dtype))
 
 
 def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:

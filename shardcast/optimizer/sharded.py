@@ -15,6 +15,7 @@ from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard
 from shardcast.messages import DCP_STATE, caller_of, warn
 from shardcast.optimizer.full_state import FullState
+from shardcast.optimizer.model_hooks import watch_copies
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import Plan
@@ -57,19 +58,19 @@ class ShardedOptimizer(PackedOptimizer):
         self._clipped: Decision | None = None  # by a clip, on the gradients of this version
         self._clipped_version = 0
         self._last_norm: Tensor | None = None
-        given = originals.optimizers
         state: dict[Any, Any] = {}
-        for original in given:
+        for original in originals.optimizers:
             take_hooks(self, original)
             state.update(original.state)
         if state:
             self._states.apply(self._states.plan_plain(state))
         self._handles: list[OptimizerHandle] = []
-        for place in range(len(given) if len(given) > 1 else 0):
+        several = len(originals.optimizers) > 1
+        for place in range(len(originals.optimizers)) if several else ():
             handle = OptimizerHandle(self, place, self._handles, self._add_group, self._full.gather)
             self._handles.append(handle)
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (*self._handles,) or (self,)
-        for original in given:
+        for original in originals.optimizers:
             retire(original)
 
     # -- the step ---------------------------------------------------------------------------
@@ -92,7 +93,8 @@ class ShardedOptimizer(PackedOptimizer):
                 ranks, if one did not scale its loss though a scale is in use, or if they differ in
                 options of the groups (on an accelerator after a step or two, which are skipped).
         """
-        check_stepped(self._handles)
+        if self._handles:
+            check_stepped(self._handles)
         if options:
             raise TypeError(
                 f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "
@@ -118,13 +120,15 @@ class ShardedOptimizer(PackedOptimizer):
         """Have the mean of all gradients in the own spans."""
         self.originals.check()
         self.edits.take()
-        self._wake()  # packs that were unfrozen
+        frozen = [shard for shard in self.shards if shard.grads is None]
+        if frozen:
+            self._wake(frozen)
         self.decider.before_reduce(self.reduce.touched)
         self.reduce.finish()
 
     def send(self) -> None:
         """Sync the packs, and the buffers that forwards write. Every rank must call it."""
-        if self.config.broadcast_buffers:
+        if self._buffers is not None:
             self._buffers()
         (self._overlap or self.sync)()
 
@@ -143,7 +147,8 @@ class ShardedOptimizer(PackedOptimizer):
         self.edits.note()
         self._note_clip(None)
         self._last_norm = decision.norm
-        self.hooks.watch_copies()
+        if self._copies:
+            watch_copies(self._copies)
         self.decider.conclude(decision)
         self.reduce.show(decision.present)
         self.reduce.used()
@@ -227,11 +232,11 @@ class ShardedOptimizer(PackedOptimizer):
                 "gather_gradients: with grads 'sharded' a rank has no room for all gradients; use "
                 "grads 'full'"
             )
-        before = self._pending_clip()
+        clip = self._pending_clip()
         self._reduce()
         self.reduce.gather()
-        if before is not None:
-            self._note_clip(before)
+        if clip is not None:
+            self._note_clip(clip)
 
     def clip_grad_norm_(
         self,
@@ -265,9 +270,9 @@ class ShardedOptimizer(PackedOptimizer):
         params, max_norm = validate.clip_arguments(parameters, max_norm)
         bound = validate.clip_bound(call, self.originals, params, "max_norm", max_norm)
         validate.check_norm(call, norm_type, self.config.norm_type, error_if_nonfinite)
-        before = self._pending_clip()
+        clip = self._pending_clip()
         self._reduce()
-        decision = self.decider.decide(bound, before)
+        decision = self.decider.decide(bound, clip)
         self._note_clip(decision)
         return decision.norm.float()
 
@@ -286,11 +291,11 @@ class ShardedOptimizer(PackedOptimizer):
         bound = validate.clip_bound(
             "clip_grad_value_", self.originals, params, "clip_value", clip_value
         )
-        before = self._pending_clip()
+        clip = self._pending_clip()
         self._reduce()
-        self.decider.clip_value(bound, before)
-        if before is not None:
-            self._note_clip(before)
+        self.decider.clip_value(bound, clip)
+        if clip is not None:
+            self._note_clip(clip)
 
     @property
     def divisor(self) -> float | Tensor:
@@ -445,15 +450,6 @@ class ShardedOptimizer(PackedOptimizer):
     def eval(self) -> None:
         """The evaluation mode of :meth:`train`."""
         self.train(False)
-
-    def __getattr__(self, name: str) -> Any:
-        remedy = {
-            "join_hook": "Join has no part here: give all ranks the same number of batches "
-            "(drop_last=True)",
-            "consolidate_state_dict": "call full_state_dict() on all ranks",
-        }.get(name)
-        what = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(what if remedy is None else f"{what}: {remedy}")
 
     def __repr__(self) -> str:
         return f"Sharded{self.originals.name}: {self.layout.lines()[0]}"

@@ -60,10 +60,10 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str) -> None:
         if name not in buffers:
             target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
     for name, child in source.named_children():
-        there = children.get(name, child)
-        if there is not child:
+        first = children.get(name, child)
+        if first is not child:
             both = nn.Module()  # neither stage's own is touched
-            _graft(both, there, f"{prefix}{name}.")
+            _graft(both, first, f"{prefix}{name}.")
             _graft(both, child, f"{prefix}{name}.")
             child = both
         target.add_module(name, child)
@@ -75,13 +75,13 @@ def overlap_stages(optimizer: PackedOptimizer, stages: Sequence[Any]) -> None:
     After its last backward torch calls one of two methods of a stage: ``perform_reduce_grad``,
     which is there for FSDP and ends with ``scale_grads``, or that one alone.
     """
-    held = [getattr(stage, "submod", None) for stage in stages]
-    if len(held) != len(optimizer.stages) or {id(m) for m in held} != {
+    modules = [getattr(stage, "submod", None) for stage in stages]
+    if len(modules) != len(optimizer.stages) or {id(m) for m in modules} != {
         id(m) for m in optimizer.stages
     }:
         raise ValueError(
             f"stages: expected the {len(optimizer.stages)} PipelineStage of the modules that were "
-            f"given to shard(), got {len(held)} of others; build them from these very modules"
+            f"given to shard(), got {len(modules)} of others; build them from these very modules"
         )
     reduce = optimizer.reduce
     reduce.at_step = True  # also where the pipeline has one rank

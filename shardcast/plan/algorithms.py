@@ -179,6 +179,15 @@ def _group(world_size: int, topology: Topology) -> Group:
     return replace(machine, ranks_per_node=topology.node, call=call).group(world_size)
 
 
+def syncs_at_once(algorithm: str, backend: str, overlaps: bool) -> bool:
+    """Whether packs of one algorithm are synced in one launch, or by messages at the same time.
+
+    Args:
+        overlaps: beside the next forward, which waits for each pack by itself.
+    """
+    return algorithm == "messages" or (backend in GROUPED and not overlaps)
+
+
 def can_two_level(world_size: int, topology: Topology) -> bool:
     """Whether there are several nodes of several ranks each."""
     return 1 < topology.node < world_size and world_size % topology.node == 0

@@ -167,7 +167,8 @@ class PackLayout:
         lengths = tuple(span.numel for span in self.spans)
         return lengths[:1] if len(set(lengths)) == 1 else lengths
 
-    def owned_spans(self) -> list[Span]:
+    @cached_property
+    def owned_spans(self) -> tuple[Span, ...]:
         """The spans that hold a part of a parameter, not padding alone."""
         spans = []
         slots = iter([slot for slot in self.slots if slot.numel])
@@ -177,7 +178,7 @@ class PackLayout:
                 slot = next(slots, None)
             if slot is not None and slot.offset < span.stop:
                 spans.append(span)
-        return spans
+        return tuple(spans)
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The slots' parts in ``rank``'s span, in pack order; empty slots are left out."""

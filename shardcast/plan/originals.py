@@ -35,8 +35,7 @@ class Originals:
         """One optimizer, a sequence of them, or what is that already."""
         if isinstance(optimizers, Originals):
             return optimizers
-        one = isinstance(optimizers, torch.optim.Optimizer)
-        return cls([optimizers] if one else optimizers)  # type: ignore[list-item, arg-type]
+        return cls([optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
 
     @property
     def name(self) -> str:

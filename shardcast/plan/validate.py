@@ -45,11 +45,11 @@ def check_memory(named: Mapping[str, nn.Parameter]) -> None:
                 "call model.to_empty(device=...) and initialise it first, or pass materialize="
             )
         if pointer:
-            other = owners.setdefault(pointer, name)
+            owner = owners.setdefault(pointer, name)
             # Packs would give each its own. Devices do not share addresses, but for odd ones.
-            if other != name and named[other].device == param.device:
+            if owner != name and named[owner].device == param.device:
                 raise ValueError(
-                    f"model: parameters {other!r} and {name!r} are two objects on the same memory, "
+                    f"model: parameters {owner!r} and {name!r} are two objects on the same memory, "
                     "which packing would untie; tie the Parameter itself, as in "
                     "b.weight = a.weight rather than b.weight.data = a.weight.data, before the "
                     "optimizer is built"
@@ -116,18 +116,18 @@ def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: G
 
 def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterable[Tensor]) -> None:
     """Raise ValueError unless ``given`` are the trained parameters of ``groups``, all and alone."""
-    mine, params = {param for group in groups for param in group["params"]}, set(given)
-    left_out = sum(param.requires_grad for param in mine - params)
+    own, params = {param for group in groups for param in group["params"]}, set(given)
+    left_out = sum(param.requires_grad for param in own - params)
     if left_out:
         raise ValueError(
-            f"{call}: expected all trained parameters, got all but {left_out} of {len(mine)}; "
+            f"{call}: expected all trained parameters, got all but {left_out} of {len(own)}; "
             "pass model.parameters(), or clip a group by itself with a max_grad_norm key in its "
             "optimizer group"
         )
-    others = sum(param.requires_grad for param in params - mine)
-    if others:
+    foreign = sum(param.requires_grad for param in params - own)
+    if foreign:
         raise ValueError(
-            f"{call}: expected the optimizer's own parameters, got {others} others that require "
+            f"{call}: expected the optimizer's own parameters, got {foreign} others that require "
             "gradients, which nobody averages over the ranks; add them to the optimizer, or "
             "freeze them with requires_grad_(False)"
         )
@@ -202,9 +202,9 @@ def check_groups(
                     "model, and add a new module to the model before its group to the optimizer"
                 )
             if name in groups:
-                other = originals.owner(groups[name])
-                where = "its groups twice" if other is optimizer else (
-                    f"two optimizers, {type(other).__name__} and {type(optimizer).__name__}"
+                owner = originals.owner(groups[name])
+                where = "its groups twice" if owner is optimizer else (
+                    f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}"
                 )  # fmt: skip
                 raise ValueError(f"optimizer: parameter {name!r} is in {where}; list it once")
             groups[name] = number
@@ -243,11 +243,11 @@ def check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
         stages: of each stage its ties, and what is planned for the weight there.
     """
     for tie, fact in ((tie, fact) for facts in stages for tie, fact in facts.items()):
-        other = next((facts[tie] for facts in stages if facts.get(tie, fact) != fact), None)
-        if other is not None:
+        unlike = next((facts[tie] for facts in stages if facts.get(tie, fact) != fact), None)
+        if unlike is not None:
             raise ValueError(
                 f"tied: expected {tie.first!r} and {tie.second!r} to be alike on their two stages, "
-                f"got {fact} and {other}; put both into the same group of the optimizer or leave "
+                f"got {fact} and {unlike}; put both into the same group of the optimizer or leave "
                 "both out, freeze neither or both, and name both or none in keep_fp32"
             )
 

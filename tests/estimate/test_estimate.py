@@ -153,9 +153,10 @@ def calls_of_a_step(size: int, fields: dict[str, Any]) -> list[list[Collective]]
     return found
 
 
+@pytest.mark.parametrize("overlap_sync", [False, True])
 @pytest.mark.parametrize("sync", ["broadcast", "all_gather"])
-def test_the_collectives_of_a_step_are_as_many(sync: str):
-    fields = {"sync": sync, "pack_params": 2}
+def test_the_collectives_of_a_step_are_as_many(sync: str, overlap_sync: bool):
+    fields = {"sync": sync, "pack_params": 2, "overlap_sync": overlap_sync}
     model = CASES["gpt"].build()
     found = estimate(model, torch.optim.AdamW(model.parameters()), 2, fields)
     assert found.collectives == len({call.launch for call in calls_of_a_step(2, fields)[0]})

@@ -631,12 +631,3 @@ def test_an_optimizer_whose_step_was_replaced_is_refused_unless_a_scheduler_did(
         shardcast.shard(model, inner)
     inner.step = inner_step
     shardcast.shard(model, inner)
-
-
-def test_what_a_script_for_ddp_or_zero_asks_for_is_named():
-    optimizer = sharded(MLP())
-    for name, remedy in (("join_hook", "same number of batches"),
-                         ("consolidate_state_dict", r"full_state_dict\(\)"),
-                         ("other", "no attribute 'other'")):  # fmt: skip
-        with pytest.raises(AttributeError, match=remedy):
-            getattr(optimizer, name)

@@ -295,9 +295,7 @@ def test_sync_leaves_out_the_spans_that_hold_nothing_but_padding(partition: str,
             if pack.fragments(span.owner)
         ]
         found = [
-            (pack.index, span.owner)
-            for pack in optimizer.layout.packs
-            for span in pack.owned_spans()
+            (pack.index, span.owner) for pack in optimizer.layout.packs for span in pack.owned_spans
         ]
         assert found == expected
         assert size < 50 or len(expected) < size * len(optimizer.layout.packs)

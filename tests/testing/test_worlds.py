@@ -70,7 +70,7 @@ def test_a_step_makes_as_many_launches_in_every_world(world_size: int, fields: d
     ops = [call.op for call in launched]
     assert ops[:9] == ["all_to_all_single"] * 9, "reduce: one for each pack"
     assert ops[9] == "all_reduce", "decide"
-    assert len(ops) == 19 and len(layout.packs) == 9, "sync: one for each pack"
+    assert len(ops) == 11 and len(layout.packs) == 9, "sync: one for all packs"
 
 
 def calls_of_a_step(world_size: int) -> int:
@@ -134,12 +134,12 @@ def test_launches_of_a_7_b_model_do_not_grow_with_the_world(world_size: int):
     assert len(layout_of(world_size).packs) <= len(layout_of(8).packs) <= 226
 
 
-def test_whole_parameters_take_one_launch_for_each_pack_too():
+def test_whole_parameters_are_broadcast_by_the_ranks_that_own_some():
     layout = layout_of(64, "whole")
     assert {pack.algorithms.sync for pack in layout.packs} == {"broadcast"}
     assert {pack.algorithms.reduce for pack in layout.packs} == {"all_to_all"}
     for pack in layout.packs:
-        owners = [span.owner for span in pack.owned_spans()]
+        owners = [span.owner for span in pack.owned_spans]
         assert owners == [rank for rank in range(64) if pack.fragments(rank)]
 
 

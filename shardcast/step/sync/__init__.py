@@ -1,5 +1,4 @@
 """sync: the owners' updated spans to everybody.
 
-``sync`` has one of the ``ways`` for each pack, as its algorithm says; ``overlap`` runs it beside
-the next forward.
+``sync`` sends packs as their algorithms say; ``overlap`` runs it beside the next forward.
 """

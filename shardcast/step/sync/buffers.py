@@ -31,12 +31,11 @@ class Buffers:
     """Broadcasts buffers of ``stages``. Calling it is collective, in the order of the stream.
 
     Args:
-        comm: the data-parallel ranks.
+        comm: the data-parallel ranks, more than one; all of them have the same buffers.
     """
 
     def __init__(self, stages: Sequence[nn.Module], comm: Comm) -> None:
         self._stages, self._comm = stages, comm
-        self._any = any(True for _ in self._named())  # ranks have the same: shard() compares them
         self._calls = 0
         self._sent: dict[str, str] = {}  # name to kind
         self._places: list[tuple[nn.Module, str]] = []  # of those
@@ -46,8 +45,6 @@ class Buffers:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        if self._comm.size == 1 or not self._any:
-            return
         self._calls += 1
         # A captured CUDA graph cannot wait for an answer; ranks capture the same step.
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -72,8 +69,8 @@ class Buffers:
         facts = {}
         for name, module, _, buffer in self._named():
             version = 0 if buffer.is_inference() else buffer._version
-            before, at = self._seen.get(name, (nothing, 0))
-            written = before() is not buffer or version != at
+            last_buffer, last_version = self._seen.get(name, (nothing, 0))
+            written = last_buffer() is not buffer or version != last_version
             running = bool(getattr(module, "track_running_stats", False))
             facts[name] = Fact(_kind(buffer), written or running)
             seen[name] = weakref.ref(buffer), version

@@ -81,9 +81,9 @@ class Overlap:
             return
         if len(self._sync.packs) != self._mapped:
             self._map()
-        before = self._always
-        if before is None or not before <= modules:
-            self._always = modules if before is None else before & modules
+        always = self._always
+        if always is None or not always <= modules:
+            self._always = modules if always is None else always & modules
             called = {p for module in self._always for p in _compat.own_params(module)}
             self._first = [
                 pack for pack in self._sync.packs if not called.issuperset(pack.in_model)

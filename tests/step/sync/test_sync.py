@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import CASES, run_world, sharded
 from torch import nn
 
+import shardcast
 from shardcast.testing import Collective, fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,7 +52,7 @@ def log_of_a_step(group: Any, case: str, fields: dict[str, Any]) -> dict[str, li
 @pytest.mark.parametrize("partition", ["even", "whole"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of_broadcasts(
+def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of_the_sync(
     case: str, size: int, partition: str
 ):
     fields = {
@@ -72,13 +73,13 @@ def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of
         assert small.op == "all_reduce" and small.nbytes < 8 * (3 * size + 64)
         assert not small.async_op
         expected = [
-            [(span.numel, span.owner) for span in pack.spans if pack.fragments(span.owner)]
+            (span.numel, span.owner)
             for pack in layout.packs
+            for span in pack.spans
+            if pack.fragments(span.owner)
         ]
-        launches: dict[int, list[tuple[int, int | None]]] = {}
-        for call in sync:
-            launches.setdefault(call.launch, []).append((call.shape[0], call.source))
-        assert list(launches.values()) == [pieces for pieces in expected if pieces]
+        assert [(call.shape[0], call.source) for call in sync] == expected
+        assert len({call.launch for call in sync}) == 1, "of all packs"
         assert all(c.op == "broadcast" and not c.async_op and c.dtype == BF16 for c in sync)
 
 
@@ -94,17 +95,32 @@ def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partiti
         assert f"reduce all_to_all (rounded once), sync {pack.algorithms.sync} (" in line
         assert pack.algorithms.sync_why in line
     _, *sync = ranks[0]["step"]
-    assert len({call.launch for call in sync}) == len(layout.packs)
+    assert len({call.launch for call in sync}) == 1 < len(layout.packs)
     assert {call.op.removesuffix("_single") for call in sync} == set(ways)
 
 
-def test_all_gather_sync_takes_one_collective_per_pack():
-    fields = {"param_dtype": BF16, "sync": "all_gather", "pack_params": 5}
-    ranks, _ = run_world(2, log_of_a_step, "gpt", fields)
-    for phases in ranks:
-        _, *sync = phases["step"]
-        assert [c.op for c in sync] == ["all_gather_single"] * len(phases["layout"].packs)  # type: ignore[attr-defined]
-        assert not any(c.async_op for c in sync)
+def test_packs_that_differ_in_their_algorithms_or_kinds_take_a_launch_for_each_algorithm():
+    """fp32 norms beside bf16 biases, which AdamW cuts evenly; matrices, which Muon does not."""
+
+    def step(group: Any) -> tuple[Any, list[Collective]]:
+        model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 40, bias=False))
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        others = [param for param in model.parameters() if param.dim() != 2]
+        inner = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+        optimizer = shardcast.shard(
+            model, inner, process_group=group, keep_fp32="norms", pack_params=1
+        )
+        before = len(group.log)
+        optimizer.sync()
+        return optimizer.layout, list(group.log[before:])
+
+    for layout, sync in run_world(3, step)[0]:
+        assert {pack.dtype for pack in layout.packs} == {BF16, torch.float32}
+        launches: dict[int, set[str]] = {}
+        for call in sync:
+            launches.setdefault(call.launch, set()).add(call.op)
+        assert sorted(map(sorted, launches.values())) == [["all_gather_single"], ["broadcast"]]
+        assert not any(call.async_op for call in sync)
 
 
 def uneven_use(group: Any, users: tuple[int, ...]) -> None:
