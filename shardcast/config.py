@@ -196,7 +196,8 @@ class ShardcastConfig:
         one_of("auto", "eager", "compile"),
     )
 
-    named: ClassVar[frozenset[str]] = frozenset()  # options that are no defaults; of each object
+    named: ClassVar[frozenset[str]] = frozenset()
+    """Options that were named, and are not there by default; each object has its own."""
 
     def __new__(cls, *args: Any, **named: Any) -> ShardcastConfig:
         self = super().__new__(cls)

@@ -45,6 +45,8 @@ except ImportError as error:
         "pip install 'shardcast-optim[lightning]'"
     ) from error
 
+__all__ = ["ShardcastPrecision", "ShardcastStrategy"]
+
 DTYPES = {
     "32-true": torch.float32,
     **dict.fromkeys(("bf16-true", "bf16-mixed"), torch.bfloat16),

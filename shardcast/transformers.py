@@ -47,6 +47,8 @@ except ImportError as error:
         "pip install 'shardcast-optim[transformers]'"
     ) from error
 
+__all__ = ["ShardcastTrainer", "ShardcastTrainerMixin", "tensor_parallel"]
+
 FOLDER = "shardcast"  # of a checkpoint directory
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # Trainer's own names
 NOTE = """The optimizer's state of this checkpoint is in {folder}/, which ShardcastTrainer loads.

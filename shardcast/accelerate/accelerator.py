@@ -37,6 +37,7 @@ from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+"""What a configuration is taken from: an object, a mapping, a YAML file, or the environment."""
 
 
 class ShardcastAccelerator(Accelerator):
@@ -67,12 +68,16 @@ class ShardcastAccelerator(Accelerator):
         self._owners: dict[nn.Module, ShardcastOptimizer] = {}  # of each bare model that is sharded
         self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
 
-    native_amp: bool  # Accelerate's own: whether it runs forwards under autocast
+    native_amp: bool
+    """Accelerate's own: whether it runs forwards under autocast."""
     _models: list[Any]  # likewise
     _optimizers: list[Any]
-    loss_params: tuple[nn.Parameter, ...] = ()  # trained beside a model; Trainer's clip has none
-    save_masters = True  # get_state_dict and save_model give fp32, as under DDP with autocast
-    provisional = False  # made by shardcast.run: enable() may still give it another configuration
+    loss_params: tuple[nn.Parameter, ...] = ()
+    """Weights of a loss that are trained beside a model; Trainer's clip does not name them."""
+    save_masters = True
+    """Whether get_state_dict and save_model give fp32, as under DDP with autocast."""
+    provisional = False
+    """Made by ``shardcast.run``: :func:`enable` may still give it another configuration."""
 
     @property
     def sharded(self) -> tuple[ShardcastOptimizer, ...]:

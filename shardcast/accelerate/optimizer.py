@@ -56,6 +56,7 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         if sharded.config.param_dtype != torch.float32:
             handles = [it.register_forward_hook(_outputs_to_fp32) for it in models]
         self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, handles)
+        """Close the sharded optimizer without restoring fp32, and remove the hooks."""
 
     @property
     def params(self) -> set[nn.Parameter]:

@@ -41,7 +41,18 @@ class DamagedCheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Info:
-    """What a checkpoint says of itself. ``tensors`` are keyed as in the files."""
+    """What a checkpoint says of itself.
+
+    Attributes:
+        path: its folder.
+        step: number of the step after which it was saved.
+        world_size: ranks that saved it.
+        partition: of their layout.
+        optimizer: class of the optimizer.
+        nbytes: of all files.
+        files: their names.
+        tensors: dtype and shape of each, keyed as in the files.
+    """
 
     path: Path
     step: int

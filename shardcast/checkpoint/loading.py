@@ -25,7 +25,14 @@ Directory = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was loaded: the step, ``extra``, every saving rank's ``per_rank``, and from where."""
+    """What was loaded.
+
+    Attributes:
+        step: number of the step after which it was saved.
+        extra: as :func:`save` took it.
+        per_rank: what each of the saving ranks gave, in their order.
+        path: of the checkpoint.
+    """
 
     step: int
     extra: Any

@@ -170,7 +170,12 @@ def estimate(
 
 @dataclass(frozen=True)
 class StateOf:
-    """State tensors per parameter, 0-dim ones aside, and whether padding has state too."""
+    """What state an optimizer keeps of a parameter.
+
+    Attributes:
+        moments: tensors per parameter, 0-dim ones aside.
+        flat: whether they are kept for a whole span, padding included.
+    """
 
     moments: int
     flat: bool

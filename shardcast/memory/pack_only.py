@@ -31,6 +31,7 @@ class PackedParameters:
 
     def __init__(self, layout: Layout, packs: list[Pack]) -> None:
         self.layout = layout
+        """The packs and their slots."""
         self.packs = packs
         self._grads = [Gradients(pack, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]

@@ -40,6 +40,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     Attributes:
         config: the options that hold.
         layout: all packs, slots and spans; equal on all ranks.
+        precision: the dtype of each parameter.
         originals: what was given to ``shard``; its groups are the present ones.
         model: the root module, without wrappers; of several pipeline stages what holds them.
         stages: what is called: that module, or the stages.
@@ -47,6 +48,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
         edits: of weights, by the script.
+        device: of the packs.
     """
 
     _overlap: Overlap | None = None

@@ -66,6 +66,7 @@ class Machine:
     """Nodes of accelerators, and what joins them; bandwidths in bytes per second.
 
     Attributes:
+        name: of the preset or the file.
         ranks_per_node: ranks that share the links ``inside``.
         inside: of one rank in each direction, as a collective reaches it.
         between: of one rank's share of its node's network cards, in each direction.
@@ -180,6 +181,7 @@ PRESETS = {
         ),
     )
 }  # fmt: skip
+"""Machines by name, for :meth:`Machine.load`."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,11 @@ class Group:
 
     Every method takes the bytes of the whole tensor, of which each rank has or gets all or
     1 / ``size``, and gives seconds, 0 for a group of one.
+
+    Attributes:
+        machine: whose links they use.
+        size: number of ranks.
+        per_node: how many of them share a node.
     """
 
     machine: Machine
@@ -196,6 +203,7 @@ class Group:
 
     @property
     def nodes(self) -> int:
+        """Nodes that the ranks are on."""
         return math.ceil(self.size / self.per_node)
 
     @property

@@ -91,6 +91,7 @@ class FakeGroup(RecordedGroup):
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size, backend="fake")
         self.pending: dict[int, Collective] = {}
+        """Collectives that were not waited for yet, by ``seq``."""
 
     def _issue(self, call: Call) -> dist.Work:
         rank, record = self.rank(), call.record

@@ -36,3 +36,4 @@ class Death:
 
 
 Fault = Delay | Drop | Death
+"""What :meth:`ThreadedWorld.run` can inject."""

@@ -20,6 +20,7 @@ class Collective:
     seq: int
     """Position in this rank's order in this group, from 0."""
     op: str
+    """Name of the function, such as ``all_reduce``."""
     shape: tuple[int, ...] = ()
     """Shape of the tensor that this rank sends; for ``broadcast``, ``scatter`` and
     ``reduce_scatter`` the one that every rank ends with; for ``all_to_all`` the first one sent."""
@@ -36,6 +37,7 @@ class Collective:
     output_splits: tuple[int, ...] | None = None
     """All-to-all only: what comes from each rank."""
     async_op: bool = False
+    """Whether the call came back before the collective was done."""
     nbytes: int = 0
     """Bytes of the larger side: what this rank sends or what it receives."""
     group: str = ""

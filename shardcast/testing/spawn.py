@@ -232,3 +232,4 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
 
 
 spawn_world = SpawnedWorld
+"""Start processes for many runs: ``with spawn_world(2) as world: world.run(fn)``."""

@@ -25,6 +25,7 @@ class StrictGroup(RecordedGroup):
     def __init__(self, rank: int, world_size: int, *, poison: bool) -> None:
         super().__init__(rank, world_size, backend="strict")
         self.poison = poison
+        """Whether buffers that a collective will write are filled with NaN until then."""
         self.meeting: Rendezvous | None = None
         """The run that this rank takes part in at present."""
         self._pending: dict[Hashable, Call] = {}
@@ -130,6 +131,7 @@ class StrictGroup(RecordedGroup):
 
     @property
     def world_rank(self) -> int:
+        """This rank in the world, of which the group may be a part."""
         return self.rank() if self.meeting is None else self.meeting.ranks[self.rank()]
 
 
