@@ -900,7 +900,7 @@ def by_autograd_grad(variant: Variant) -> Report:
     return variant.report(plain, losses)
 
 
-@recipe("optimizer.state[p]['exp_avg'] replaced, a state popped", "torch")
+@recipe("`optimizer.state[p]['exp_avg']` replaced, a state popped", "torch")
 def replaced_state(variant: Variant) -> Report:
     def edit(model: Any, optimizer: Any, step: int) -> None:
         if step == 3:
