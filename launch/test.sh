@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up a virtual environment where there is none, then check style, types and behaviour.
+# Set up a virtual environment where there is none, then check style, types and behaviour; without
+# arguments also that the site builds (launch/docs.sh).
 #
 # Usage: bash launch/test.sh [arguments of pytest]
 #        bash launch/test.sh --codegen [arguments of launch/codegen]
@@ -73,4 +74,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests start several processes
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy --strict shardcast
+(($#)) || bash launch/docs.sh
 "$python" -m pytest --numprocesses=auto "$@"

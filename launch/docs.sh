@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Build the documentation as a site, build/site, from docs/, README.md, examples/ and docstrings. A
+# broken link or anchor, a page that the navigation lacks, and a public name without a docstring are
+# errors. Installs MkDocs into .venv-docs (50 MB, once); torch is not needed.
+#
+# Usage: bash launch/docs.sh [serve]   (serve: on http://127.0.0.1:8000, anew at each change)
+# Environment: PYTHON (see environment.sh), DOCS_VENV (default: .venv-docs)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+
+venv=${DOCS_VENV:-.venv-docs}
+if ! cmp --silent launch/site/requirements.txt "$venv/requirements.txt"; then
+    find_python
+    [[ -x $venv/bin/python ]] || "$found" -m venv "$venv"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
+        --requirement launch/site/requirements.txt
+    cp launch/site/requirements.txt "$venv/requirements.txt"
+fi
+export NO_MKDOCS_2_WARNING=1 # of the theme, about versions that are not used here
+export PATH=$PWD/$venv/bin:$PATH # signatures are formatted by its ruff
+exec "$venv/bin/python" -m mkdocs "${1:-build}"

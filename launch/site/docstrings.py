@@ -1,0 +1,100 @@
+"""Docstrings of the library as Markdown, for Griffe: roles, literal blocks and tables of RST."""
+
+import ast
+import itertools
+import re
+import textwrap
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth|attr|mod|data):`~?([^`]+)`")
+LITERAL = re.compile(r"(?<!`)``([^`]+)``(?!`)")
+RULE = re.compile(r"^\s*=+(\s+=+)+\s*$")
+
+
+class Docstrings(griffe.Extension):
+    def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
+        self.visit(pkg)
+
+    def visit(self, thing: griffe.Object) -> None:
+        if thing.docstring is not None:
+            thing.docstring.value = markdown(thing.docstring.value, thing)
+        for member in thing.members.values():
+            if isinstance(member, griffe.Alias):
+                continue
+            if thing.path == "shardcast.config.ShardcastConfig" and member.is_attribute:
+                as_option(member)
+            elif "instance-attribute" in member.labels and member.value is not None:
+                member.value = None  # an expression of __init__
+            self.visit(member)
+
+
+def as_option(field: griffe.Attribute) -> None:
+    """A field of the configuration: its default, and its help as a docstring."""
+    call = ast.parse(str(field.value), mode="eval").body
+    if isinstance(call, ast.Call) and ast.unparse(call.func) == "_option":
+        field.value = ast.unparse(call.args[0])
+        text = ast.literal_eval(call.args[1])
+        field.docstring = griffe.Docstring(text[0].upper() + text[1:] + ".", parent=field)
+
+
+def markdown(text: str, thing: griffe.Object) -> str:
+    text = ROLE.sub(lambda match: reference(match[1], thing), text)
+    text = LITERAL.sub(r"`\1`", text)
+    return "\n".join(tables(blocks(text.splitlines())))
+
+
+def reference(name: str, thing: griffe.Object) -> str:
+    """A link to where a name that ``thing`` uses is described, if that is in the site."""
+    first, _, rest = name.partition(".")
+    try:
+        target = ".".join(filter(None, [thing.resolve(first), rest]))
+    except griffe.NameResolutionError:
+        target = name
+    return f'<autoref optional identifier="{target}"><code>{name}</code></autoref>'
+
+
+def blocks(lines: list[str]) -> list[str]:
+    """``::`` and what is indented below it as a fenced block."""
+    result: list[str] = []
+    while lines:
+        line, *lines = lines
+        text = line.rstrip()
+        if not text.endswith("::"):
+            result.append(line)
+            continue
+        pad = line[: indent(line)]
+        count = next((i for i, below in enumerate(lines) if not deeper(below, line)), len(lines))
+        body = textwrap.dedent("\n".join(lines[:count])).strip("\n").splitlines()
+        lines = lines[count:]
+        result += ["" if text.strip() == "::" else text[:-1], ""]
+        result += [f"{pad}```python", *(pad + code for code in body), f"{pad}```", ""]
+    return result
+
+
+def indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def deeper(below: str, line: str) -> bool:
+    return not below.strip() or indent(below) > indent(line)
+
+
+def tables(lines: list[str]) -> list[str]:
+    """Simple tables of RST as those of Markdown."""
+    result: list[str] = []
+    edges: list[int] = []
+    rules = 0
+    for line in lines:
+        if RULE.match(line):
+            rules = rules % 3 + 1
+            if rules == 1:
+                edges = [match.start() for match in re.finditer(r"=+", line)] + [10**6]
+            elif rules == 2:
+                result.append("|" + "---|" * (len(edges) - 1))
+            continue
+        if rules in (1, 2) and line.strip():
+            cells = [line[a:b].strip() for a, b in itertools.pairwise(edges)]
+            line = "| " + " | ".join(cells) + " |"
+        result.append(line)
+    return result
