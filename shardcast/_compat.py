@@ -286,6 +286,15 @@ def raised_in_distributed(error: BaseException) -> bool:
     return names[-1].startswith("torch.distributed.")
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether the host reads values on ``device`` without waiting for it.
+
+    What a step does differently on accelerators hangs on this alone; tests and benchmarks put
+    another function in its place, and so run the accelerator's path, with values, on a CPU.
+    """
+    return device.type == "cpu"
+
+
 def coalesced(group: dist.ProcessGroup, device: torch.device | None, async_op: bool = False) -> Any:
     """A context within which collectives on ``device`` make one launch (NCCL's group calls).
 

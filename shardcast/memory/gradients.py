@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -299,7 +300,7 @@ class ShardedGradients(Gradients):
         self._data = None
         del self._own_data  # a view, which would keep all of the storage
         own = self.own
-        if own.device.type != "cpu" or len(pieces) == 1 or self.culprits:
+        if not _compat.is_host(own.device) or len(pieces) == 1 or self.culprits:
             return
         if not bool(own.sum().isfinite()):
             index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
@@ -109,7 +110,7 @@ class Decider:
                 self._edits.unseen(),
             )
         )
-        if self._device.type == "cpu":
+        if _compat.is_host(self._device):
             self._refuse(mistakes.tolist())
         skip = ~self._norm.root(powers, scale).isfinite() | mistakes[1:].any()
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, self.loss_scale.inverse())
@@ -166,7 +167,7 @@ class Decider:
         each calls it when it has the numbers, and names its own.
         """
         training_differs, options_differ, unseen, *unscaled = mistakes
-        together, groups = self._device.type == "cpu", self._originals.groups
+        together, groups = _compat.is_host(self._device), self._originals.groups
         if training_differs:
             packs = [grads.pack for grads in self._grads]
             slots = [slot.name for pack in packs for slot in pack.layout.slots]

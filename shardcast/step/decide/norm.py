@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardcast import _compat
+
 CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
 ROW = 1 << 12  # elements whose powers are summed in fp32 on an accelerator
 EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -31,7 +33,7 @@ class PNorm:
 
     def power(self, own: Tensor) -> Tensor:
         """The power of a 1-d span, 0-dim."""
-        if own.device.type != "cpu":
+        if not _compat.is_host(own.device):
             whole = own.numel() - own.numel() % ROW
             norms = [by_rows(own[:whole].view(-1, ROW), self._p)]
             norms += [by_rows(own[None, whole:], self._p)] if whole < own.numel() else []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.messages import by_rank, warn
 
@@ -149,7 +150,7 @@ class OptionCheck:
             if not param.requires_grad
         }
         text = "the ranks train different parameters"
-        if self._device.type == "cpu":
+        if _compat.is_host(self._device):
             text = _differences(self._process_groups.dp.exchange(untrained, self._device), "True")
         warn(f"step: {text}. {UNTRAINED}")
 
@@ -182,7 +183,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             return None
-        return value.item() if value.device.type == "cpu" else ON_DEVICE
+        return value.item() if _compat.is_host(value.device) else ON_DEVICE
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     return value if isinstance(value, (bool, int, float, str)) else None

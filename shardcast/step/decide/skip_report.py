@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.gradients import Gradients
 from shardcast.messages import warn
@@ -101,7 +102,7 @@ class SkipReport:
         if not powers:
             return 0.0
         nonfinite = ~torch.stack(list(powers)).isfinite()
-        if self._device.type != "cpu":
+        if not _compat.is_host(self._device):
             if self._starts.numel() != len(self._grads):  # not in every step
                 self._starts = to_device(self._own_starts(), torch.float64, self._device)
             # Not starts[index]: to index by a tensor of no dimension is to ask for its value.
@@ -143,7 +144,9 @@ class SkipReport:
         skipped, in_row = totals[:2]
         nonfinite, mistakes = totals[2 : 2 + self._comm.size], totals[2 + self._comm.size :]
         is_news, self._reported = skipped != self._reported, skipped
-        if self._device.type != "cpu" and any(mistakes):  # on a CPU they were refused at once
+        if any(mistakes) and not _compat.is_host(
+            self._device
+        ):  # on a CPU they were refused at once
             self._mistakes.zero_()
             self._refuse(mistakes)
         if not is_news:
@@ -187,7 +190,7 @@ class SkipReport:
             positions: per owner, -1 for none.
         """
         elements = [(owner, *self._element(at)) for owner, at in enumerate(positions) if at >= 0]
-        if self._device.type != "cpu":
+        if not _compat.is_host(self._device):
             return "; ".join(
                 f"in the span of rank {owner} that begins in parameter {slot.name!r}"
                 for owner, _, slot, _ in elements

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.memory.gradients import Gradients
 from shardcast.messages import warn
 from shardcast.step.decide.skip_report import HostCopy
@@ -81,7 +82,7 @@ class Edits:
             return bool(arrived and arrived[0])
         sums = [_checksum(grads.own) != checksum for grads, checksum in self._sums.items()]
         changed = torch.stack(sums).any()
-        if changed.device.type == "cpu":
+        if _compat.is_host(changed.device):
             return bool(changed)
         if self._edited is None:
             self._edited = HostCopy(changed.device)

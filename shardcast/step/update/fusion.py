@@ -293,7 +293,7 @@ class Executor:
 
 def _in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
     """The eager form allocates several times its operands: never for more than one piece."""
-    on_cpu = operands[0].device.type == "cpu"
+    on_cpu = _compat.is_host(operands[0].device)
     rows = max(1, (CHUNK * torch.get_num_threads() if on_cpu else PIECE) // in_kernel.row)
     for piece in zip(*(tensor.split(rows) for tensor in operands), strict=True):
         update_(in_kernel, piece, *others)
@@ -307,4 +307,4 @@ def _compiled() -> Callable[..., None]:
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
     """How to run the update on ``device``; raises as :func:`compiles` does."""
     compiled = compiles(config, device)
-    return Executor(compiled, on_host=device.type == "cpu" and not compiled)
+    return Executor(compiled, on_host=_compat.is_host(device) and not compiled)
