@@ -26,9 +26,6 @@ data = torch.Generator().manual_seed(rank)
 for _ in range(50):
     lengths = torch.randint(4, 16, (MICRO_BATCHES,), generator=data).tolist()
     batches = [torch.randint(0, 100, (8, n), generator=data).to(device) for n in lengths]
-    tokens = torch.tensor(float(sum(batch.numel() for batch in batches)), device=device)
-    dist.all_reduce(tokens)  # of all ranks
-    optimizer.divisor = tokens  # <- sums of losses are divided by it, not by the number of ranks
     for number, batch in enumerate(batches, 1):
         last = number == MICRO_BATCHES
         with contextlib.nullcontext() if last else optimizer.no_sync():  # <- sent once per step
@@ -37,6 +34,7 @@ for _ in range(50):
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), target.flatten(), reduction="sum"
             )
+            optimizer.count(batch.numel())  # <- sums are divided by the tokens of all ranks
             loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -95,8 +95,12 @@ class ShardcastPrecision(Precision):
         return torch.autocast(device_type, low) if enabled else nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """The loss times the loss scale."""
+        """The loss times the loss scale; of counted tokens not over ``accumulate_grad_batches``."""
         loss: Tensor = super().pre_backward(tensor, module)
+        if module.automatic_optimization and any(
+            sharded.decider.tokens.counted for sharded in self.sharded
+        ):
+            loss = loss * module.trainer.accumulate_grad_batches
         scaled = [sharded.scale_loss(loss) for sharded in self.sharded]
         return scaled[0] if scaled else loss  # all have one scale
 

@@ -231,7 +231,12 @@ class ShardcastAccelerator(Accelerator):
     # -- backward and step --------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As ``Accelerator.backward``: divided by the accumulation steps, loss scale applied."""
+        """As ``Accelerator.backward``: divided by the accumulation steps, loss scale applied.
+
+        Where tokens are counted, :meth:`ShardedOptimizer.count`, they alone are the divisor.
+        """
+        if any(prepared.optimizer.decider.tokens.counted for prepared in self.sharded):
+            loss = loss * self.gradient_accumulation_steps
         scaled = [prepared.optimizer.scale_loss(loss) for prepared in self.sharded]
         super().backward(scaled[0] if scaled else loss, **kwargs)  # all have one scale
 

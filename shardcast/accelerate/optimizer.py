@@ -11,7 +11,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.operations import convert_to_fp32
-from torch import nn
+from torch import Tensor, nn
 
 from shardcast.messages import warn
 from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
@@ -80,6 +80,10 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         prefix = f"{self._models.index(model)}." if len(self._models) > 1 else ""
         return exact_state(state, self.optimizer, prefix)
 
+    def count(self, tokens: float | Tensor) -> None:
+        """As of ShardedOptimizer; the loss is then not divided by the accumulation steps."""
+        self.optimizer.count(tokens)
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, on all ranks, for a non-finite gradient.
@@ -101,6 +105,10 @@ class ShardcastHandle(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
         self.prepared = prepared
         self.close = prepared.close
+
+    def count(self, tokens: float | Tensor) -> None:
+        """As :meth:`ShardcastOptimizer.count`, for all of them: call it of one."""
+        self.prepared.count(tokens)
 
     @property
     def step_was_skipped(self) -> bool:

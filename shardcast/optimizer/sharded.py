@@ -172,6 +172,7 @@ class ShardedOptimizer(PackedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._note_clip(None)
+        self._drop_tokens()
         self.reduce.cleared(set_to_none)
         super().zero_grad(set_to_none)
 
@@ -210,6 +211,48 @@ class ShardedOptimizer(PackedOptimizer):
                 "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
             )
         return self._clipped
+
+    def count(self, tokens: float | Tensor) -> None:
+        """Have the coming step train the mean over all tokens of all ranks and micro-batches.
+
+        Every rank must call it, in each micro-batch before its backward, with 0 where it has no
+        batch; the loss is then a sum over tokens. The total travels with the norm, so that there is
+        no further collective but in ``clip_grad_value_``, and norm, clipping and loss scale see the
+        mean. ``gather_gradients`` shows the sum over :attr:`divisor`. Local; waits for no device.
+
+        Args:
+            tokens: of this micro-batch on this rank, or of what else the loss is a sum; a number,
+                or a 0-dim tensor (on the device, in a CUDA graph). Tensor-parallel ranks and
+                pipeline stages give the same; context-parallel ranks, which are data-parallel
+                here, each its own.
+
+        Raises:
+            ValueError: a negative number, or no number.
+            RuntimeError: after a backward of this step that was not counted, or after
+                ``clip_grad_norm_``. In :meth:`step`, on all ranks: some ranks did not call it, or
+                there are no tokens at all.
+        """
+        if self.reduce.backwards and not any(any(g.presence()) for g in self.reduce.grads):
+            self._note_clip(None)
+            self._drop_tokens()  # cleared by the model's zero_grad, or one by one
+        if self._clipped is not None:
+            raise RuntimeError(
+                "count: called after clip_grad_norm_, which has divided by the tokens of this "
+                "step; count each micro-batch before its backward, and clip after the last one"
+            )
+        if self.reduce.backwards and not self.decider.tokens.counted:
+            raise RuntimeError(
+                "count: called after a backward of this step that was not counted; count each "
+                "micro-batch before its backward, or call optimizer.zero_grad() to drop gradients "
+                "of another step"
+            )
+        self.decider.tokens.add(tokens)
+
+    def _drop_tokens(self) -> None:
+        """Forget the tokens whose gradients are dropped; not those of a batch that is to come."""
+        if self.reduce.backwards:
+            self.decider.tokens.clear()
+        self.reduce.backwards = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, if there is one; for ``backward()``. Local."""

@@ -476,6 +476,28 @@ def test_clip_by_value_equals_torch() -> None:
         torch.testing.assert_close(a.float(), b, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_counted_tokens_replace_the_division_by_accumulation_steps(several: bool) -> None:
+    plain, model, x = MLP(), MLP(), torch.randn(9, 7)
+    model.load_state_dict(plain.state_dict())
+    accelerator = accelerator_of("no", gradient_accumulation_steps=3)
+    params = [*model.parameters()]
+    parts = [params[:2], params[2:]] if several else [params]
+    model, *optimizers = accelerator.prepare(model, *(torch.optim.SGD(p, lr=1.0) for p in parts))
+    for rows in x.split([2, 3, 4]):
+        with accelerator.accumulate(model):
+            optimizers[-1].count(len(rows))
+            accelerator.backward(model(rows).sum())
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    (plain(x).sum() / len(x)).backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-6)
+
+
 def test_unscale_gradients_says_that_the_step_does_it() -> None:
     accelerator = accelerator_of("bf16")
     prepared(accelerator)

@@ -310,3 +310,66 @@ def test_weights_that_are_not_said_to_be_tied_go_apart():
     """Negative control."""
     (first, _), _, (last, _), _ = threaded_world({"pp": 2, "dp": 2}, pipeline, [])
     assert int(first["embed"][0, 0]) == 9 and int(last["head"][0, 0]) == 36
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+TOKENS = {0: 3, 1: 5}  # by data-parallel rank; a power of two in all
+
+
+def counted(mesh: DeviceMesh, dp: str, tokens: Callable[[DeviceMesh, int], int]) -> tuple[Any, ...]:
+    """A step of two counted micro-batches whose loss is a sum; the same with a divisor of 1."""
+    dims = mesh.mesh_dim_names or ()
+    options: dict[str, Any] = {"mesh": mesh, "dp": dp}
+    if "ep" in dims:
+        options |= {"dp": mesh["ep", "edp"]._flatten("data"), "experts": {"edp": ["expert"]}}
+    dp_rank = mesh[dp].get_local_rank()
+    results = []
+    for is_counted in (True, False):
+        model = Bag(rows=(4, 3), expert=(5, 2), copy=(3,))
+        if "tp" in dims:
+            model.place(mesh["tp"], rows=Shard(0))
+        grads = {
+            name: numbered(*(p.to_local() if isinstance(p, DTensor) else p).shape) * 2.0**dp_rank
+            for name, p in model.named_parameters()
+        }
+        optimizer = sgd([model] if "pp" in dims else model, **options)
+        for number in range(2):
+            if is_counted:
+                optimizer.count(tokens(mesh, dp_rank) if number else 0)
+            model(grads).backward()
+        optimizer.step()
+        results.append((negated(model), float(optimizer.grad_norm)))
+    return tuple(results)
+
+
+def own_tokens(_mesh: DeviceMesh, dp_rank: int) -> int:
+    return TOKENS[dp_rank % 2]
+
+
+@pytest.mark.parametrize(
+    ("grid", "dp", "total"),
+    [({"pp": 2, "dp": 2, "tp": 2}, "dp", 8), ({"dp": 2, "tp": 2}, "dp", 8),
+     ({"ep": 2, "edp": 2}, "edp", 16)],
+    ids=str,
+)  # fmt: skip
+def test_sums_of_every_kind_are_divided_by_the_tokens_of_data_parallel_ranks(
+    grid: dict[str, int], dp: str, total: int
+):
+    for (found, norm), (sums, sums_norm) in threaded_world(grid, counted, dp, own_tokens):
+        for name, gradient_sum in sums.items():
+            assert torch.equal(found[name] * total, gradient_sum), name
+        assert norm * total == sums_norm
+
+
+@pytest.mark.parametrize("dim", ["pp", "tp"])
+def test_model_parallel_ranks_that_count_other_tokens_are_refused_on_all_ranks(dim: str):
+    def tokens(mesh: DeviceMesh, dp_rank: int) -> int:
+        return own_tokens(mesh, dp_rank) * (mesh.get_local_rank(dim) == 0)
+
+    def run(mesh: DeviceMesh) -> None:
+        with pytest.raises(RuntimeError, match=r"optimizer\.count") as error:
+            counted(mesh, "dp", tokens)
+        assert "0" in str(error.value) and "3" in str(error.value) and "5" in str(error.value)
+
+    threaded_world({"pp": 2, "dp": 2, "tp": 2}, run)

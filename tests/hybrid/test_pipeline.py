@@ -78,6 +78,7 @@ def pipelined(
     overlap: bool = False,
     late: bool = False,
     autocast: bool = False,
+    counted: bool = False,
 ) -> dict[str, Any]:
     """Train this rank's stages; what they hold at the end, and the norms of all steps."""
     pp, dp_rank = mesh["pp"], mesh.get_local_rank("dp")
@@ -100,7 +101,7 @@ def pipelined(
     ]
 
     def loss_of(output: Tensor, target: Tensor) -> Tensor:
-        return mean_loss(output, target) / (1 if scale_grads else MICRO_BATCHES)
+        return mean_loss(output, target) / (1 if scale_grads or counted else MICRO_BATCHES)
 
     pipeline = kind(
         parts if several else parts[0], MICRO_BATCHES, loss_fn=loss_of, scale_grads=scale_grads
@@ -114,6 +115,8 @@ def pipelined(
         x = inputs(step, dp_rank)
         before = len(mesh.get_group("dp").log)
         target = x if parts[-1].is_last else None
+        if counted:
+            optimizer.count(len(x))
         pipeline.step(*[x] * parts[0].is_first, target=target)
         sent.append(len(mesh.get_group("dp").log) - before)
         optimizer.step()
@@ -192,6 +195,18 @@ def test_a_pipeline_with_data_parallelism_trains_as_one_process_does(schedule: s
     torch.testing.assert_close(joined(ranks), expected["values"])
     for rank in ranks:
         torch.testing.assert_close(rank["norms"], expected["norms"])
+
+
+@pytest.mark.parametrize(("overlap", "scale_grads"), [(False, False), (True, False), (True, True)])
+def test_counted_rows_of_a_pipeline_train_as_their_mean_in_one_process(
+    overlap: bool, scale_grads: bool
+):
+    """Where it reduces stages early, the optimizer knows of the schedule's own division."""
+    train = functools.partial(pipelined, overlap=overlap, counted=True)
+    ranks = threaded_world(GRID, train, "1F1B", FP32, True, scale_grads)
+    torch.testing.assert_close(joined(ranks), by_torch()["values"])
+    for rank in ranks:
+        torch.testing.assert_close(rank["norms"], by_torch()["norms"])
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,15 @@ from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.weight_edits import WeightEdits, unseen_error
+from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
 from shardcast.step.decide.decision import ControlVector, Decision, Presence
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
-from shardcast.step.decide.options import OptionCheck
+from shardcast.step.decide.options import COUNT, OptionCheck
 from shardcast.step.decide.skip_report import SkipReport
+from shardcast.step.decide.tokens import TokenCount
 from shardcast.step.reduce.mean import Divisor
 
 
@@ -45,6 +47,7 @@ class Decider:
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._originals, self._divisor, self._edits = originals, divisor, edits
         self._clip_value: float | None = None  # of the coming step
+        self.tokens = TokenCount(device)
         self.loss_scale = LossScale(config, device)
         self._norm = PNorm(config.norm_type, device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -92,12 +95,14 @@ class Decider:
         }
         if self._process_groups.everyone.size == 1 and self.loss_scale.missing:
             raise unscaled_error([0])
-        scale = self.loss_scale.value
         local = self._presence.local()
         pack_powers = [self._power(grads) for grads in self._grads]
         arguments = {
-            "max_norm": max_norm, "clip_value": self._clip_value, "divisor": self._divisor.given
-        }  # fmt: skip
+            "max_norm": max_norm,
+            "clip_value": self._clip_value,
+            "divisor": self._divisor.given,
+            COUNT: self.tokens.counted,
+        }
         self._clip_value = None
         control, powers, mistakes = self._agree(
             ControlVector(
@@ -108,12 +113,20 @@ class Decider:
                 self._presence.copies(),
                 self._options.pairs(self._originals.groups, arguments),
                 self._edits.unseen(),
+                self.tokens.local(),
             )
         )
         if _compat.is_host(self._device):
             self._refuse(mistakes.tolist())
+        scale, unscale = self.loss_scale.value, self.loss_scale.inverse()
+        if self.tokens.counted:
+            # Gradients in the own spans are sums over a number of ranks, not over tokens: what
+            # they are too large by is a scale like that of the loss.
+            by_tokens = control.tokens[0] / (self._divisor.value * self._divisor.micro_batches)
+            scale = by_tokens if scale is None else by_tokens * scale
+            unscale = (1.0 / scale).float()
         skip = ~self._norm.root(powers, scale).isfinite() | mistakes[1:].any()
-        factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, self.loss_scale.inverse())
+        factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
         if pending is not None:
             factors.update(pending.factors)
             powers = self._norm.multiplied(powers, list(factors.values()), scale)
@@ -125,6 +138,7 @@ class Decider:
                 number: _product(factor, clip)
                 for (number, factor), clip in zip(factors.items(), clips, strict=True)
             },
+            unscale=unscale,
             present=self._presence.anywhere(local, control),
             first_nonfinite=control.first_nonfinite,
             mistakes=mistakes,
@@ -135,23 +149,29 @@ class Decider:
 
         Model-parallel ranks, which hold other parameters, have one small all-gather more.
         Mistakes are 1-d fp64: whether ranks differ in what they train (which skips no step), and
-        in options, how many have unseen writes, and per data-parallel rank whether its loss was
-        not scaled.
+        in options, whether there are unseen writes, whether there are no tokens or another number
+        of them on other model-parallel ranks, and per data-parallel rank whether its loss was not
+        scaled.
         """
         control = local.reduced(self._process_groups.dp)
         rows = self._process_groups.dp.size if self._norm.is_maximum else 1
         powers = self._norm.merge(control.powers.view(rows, -1))
         differing = self._options.differing(control.options).double()
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
+        no_tokens = (~(control.tokens > 0)).double() * self.tokens.counted
+        flags = torch.cat([differing, control.unseen, no_tokens])
         if comm.size == 1:
-            return control, powers, torch.cat([differing, control.unseen, control.unscaled])
-        parts = [powers, control.options, torch.cat([differing, control.unseen]), control.unscaled]
+            return control, powers, torch.cat([flags, control.unscaled])
+        parts = [powers, control.options, flags, control.tokens, control.unscaled]
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
-        all_powers, options, flags, unscaled = gathered.split([part.numel() for part in parts], 1)
+        all_powers, options, flags, tokens, unscaled = gathered.split(
+            [part.numel() for part in parts], 1
+        )
         flags = flags.amax(0)
         flags[1] = torch.maximum(flags[1], self._options.differing_across(options).double())
+        flags[3] = torch.maximum(flags[3], (tokens != tokens[0]).any().double())
         # Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
         # some rank of every stage says so.
         by_dim = unscaled.view(1, *(parallel_dims.sizes[dim] for dim in parallel_dims.model), -1)
@@ -166,7 +186,7 @@ class Decider:
         On a CPU all ranks call it in the same step, and exchange what they know; on an accelerator
         each calls it when it has the numbers, and names its own.
         """
-        training_differs, options_differ, unseen, *unscaled = mistakes
+        training_differs, options_differ, unseen, wrong_tokens, *unscaled = mistakes
         together, groups = _compat.is_host(self._device), self._originals.groups
         if training_differs:
             packs = [grads.pack for grads in self._grads]
@@ -181,6 +201,15 @@ class Decider:
             raise unscaled_error(ranks)
         if options_differ:
             raise self._options.error(groups, together)
+        if wrong_tokens:
+            everyone, counts = self._process_groups.everyone, [repr(self.tokens)]
+            counts = everyone.exchange(counts[0], self._device) if together else counts
+            raise RuntimeError(
+                "optimizer.count: expected more than 0 tokens in a step, and one number on all "
+                "model-parallel ranks of a data-parallel one, got "
+                f"{by_rank(enumerate(counts, 0 if together else everyone.rank))}; skip steps "
+                "without tokens, and give tensor-parallel ranks and pipeline stages one number"
+            )
 
     def _at_own_rank(self, number: Tensor | float) -> Tensor:
         """A place per data-parallel rank, of which this rank fills in its own."""
@@ -211,20 +240,25 @@ class Decider:
         return rows.view(-1)
 
     def clip_value(self, limit: float, pending: Decision | None) -> None:
-        """Clamp the own spans to ``[-limit, limit]``, loss scale considered. Local.
+        """Clamp the own spans to ``[-limit, limit]``, loss scale considered.
+
+        Local, but where tokens are counted: then a decision tells how many all ranks have.
 
         Args:
             pending: the decision by whose factors the gradients are going to be multiplied.
         """
+        unscale = self.loss_scale.inverse()
+        if pending is None and self.tokens.counted:  # on other ranks: pairs with their next one
+            unscale = self.decide(None).unscale
         self._clip_value = limit
         for grads in self._grads:
-            factor = self.loss_scale.inverse()
-            if pending is not None:
-                factor = pending.factors[grads.pack.layout.group]
-            clamp_(grads.own, limit, factor)
+            group = grads.pack.layout.group
+            clamp_(grads.own, limit, unscale if pending is None else pending.factors[group])
 
     def conclude(self, decision: Decision) -> None:
         """Count the step, made or skipped, and adapt the loss scale. Local."""
+        self.tokens.check()
+        self.tokens.clear()
         self.skips.count(decision)
         self.loss_scale.update(decision.skip)
 

@@ -21,10 +21,12 @@ class Decision:
     """What all ranks agreed on for one step.
 
     Attributes:
-        norm: 0-dim fp64, the global gradient norm before clipping, loss scale removed.
+        norm: 0-dim fp64, the global gradient norm before clipping, without loss scale and
+            of the mean over tokens where they are counted.
         skip: 0-dim bool: some gradient somewhere is not finite, or a rank made a mistake.
         factors: per optimizer group, 0-dim fp32: what its gradients are to be multiplied with
             (unscale and clip), or ``None`` where that is 1 by construction.
+        unscale: the part of these factors that removes loss scale and token count.
         present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
             the slots that this rank owns a part of.
         first_nonfinite: fp64, per data-parallel rank 1 + the position of the first non-finite
@@ -35,6 +37,7 @@ class Decision:
     norm: Tensor
     skip: Tensor
     factors: Mapping[GroupId, Tensor | None]
+    unscale: Tensor | None
     present: Mapping[Pack, tuple[bool, ...]]
     first_nonfinite: Tensor
     mistakes: Tensor
@@ -43,7 +46,7 @@ class Decision:
 class ControlVector(NamedTuple):
     """The doubles of the one small all-reduce of a step; parts are 1-d.
 
-    That is ``8 * (groups + 2 * ranks + slots + 7)`` bytes: 19 KB for AdamW with 2 groups and 300
+    That is ``8 * (groups + 2 * ranks + slots + 8)`` bytes: 19 KB for AdamW with 2 groups and 300
     parameters on 1,024 ranks, 2.5 KB on 2.
 
     Attributes:
@@ -54,6 +57,7 @@ class ControlVector(NamedTuple):
         copies: the same over all copies, of slots whose copies' gradients are added up.
         options: pairs of :class:`.options.OptionCheck`.
         unseen: how many ranks have weights that were written unseen; see :class:`WeightEdits`.
+        tokens: of all micro-batches; see :class:`.tokens.TokenCount`.
     """
 
     powers: Tensor
@@ -63,6 +67,7 @@ class ControlVector(NamedTuple):
     copies: Tensor
     options: Tensor
     unseen: Tensor
+    tokens: Tensor
 
     def reduced(self, comm: Comm) -> ControlVector:
         """The sum over ranks, all of which must call it; waits for no device."""

@@ -30,6 +30,8 @@ REMEDY = (
     "Every owner would update its part of the model in its own way: give all ranks the same value, "
     "for example average what a scheduler such as ReduceLROnPlateau is given over the ranks first."
 )
+COUNT = "optimizer.count"  # the argument that says whether it was called
+COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
 UNTRAINED = (
     "A rank that does not train a parameter counts as one with a zero gradient; freeze and "
     "unfreeze on all ranks alike"
@@ -136,7 +138,8 @@ class OptionCheck:
         else:
             shown = ", ".join(f"{name} {value}" for name, value in values.items())
             text = f"the ranks differ in options; rank {everyone.rank} has {shown}"
-        return RuntimeError(f"step: {text or 'options of groups differ'}. {REMEDY}")
+        remedy = COUNT_REMEDY if text.startswith(COUNT) else REMEDY
+        return RuntimeError(f"step: {text or 'options of groups differ'}. {remedy}")
 
     def warn_of_training(self, groups: Groups, names: Mapping[nn.Parameter, str]) -> None:
         """Warn once of parameters that some ranks do not train; on a CPU all ranks call it."""

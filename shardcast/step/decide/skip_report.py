@@ -83,7 +83,7 @@ class SkipReport:
         self._refuse, self._bound, self._usual = refuse, bound, usual
         # Steps skipped so far and in a row; of the last skipped one Decision.first_nonfinite; of
         # any step since they were reported Decision.mistakes.
-        sizes = [1, 1, comm.size, 3 + comm.size]
+        sizes = [1, 1, comm.size, 4 + comm.size]
         self._totals = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self._skipped, self._in_row, self._nonfinite, self._mistakes = self._totals.split(sizes)
         self._host = HostCopy(device)

@@ -37,10 +37,12 @@ class Divisor:
     Attributes:
         ranks: how many data-parallel ones there are, for the mean.
         given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
+        micro_batches: by which the gradients of a pipeline are divided besides.
     """
 
     ranks: int
     given: float | Tensor | None = None
+    micro_batches: int = 1
 
     @property
     def value(self) -> float | Tensor:

@@ -38,6 +38,7 @@ class Reducer:
         divisor: of the sums over ranks.
         at_step: backwards send nothing, as in a pipeline, where a step has many; finish() does.
         touched: a gradient arrived since :meth:`finish`.
+        backwards: how many brought gradients since the last step or ``zero_grad``.
         due: gradients are here that were not reduced; a step needs a round before it.
         spent: the means were used by a step, or cleared: new gradients are not added to them.
         beside: packs are launched while a backward runs, not at its end.
@@ -50,7 +51,7 @@ class Reducer:
         self.at_step = at_step
         self.divisor = Divisor(process_groups.dp.size)
         self.grads: list[Gradients] = []
-        self.touched = False
+        self.touched, self.backwards = False, 0
         self.due, self.spent = True, False
         self.sharded = config.grads == "sharded" and process_groups.shard.size > 1
         # Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring
@@ -182,6 +183,7 @@ class Reducer:
             micro_batches: of which the gradients are sums, and by which they are divided.
         """
         round = self._new_round()
+        self.divisor.micro_batches = micro_batches
         for pack in packs:
             bucket = self._buckets.get(pack)
             if bucket is None:  # frozen
@@ -232,7 +234,7 @@ class Reducer:
 
     def used(self) -> None:
         """A step used the gradients: the next one needs a round of its own."""
-        self.due = self.spent = True
+        self.due, self.spent, self.backwards = True, True, 0
         for grads in self.grads:
             grads.used()
 
@@ -332,6 +334,7 @@ class Reducer:
         return Round(self, not self._local)
 
     def _begin(self) -> Round:
+        self.backwards += 1
         self.edits.changed()
         round = self._new_round()
         self._round = weakref.ref(round)

@@ -102,6 +102,8 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
                 ["clip_value", "ranks 0, 2: 1.0", "rank 1: None"]),
     "a divisor": (lambda o, _m, rank: setattr(o, "divisor", 96.0 if rank == 1 else None),
                   ["divisor", "ranks 0, 2: None", "rank 1: 96.0"]),
+    "a count": (lambda o, _m, rank: o.count(8) if rank else None,
+                ["optimizer.count", "rank 0: False", "ranks 1, 2: True"]),
     "its tensor": (lambda o, _m, rank: setattr(o, "divisor", torch.tensor(96.0 + rank // 2)),
                    ["divisor", "ranks 0, 1: 96.0", "rank 2: 97.0"]),
 }  # fmt: skip
@@ -171,8 +173,10 @@ def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce(size: int):
             optimizer.step()
         doubles = [call for call in group.log if call.dtype == torch.float64]
     assert [call.op for call in doubles] == ["all_reduce"] * 2
-    groups, slots, digests, unseen_writes = 2, 6, 3, 1
-    assert doubles[0].nbytes == 8 * (groups + 2 * size + slots + 2 * digests + unseen_writes)
+    groups, slots, digests, unseen_writes, tokens = 2, 6, 3, 1, 1
+    assert doubles[0].nbytes == 8 * (
+        groups + 2 * size + slots + 2 * digests + unseen_writes + tokens
+    )
 
 
 # -- the digests ----------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ def test_numbers_are_read_when_they_have_arrived_and_not_overwritten_before():
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("wrong", ["lr", "scale"])
+@pytest.mark.parametrize("wrong", ["lr", "scale", "count"])
 def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: str):
     def run(group: Any) -> None:
         model = CASES["mlp"].build()
@@ -304,7 +308,9 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: 
             loss = CASES["mlp"].loss(model, CASES["mlp"].batch(0))
             if wrong == "lr":
                 optimizer.param_groups[0]["lr"] = 0.5 + group.rank()
-            if wrong == "lr" or group.rank() != 1:
+            if wrong == "count":
+                optimizer.count(0)
+            if wrong != "scale" or group.rank() != 1:
                 loss = optimizer.scale_loss(loss)
             loss.backward()
             try:
@@ -317,6 +323,8 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(wrong: 
         assert told is not None
         if wrong == "lr":
             assert f"rank {group.rank()} has lr of group 0 {0.5 + group.rank()}" in told
+        elif wrong == "count":
+            assert "optimizer.count: expected more than 0 tokens" in told
         else:
             assert "the loss was not scaled on rank 1" in told
 

@@ -1,0 +1,71 @@
+"""The tokens of a step, for the mean over those of all ranks and micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.messages import warn
+
+
+class TokenCount:
+    """What a script counts on this rank for the coming step; waits for no device.
+
+    Attributes:
+        counted: something was counted, be it 0.
+    """
+
+    _expected = False  # the last step was counted
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.clear()
+
+    def check(self) -> None:
+        """Warn where a step is made without a count, unlike the one before it."""
+        if self._expected and not self.counted:
+            warn(
+                "step: no tokens were counted, though they were for the last step, so that this "
+                "one is the mean over ranks; call optimizer.count in every micro-batch, again "
+                "after zero_grad() and before a second backward (SAM)"
+            )
+        self._expected = self.counted
+
+    def clear(self) -> None:
+        """Forget the counts: their gradients were used, or dropped."""
+        self.counted = False
+        self._number, self._on_device = 0.0, torch.zeros((), dtype=torch.float64)
+
+    def add(self, tokens: Any) -> None:
+        """Count the tokens of one micro-batch; see :meth:`shardcast.ShardedOptimizer.count`."""
+        is_tensor = isinstance(tokens, Tensor) and tokens.dim() == 0
+        if is_tensor and not _compat.is_host(tokens.device):
+            self._on_device = tokens.detach().double() + self._on_device
+        else:
+            number = tokens.item() if is_tensor else tokens
+            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if not is_number or not 0 <= number < math.inf:
+                raise ValueError(
+                    f"count: expected a number >= 0 or a 0-dim tensor of tokens, got {tokens!r}"
+                )
+            self._number += number
+        self.counted = True
+
+    def local(self) -> Tensor:
+        """This rank's sum, 1-d fp64 of one element on the device."""
+        # Filled by a kernel: a copy from the host would wait, or need pinned memory.
+        number = torch.full((1,), self._number, dtype=torch.float64, device=self._device)
+        return number + self._on_device
+
+    def __repr__(self) -> str:
+        if not self.counted:
+            return "nothing"
+        return (
+            "a tensor on the device"
+            if not _compat.is_host(self._on_device.device)
+            else f"{self._number:g}"
+        )

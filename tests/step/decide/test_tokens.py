@@ -1,0 +1,253 @@
+"""One mean over the tokens of all ranks and micro-batches, against one process by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Tensors, assert_same_bits, everything, run_world, sharded, values
+from torch import Tensor, nn
+
+import shardcast
+
+pytestmark = pytest.mark.timeout(60)
+
+STEPS = 3
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def batches_of(step: int, rank: int) -> Batches:
+    """Micro-batches of unequal sizes; in the second step one of rank 0 has no rows at all."""
+    sizes = [1 + (3 * rank + 5 * step + number) % 7 for number in range(3)]
+    if (step, rank) == (1, 0):
+        sizes[1] = 0
+    rows = [CASES["mlp"].batch(100 * step + 10 * rank + n, size) for n, size in enumerate(sizes)]
+    return [(x, y * 3) for x, y in rows]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return nn.functional.mse_loss(model(x).float(), y, reduction="sum") / y.shape[1]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    vectors = [param for param in model.parameters() if param.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=1e-2)]
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2)
+
+
+def by_hand(size: int, make: Callable[[nn.Module], Any], clip: str, split: int = 1) -> Tensors:
+    """One process with the whole batch and torch's own optimizers."""
+    model = CASES["mlp"].build()
+    made = make(model)
+    for step in range(STEPS):
+        batches = [batch for rank in range(size) for batch in batches_of(step, rank)]
+        total = sum(len(x) for x, _ in batches)
+        (sum(loss_of(model, batch) for batch in batches) / total).backward()
+        if "norm" in clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if "value" in clip:
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        for optimizer in made if isinstance(made, list) else [made]:
+            optimizer.step()
+        model.zero_grad()
+    return values(model)
+
+
+def train(
+    group: Any, make: Callable[[nn.Module], Any], how: str, fields: dict[str, Any]
+) -> Tensors:
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group, make, **fields)
+    for step in range(STEPS):
+        batches = batches_of(step, 0 if group is None else group.rank())
+        for number, batch in enumerate(batches):
+            waits = "no_sync" in how and number < len(batches) - 1
+            with optimizer.no_sync() if waits else contextlib.nullcontext():
+                tokens = len(batch[0])
+                optimizer.count(torch.tensor(tokens) if number else tokens)
+                optimizer.scale_loss(loss_of(model, batch)).backward()
+        if "gather" in how:
+            optimizer.gather_gradients()
+        if "norm" in how:
+            optimizer.clip_grad_norm_(0.5)
+        if "value" in how:
+            optimizer.clip_grad_value_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+WAYS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
+    "alone": (1, sgd, "", {}),
+    "two ranks": (2, sgd, "", {}),
+    "three ranks": (3, sgd, "no_sync", {}),
+    "four ranks": (4, sgd, "no_sync", {}),
+    "sharded gradients": (3, sgd, "no_sync", {"grads": "sharded"}),
+    "a divisor": (2, sgd, "", {"divisor": 7}),
+    "a loss scale": (3, sgd, "no_sync", {"loss_scale": 1000.0}),
+    "a norm": (3, sgd, "norm", {"loss_scale": 8.0}),
+    "a norm by option": (2, sgd, "by option norm", {"max_grad_norm": 0.5}),
+    "a value": (3, sgd, "value", {"loss_scale": 8.0}),
+    "a value of one process": (1, sgd, "value", {}),
+    "a norm, then a value": (2, sgd, "norm value", {}),
+    "the gathered mean": (2, sgd, "gather norm", {}),
+    "whole parameters": (3, adagrad, "no_sync", {"partition": "whole"}),
+    "two optimizers": (2, muon_beside_adamw, "no_sync norm", {}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them(way: str):
+    size, make, how, fields = WAYS[way]
+    expected = by_hand(size, make, how)
+    inside = how.replace("by option norm", "")
+    ranks = [train(None, make, inside, fields)] if size == 1 else run_world(
+        size, train, make, inside, fields)[0]  # fmt: skip
+    for trained in ranks:
+        torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_without_the_count_the_mean_would_be_another_one(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(shardcast.ShardedOptimizer, "count", lambda self, tokens: None)
+    with pytest.raises(AssertionError):
+        test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them("two ranks")
+
+
+# -- which tokens belong to a step -----------------------------------------------------------------
+
+
+def step_of(model: nn.Module, optimizer: Any, rows: int, seed: int = 0, batches: int = 1) -> None:
+    for number in range(batches):
+        optimizer.count(rows)
+        batch = CASES["mlp"].batch(seed + number, rows)
+        optimizer.scale_loss(loss_of(model, batch)).backward()
+
+
+DROPS: dict[str, Callable[[nn.Module, Any], None]] = {
+    "optimizer.zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad": lambda model, optimizer: model.zero_grad(),
+    "a clip": lambda model, optimizer: (optimizer.clip_grad_norm_(1.0), model.zero_grad()),
+    "a skip": lambda model, optimizer: (
+        model.a.bias.grad.fill_(math.nan), optimizer.step(), model.zero_grad()),
+    "every handle": lambda model, optimizer: [it.zero_grad() for it in optimizer.optimizers],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:step skipped", "ignore:gradients were edited")
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("how", DROPS)
+def test_tokens_of_dropped_gradients_do_not_count(how: str, grads: str):
+    def run(group: Any) -> None:
+        trained = []
+        for drops in (True, False):
+            model = CASES["mlp"].build()
+            optimizer = sharded(model, group, sgd, grads="full" if how == "a skip" else grads)
+            if drops:
+                step_of(model, optimizer, 5, seed=7)
+                DROPS[how](model, optimizer)
+            step_of(model, optimizer, 3, batches=2)
+            optimizer.step()
+            trained.append(everything(model, optimizer))
+        assert_same_bits(*trained)
+
+    run_world(2, run)
+
+
+def test_tokens_may_be_counted_before_gradients_of_the_last_step_are_cleared():
+    expected = None
+    for order in ("count, zero", "zero, count"):
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, None, sgd)
+        for step in range(2):
+            for act in order.split(", "):
+                optimizer.count(4) if act == "count" else optimizer.zero_grad()
+            loss_of(model, CASES["mlp"].batch(step)).backward()
+            optimizer.step()
+        expected = expected or values(model)
+        assert_same_bits(values(model), expected)
+
+
+def test_a_step_that_is_not_counted_unlike_the_last_one_is_warned_of():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, None, sgd)
+    step_of(model, optimizer, 3)
+    optimizer.step()
+    loss_of(model, CASES["mlp"].batch(0)).backward()
+    with pytest.warns(UserWarning, match="no tokens were counted"):
+        optimizer.step()
+
+
+def test_fp16_steps_of_counted_tokens_skip_and_go_on():
+    """The loss scale sees the divided gradient: sums overflow nothing that the mean does not."""
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, None, sgd, param_dtype=torch.float16, loss_scale="dynamic",
+                        loss_scale_init=2.0**24, loss_scale_growth_interval=1000)  # fmt: skip
+    for step in range(16):
+        step_of(model, optimizer, 3, seed=step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < optimizer.skipped_steps < 16
+    assert 0 < float(optimizer.grad_norm) < 10
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [-1, -0.5, math.nan, math.inf, True, "8", None, torch.ones(2), torch.tensor(-3), 1j],
+    ids=str,
+)
+def test_what_is_no_number_of_tokens_is_refused(tokens: Any):
+    with pytest.raises(ValueError, match="count: expected a number"):
+        sharded(CASES["tiny"].build()).count(tokens)
+
+
+@pytest.mark.parametrize("how", ["after a backward", "after a clip", "no tokens"])
+def test_counts_that_belong_to_no_step_are_refused_on_all_ranks(how: str):
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, sgd)
+        before = values(model)
+        with pytest.raises(RuntimeError, match="count"):
+            step_of(model, optimizer, 0) if how != "after a backward" else None
+            if how == "after a clip":
+                optimizer.count(3)
+                optimizer.clip_grad_norm_(1.0)
+            if how != "no tokens":
+                loss_of(model, CASES["mlp"].batch(0)).backward()
+                optimizer.count(3)
+            optimizer.step()
+        assert_same_bits(values(model), before)
+
+    run_world(2, run)
+
+
+def test_a_count_on_some_ranks_is_refused_on_all_of_them_also_by_a_clip_of_values():
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, sgd)
+        if group.rank():
+            optimizer.count(4)
+        loss_of(model, CASES["mlp"].batch(0)).backward()
+        with pytest.raises(RuntimeError, match=r"optimizer\.count differs"):
+            optimizer.clip_grad_value_(0.5)
+            optimizer.step()
+
+    run_world(2, run)
