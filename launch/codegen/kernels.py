@@ -18,6 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 SIZES = {"i1": 1, "u1": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(((?:[^()]|\([^()]*\))*)\)")
 GLOBAL = re.compile(r"(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)[^;\[]*\[([^\]]+)\]")
+CAST = re.compile(r"\bcvt\.(\w+)\.(?:satfinite\.)?(?:bf16|f16)(?:x2)?\.f32")
 REDUCED = re.compile(r"r0_numel = (\d+)")
 
 
@@ -43,6 +44,7 @@ class Kernel:
         widths: bytes of each access to global memory in PTX, and how many there are.
         doubles: arithmetic instructions on fp64, conversions included.
         registers, spills: per thread; spills in bytes.
+        truncates: whether a cast to low precision does not round to the nearest even value.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Kernel:
     doubles: int
     registers: int
     spills: int
+    truncates: bool
 
     @property
     def bytes(self) -> float:
@@ -82,6 +85,7 @@ def examine(name: str, source: str) -> Kernel:
                 Counter(widths(text)),
                 len(re.findall(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\.[\w.]*f64", text)),
                 *_resources(text, Path(folder)),
+                any(mode != "rn" for mode in CAST.findall(text)),
             )
             for text in texts
         ]

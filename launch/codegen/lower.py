@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -43,6 +43,7 @@ class Graph:
 
     Attributes:
         name, stage: of the function.
+        source: the module that Inductor wrote, with a function ``call`` that launches the kernels.
         kernels: source of every Triton kernel, by name.
         others: kernels of libraries and copies that a call launches beside them.
         calls: of the graph, each with the elements of its largest operand.
@@ -50,6 +51,7 @@ class Graph:
 
     name: str
     stage: str
+    source: str
     kernels: dict[str, str]
     others: list[str]
     calls: list[int] = field(default_factory=list)
@@ -79,8 +81,13 @@ class Compiler:
         return call
 
 
-def lower(calls: list[Call]) -> list[Graph]:
-    """Trace calls as ``torch.compile`` does, in order; what a GPU would run for them."""
+def lower(
+    calls: list[Call], note: Callable[[str, Sequence[Any]], None] = lambda _source, _args: None
+) -> list[Graph]:
+    """Trace calls as ``torch.compile`` does, in order; what a GPU would run for them.
+
+    ``note`` gets the source of each call's graph, with the arguments of the source's ``call``.
+    """
     graphs: list[Graph] = []
     compiled: dict[Any, Callable[..., None]] = {}
     torch.compiler.reset()
@@ -100,6 +107,7 @@ def lower(calls: list[Call]) -> list[Graph]:
 
             def run(*args: Any) -> tuple[None, ...]:
                 graph.calls.append(max(a.numel() for a in args if isinstance(a, Tensor)))
+                note(graph.source, args)
                 return (None,) * len(outputs.args[0])
 
             return run
@@ -169,4 +177,5 @@ def generated(
                 raise
     (source,) = written
     others = re.findall(r"^\s+(extern_kernels\.\w+|\w+\.copy_|aten\.\w+)\(", source, re.M)
-    return Graph(function.__name__, stage_of(function), dict(KERNEL.findall(source)), others)
+    kernels = dict(KERNEL.findall(source))
+    return Graph(function.__name__, stage_of(function), source, kernels, others)

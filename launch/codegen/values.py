@@ -1,0 +1,202 @@
+"""The values of the generated kernels, without a GPU, beside the eager update's.
+
+The optimizer takes real steps on the host. What it would compile is recorded with its operands,
+run eagerly, and generated for a GPU and interpreted (:mod:`codegen.interpret`); both must leave the
+same values behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from codegen.interpret import Case
+from codegen.lower import Call, lower, stage_of
+from codegen.trace import forget_graphs
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.step.update.fusion import Epilogue, Fusion
+from shardcast.testing import fake_world
+
+SHAPES = ((250, 70), (70,), (42, 701), (33,))  # 47,045 elements: no multiple of anything
+ULPS = 4  # products and sums may be fused or not, and roots of the host's libraries miss by one
+ROUNDED = 1e-3  # so that so many values of low precision may fall to the next one
+LOAD = re.compile(
+    r"^    (?P<name>tmp\d+) = tl\.load\(in_ptr\d+ \+ \(.*[xr].*\), .*mask.*\)"
+    r"(?P<cast>\.to\(tl\.float32\))?\n",
+    re.M,
+)  # of a value per element
+STEP = 2**-7  # of bf16 and of int8 codes, in proportion
+
+
+@dataclass
+class Recorded:
+    """A call of a function given to ``torch.compile``.
+
+    Attributes:
+        eager: its arguments after the eager function has run on them.
+    """
+
+    call: Call
+    eager: tuple[Any, ...]
+
+
+class Recorder:
+    """Stands for ``torch.compile``: notes the calls of a stage and runs all eagerly."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self.calls: list[Recorded] = []
+
+    def __call__(self, function: Callable[..., None], **options: Any) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if stage_of(function) == self.stage:
+                operands = copy.deepcopy(args)
+                if self.stage == "reduce":  # mock ranks send what this one has: the mean of equals
+                    for number, piece in enumerate(operands[0]):
+                        piece.normal_(generator=torch.Generator().manual_seed(number))
+                eager = copy.deepcopy(operands)
+                function(*eager)
+                self.calls.append(Recorded(Call(function, options, operands), eager))
+            function(*args)
+
+        return call
+
+
+def record(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], ranks: int, stage: str,
+    epilogues: Sequence[Epilogue], nan: bool, **fields: Any,
+) -> list[Recorded]:  # fmt: skip
+    """What the third step of an optimizer compiles in ``stage``; with ``nan`` it is skipped."""
+    recorder = Recorder(stage)
+    forget_graphs()
+    torch.manual_seed(0)
+    chosen = mock.patch("shardcast.step.update.epilogues_of", lambda _: tuple(epilogues))
+    with chosen, mock.patch("torch.compile", recorder), fake_world(ranks, rank=ranks // 2) as group:
+        model = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+        optimizer = shardcast.shard(
+            model, kind(model.parameters(), **options),
+            {"param_dtype": "bf16", "fuse": "compile", "max_grad_norm": 1.0, **fields},
+            process_group=group,
+        )  # fmt: skip
+        for number in range(3):
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+                if nan and number == 2:
+                    param.grad[0] = torch.nan
+            recorder.calls.clear()
+            optimizer.scale_loss(torch.zeros(()))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it says that the step is skipped
+                optimizer.step()
+            optimizer.zero_grad()
+    forget_graphs()
+    return recorder.calls
+
+
+def interpret(calls: Sequence[Recorded], edit: Callable[[str], str] = str) -> None:
+    """Run the generated code of calls on their operands, by Triton's interpreter.
+
+    ``edit`` may break the code, to see that this is noticed.
+    """
+    cases: list[Case] = []
+    operands: list[list[Tensor]] = []
+
+    def note(source: str, args: Sequence[Any]) -> None:
+        cases.append(Case(source=edit(source), args=list(args)))
+        operands.append([value for value in args if isinstance(value, Tensor)])
+
+    for recorded in calls:
+        lower([recorded.call], note)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(cases, Path(folder) / "cases.pt")
+        command = [sys.executable, str(Path(__file__).with_name("interpret.py")), folder]
+        subprocess.run(command, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+        results = torch.load(Path(folder) / "results.pt", weights_only=False)
+    for tensors, values in zip(operands, results, strict=True):
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+def slip(source: str) -> str:
+    """The same kernel with one operand, in low precision if there is one, off by 0.1 %."""
+    loads = list(LOAD.finditer(source))
+    load = next((load for load in loads if load["cast"]), loads[0])
+    line = f"    {load['name']} = {load['name']} * 1.001\n"
+    return source[: load.end()] + line + source[load.end() :]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far interpreted values are from eager ones.
+
+    Attributes:
+        ulps: of exact fp32 values, in units of the last place of a value plus the mean one.
+        rounded: share of the elements of low precision that differ.
+        far: whether one of these is more than one step of its precision away.
+    """
+
+    ulps: float = 0.0
+    rounded: float = 0.0
+    far: bool = False
+
+    def __or__(self, other: Difference) -> Difference:
+        return Difference(
+            max(self.ulps, other.ulps), max(self.rounded, other.rounded), self.far or other.far
+        )
+
+    @property
+    def good(self) -> bool:
+        return self.ulps <= ULPS and self.rounded <= ROUNDED and not self.far
+
+
+def compare(calls: Sequence[Recorded]) -> Difference:
+    """The greatest differences over all that ``calls`` have written."""
+    total = Difference()
+    for recorded in calls:
+        function = recorded.call.args[0]
+        if not isinstance(function, Fusion):  # a mean: the divisor is a power of two, or 3, 5, 6, 7
+            total |= low(recorded.call.args[-1], recorded.eager[-1])
+            continue
+        ours, eagers = (function.parts(args[1]) for args in (recorded.call.args, recorded.eager))
+        for codec, pieces, eager in zip(
+            (function.master, *function.state), ours.stored, eagers.stored, strict=True
+        ):
+            measure = low if codec.by_chance else exact
+            total |= measure(codec.decode(pieces), codec.decode(eager))
+        if ours.published is not None and eagers.published is not None:
+            total |= low(ours.published, eagers.published)
+        for sums, eager_sums in zip(ours.sums, eagers.sums, strict=True):
+            total |= exact(sums, eager_sums)
+    return total
+
+
+def scaled(values: Tensor, eager: Tensor) -> Tensor:
+    """Differences in proportion to values plus the mean one; infinite where one alone is NaN."""
+    values, eager = values.double(), eager.double()
+    size = eager.abs() + eager.abs().nanmean() + 1e-300
+    difference = ((values - eager).abs() / size).masked_fill(values.isnan() & eager.isnan(), 0)
+    return difference.nan_to_num(nan=torch.inf)
+
+
+def exact(values: Tensor, eager: Tensor) -> Difference:
+    return Difference(ulps=float(scaled(values, eager).max()) / torch.finfo(torch.float32).eps)
+
+
+def low(values: Tensor, eager: Tensor) -> Difference:
+    difference = scaled(values, eager)
+    return Difference(
+        rounded=float((difference > 0).double().mean()), far=bool((difference > STEP).any())
+    )
