@@ -27,6 +27,8 @@ from shardcast.option_values import (
     COUNT,
     DTYPES,
     READERS,
+    AverageOptions,
+    Averages,
     CostFn,
     GroupFn,
     KeepRule,
@@ -172,6 +174,11 @@ class ShardcastConfig:
     offload: bool = _option(
         False, "keep masters and moments in host memory; the update fetches windows of them"
     )
+    averages: Averages = _option(
+        (),
+        "moving averages of the fp32 masters at their owners, a mapping from names to decays: "
+        "{ema: 0.9999}; or to {half_life: 5000} (in steps), warmup: true, stored: bf16",
+    )
     reduce: str = _option(
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: what "
@@ -301,6 +308,8 @@ class ShardcastConfig:
         def as_yaml(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return names[value]
+            if isinstance(value, tuple) and any(isinstance(v, AverageOptions) for v in value):
+                return {average.name: average.to_dict() for average in value}
             if isinstance(value, tuple):
                 return [as_yaml(item) for item in value]
             if callable(value):

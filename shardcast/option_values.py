@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,31 @@ CostFn = Callable[[str, torch.nn.Parameter], float]
 Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
+
+
+@dataclass(frozen=True)
+class AverageOptions:
+    """One exponential moving average of the weights: ``average += (1 - decay) * (weight -
+    average)`` in every step.
+
+    Attributes:
+        name: that the script gives it.
+        decay: in [0, 1).
+        warmup: the decay is at most ``(1 + t) / (10 + t)`` in the average's step ``t = 1, 2, ...``
+        stored: ``fp32``, or ``bf16`` rounded by chance.
+    """
+
+    name: str
+    decay: float
+    warmup: bool = False
+    stored: str = "fp32"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in YAML, the name aside."""
+        return {"decay": self.decay, "warmup": self.warmup, "stored": self.stored}
+
+
+Averages = tuple[AverageOptions, ...]
 
 
 def one_of(*choices: str) -> Range:
@@ -64,7 +90,46 @@ def _several(name: str, annotation: str, value: Any) -> tuple[Any, ...]:
     return items
 
 
+def _averages(name: str, _annotation: str, value: Any) -> Averages:
+    if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
+        return value
+    if value == []:  # as to_dict() has it
+        return ()
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected a mapping from names to decays, such as {{'ema': 0.999}}, got "
+            f"{value!r} ({type(value).__name__})"
+        )
+    return tuple(_average(f"{name}: {key!r}", key, options) for key, options in value.items())
+
+
+def _average(where: str, key: Any, options: Any) -> AverageOptions:
+    """One average, from its decay or from a mapping."""
+    if not isinstance(key, str) or not key.isidentifier():
+        raise ValueError(f"{where}: expected a name of letters, digits and _")
+    known = {"decay", "half_life", "warmup", "stored"}
+    values = dict(options) if isinstance(options, Mapping) else {"decay": options}
+    if unknown := values.keys() - known:
+        raise ValueError(f"{where}: unknown {sorted(unknown)}, expected {sorted(known)}")
+    if ("decay" in values) == ("half_life" in values):
+        raise ValueError(f"{where}: expected decay or half_life (in steps), got {values!r}")
+    option = "decay" if "decay" in values else "half_life"
+    number = values[option]
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{where}: expected {option} to be a number, got {number!r}")
+    within = "[0, 1)" if option == "decay" else "(0, inf)"
+    if not (0 <= number < 1 if option == "decay" else 0 < number < float("inf")):
+        raise ValueError(f"{where}: expected {option} in {within}, got {number!r}")
+    warmup = plain(f"{where}: warmup", "bool", values.get("warmup", False))
+    stored = values.get("stored", "fp32")
+    if stored not in ("fp32", "bf16"):
+        raise ValueError(f"{where}: expected stored to be fp32 or bf16, got {stored!r}")
+    decay = float(number) if option == "decay" else 0.5 ** (1 / number)
+    return AverageOptions(key, decay, warmup, stored)
+
+
 READERS: dict[str, Callable[[str, str, Any], Any]] = {
     "torch.dtype": _dtype, "GroupFn": _function, "CostFn": _function,
     "tuple[KeepRule, ...]": _several, "tuple[str, ...]": _several,
+    "Averages": _averages,
 }  # fmt: skip

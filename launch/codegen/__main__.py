@@ -31,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.report import table
-from codegen.epilogues import Average, Swallowed
+from codegen.epilogues import Swallowed
 from codegen.kernels import Kernel, examine
 from codegen.trace import SMALL, Pass, Step, trace
 from codegen.values import Difference, compare, interpret, record, slip
 from torch.optim import SGD, Adam, AdamW
 
-from shardcast.step.update.fusion import Epilogue
+from shardcast.option_values import AverageOptions
+from shardcast.step.update.epilogues import Average, Epilogue
 
 COLUMNS = (
     "what", "stage", "kernels", "bytes", "goal", "access", "registers", "spills", "fp64",
@@ -78,7 +79,12 @@ def variants() -> list[Variant]:
         Variant("int8 moments", 17, fields=(int8,)),
         Variant("split16, bf16 moments", 20, fields=tuple(LEAN.items())),
         Variant("split16, int8 moments", 15, fields=tuple(LEANEST.items())),
-        Variant("AdamW, an average", 36, epilogues=(Average(),)),
+        Variant("AdamW, an average", 36, epilogues=(Average(AverageOptions("ema", 0.999)),)),
+        Variant(
+            "AdamW, a bf16 average",
+            32.1,
+            epilogues=(Average(AverageOptions("ema", 0.999, warmup=True, stored="bf16")),),
+        ),
         # Old published values are read, and a number per row of 64 is read and written.
         Variant("AdamW, a sum", 30.2, epilogues=(Swallowed(),)),
     ]

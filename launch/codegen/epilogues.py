@@ -1,4 +1,4 @@
-"""Epilogues to look at the kernels of: the library has no option for one yet."""
+"""An epilogue to look at the kernel of."""
 
 from __future__ import annotations
 
@@ -8,28 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardcast.memory.codecs import Codec
-from shardcast.step.update.fusion import Updated
-
-
-@dataclass(frozen=True)
-class Average:
-    """A moving average of the masters."""
-
-    decay: float = 0.999
-    state = ("average",)
-    sums: tuple[str, ...] = ()
-
-    def codec(self, _name: str) -> Codec:
-        return Codec()
-
-    def numbers(self, step: Any) -> tuple[Any, ...]:
-        return (1 - self.decay * (step > 1),)  # the first master begins it
-
-    def apply_(
-        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
-    ) -> tuple[Tensor, ...]:
-        state[0].add_((updated.master - state[0]) * numbers[0])
-        return ()
+from shardcast.step.update.epilogues import Updated
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import shardcast
 from shardcast import _compat
 from shardcast.memory import weight_edits
-from shardcast.step.update.fusion import Epilogue
+from shardcast.step.update.epilogues import Epilogue
 from shardcast.testing import fake_world
 
 SHAPES = ((1000, 700), (700,), (420, 701), (33,))  # 995,153 elements: no multiple of anything

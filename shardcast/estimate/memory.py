@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.chance import KEY
-from shardcast.memory.codecs import master_codec, moment_codec, row_of
+from shardcast.memory.codecs import CODECS, master_codec, moment_codec, row_of
 from shardcast.memory.shard import FILL
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Algorithms, Topology, syncs_at_once
@@ -74,6 +74,7 @@ class Estimate:
     gradients: int
     masters: int
     state: int
+    averages: int
     outside: int
     host: int
     setup_peak: int
@@ -95,7 +96,8 @@ class Estimate:
     @property
     def total(self) -> int:
         """All kinds together; the peak of setting up aside."""
-        return self.parameters + self.gradients + self.masters + self.state + self.outside
+        owned = self.masters + self.state + self.averages
+        return self.parameters + self.gradients + owned + self.outside
 
 
 def estimate(
@@ -140,7 +142,9 @@ def estimate(
         for pack in layout.packs
     ]
     sharded = config.grads == "sharded" and world_size > 1
-    owned_bytes = [rank.masters + rank.state + sharded * rank.gradients for rank in ranks]
+    owned_bytes = [
+        rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks
+    ]
     fullest = ranks[owned_bytes.index(max(owned_bytes))]
     sent = [rank.sent for rank in ranks]
     trained = [pack for pack in traffic if pack is not None]
@@ -151,8 +155,9 @@ def estimate(
         gradients=fullest.gradients if sharded else sum(rank.gradients for rank in ranks),
         masters=fullest.masters,
         state=fullest.state,
+        averages=fullest.averages,
         outside=live - sum(param.nbytes for param in plan.params.values()),
-        host=fullest.masters + fullest.state if config.offload else 0,
+        host=fullest.masters + fullest.state + fullest.averages if config.offload else 0,
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
         sent=max(sent),
         sender=sent.index(max(sent)),
@@ -215,12 +220,21 @@ def _master_size(pack: PackLayout, owned: int, config: ShardcastConfig) -> int:
     return master_codec(config, pack.dtype).nbytes(owned, row_of(config, pack.dtype))
 
 
+def _averages_size(pack: PackLayout, owned: int, keyed: bool, config: ShardcastConfig) -> int:
+    """Bytes of averages of ``owned`` elements, with the keys of rows unless state has them."""
+    codecs = [CODECS[average.stored]() for average in config.averages]
+    row = row_of(config, pack.dtype)
+    keys = any(codec.by_chance for codec in codecs) and not keyed
+    return sum(codec.nbytes(owned, row) for codec in codecs) + KEY * -(-owned // row) * keys
+
+
 @dataclass
 class _Rank:
     """What one rank holds and moves in bytes, and computes, for its spans of all packs."""
 
     masters: int = 0
     state: int = 0
+    averages: int = 0
     gradients: int = 0
     sent: int = 0
     updated: int = 0
@@ -268,12 +282,16 @@ def _add(
                 state.keys(pack, span.numel, config),
             )
             rank.state += own + keys
+            averages = _averages_size(pack, span.numel, keys > 0, config)
+            rank.averages += averages
             # A pack that is its own master, or half of it, is read and written; else it is only
             # written.
             master = _master_size(pack, span.numel, config)
             written = master and not master_codec(config, pack.dtype).has_published
             passes = 1 if written else 2
-            rank.updated += span.numel * (grad + passes * stored) + 2 * (master + own) + keys
+            rank.updated += (
+                span.numel * (grad + passes * stored) + 2 * (master + own + averages) + keys
+            )
             rank.normed += span.numel * grad
     return Traffic(
         wire=pack.numel * wire,

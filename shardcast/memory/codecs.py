@@ -251,6 +251,10 @@ class Encoded:
         assert self.codec.plain
         return self._pieces[0]
 
+    def move(self, first: Tensor) -> None:
+        """Have the first piece in other memory, which holds the same values."""
+        self._pieces[0] = first
+
     def _parts(self, part: slice) -> list[Tensor]:
         start, stop, _ = part.indices(self._numel)
         rows = slice(start // self.row, -(-stop // self.row))

@@ -118,6 +118,20 @@ class Shard:
         if self.casts:
             self.published.copy_(self.master.read(slice(None)))
 
+    def lend(self) -> Tensor:
+        """Free the own span of the pack for other weights: a clone, where masters have it now."""
+        return self._move(self.published.clone())
+
+    def take_back(self, own: Tensor) -> None:
+        """The inverse of :meth:`lend`, to the very same bits."""
+        self._move(self.published.copy_(own))
+
+    def _move(self, own: Tensor) -> Tensor:
+        """Let masters that the published span is a part of have it in other memory."""
+        if not self.casts:
+            self.master.move(own)
+        return own
+
     @torch.no_grad()
     def edited(self) -> Tensor:
         """Which published values are not the cast of their masters, 1-d bool."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.memory.shard import Shard
+from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import MASTER, copied, numbered, plain_groups, split_state
 from shardcast.plan.layout import Slot
@@ -141,17 +142,27 @@ class FullState:
 
         process_groups.everyone.together(refuse, optimizer.device, "check_copies")
 
-    def masters(self) -> dict[str, Tensor]:
+    def masters(self, average: str | None = None) -> dict[str, Tensor]:
         """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
 
         Every rank must call it.
+
+        Args:
+            average: the name of an average, in place of the parameters.
         """
         optimizer = self._optimizer
-        optimizer.process_groups.everyone.together(
-            optimizer.resync_masters, optimizer.device, "full_parameters"
-        )
+        averages = Averages(optimizer)
+
+        def ready() -> None:
+            optimizer.resync_masters()
+            if average is not None:
+                averages.check("full_parameters", average)
+
+        optimizer.process_groups.everyone.together(ready, optimizer.device, "full_parameters")
 
         def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
+            if average is not None:
+                return {MASTER: averages.values(shard, number, average)}
             return {MASTER: shard.exact(shard.fragments[number])}
 
         gathered = self._gathered("full_parameters", optimizer.shards, master_of, on_all=False)

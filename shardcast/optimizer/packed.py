@@ -53,6 +53,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     _overlap: Overlap | None = None
     _closed = False
+    average_in_model: str | None = None  # its name, inside averaged()
     _ready = False  # torch's own set-up fills in groups and state before ours are there
 
     def __init__(
@@ -130,6 +131,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._add_group(0, param_group)
 
     def _add_group(self, place: int, group: dict[str, Any]) -> None:
+        self.refuse_averaged("add_param_group")
         with torch.no_grad(), self.originals.added(place, group) as number:
             self._extend(number)
 
@@ -193,6 +195,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""
+        self.refuse_averaged("publish")
         self.sync.wait()
         sync = Sync()  # of packs that are still frozen too
         for shard in self.shards:
@@ -207,15 +210,23 @@ class PackedOptimizer(torch.optim.Optimizer):
         precision.
         """
         self.sync.wait()
-        if self._closed:  # the model goes its own way
+        if self._closed or self.average_in_model is not None:  # the model goes its own way
             return
         for shard in self.shards:
             shard.pack.take_moved()
             shard.absorb()
         self.edits.note()
 
+    def refuse_averaged(self, call: str) -> None:
+        """Raise RuntimeError inside ``averaged()``."""
+        if self.average_in_model is not None:
+            raise RuntimeError(
+                f"{call}: the average {self.average_in_model!r} is in the model; leave "
+                f"`with optimizer.averaged({self.average_in_model!r}):` first"
+            )
+
     def memory_report(self) -> dict[str, int]:
-        """Bytes that this rank holds, by kind: parameters, gradients, masters and state."""
+        """Bytes that this rank holds, by kind: parameters, gradients, masters, state, averages."""
         report = {"parameters": 0, "gradients": 0, "masters": 0, "state": 0}
         for shard in self.shards:
             report["parameters"] += shard.pack.data.nbytes
@@ -224,6 +235,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             if not shard.in_place:
                 report["masters"] += shard.master.nbytes
         report["state"] = sum(update.nbytes() for update in self.updates)
+        if self.config.averages:
+            report["averages"] = sum(update.epilogues.nbytes() for update in self.updates)
         return report
 
     def close(self, restore: bool = True) -> None:
@@ -238,6 +251,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                 this rank keeps until then. So it is, whatever is said, while an exception is
                 handled, as in a ``finally:`` after it.
         """
+        self.refuse_averaged("close")
         if not self._closed:
             self._closed = True
             later = partial(self._restore, MASTER_DTYPE)

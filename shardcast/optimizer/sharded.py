@@ -14,6 +14,7 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard
 from shardcast.messages import DCP_STATE, caller_of, warn
+from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.model_hooks import watch_copies
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
@@ -55,6 +56,7 @@ class ShardedOptimizer(PackedOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(plan, stages, shards, process_groups, originals, dtypes)
         self._states, self._full = StateDict(self), FullState(self)
+        self._averages = Averages(self)
         self._clipped: Decision | None = None  # by a clip, on the gradients of this version
         self._clipped_version = 0
         self._last_norm: Tensor | None = None
@@ -95,6 +97,7 @@ class ShardedOptimizer(PackedOptimizer):
         """
         if self._handles:
             check_stepped(self._handles)
+        self.refuse_averaged("step")
         if options:
             raise TypeError(
                 f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "
@@ -442,6 +445,7 @@ class ShardedOptimizer(PackedOptimizer):
         Raises:
             ValueError: on every rank, if one cannot load its state; nothing is changed then.
         """
+        self.refuse_averaged("load_state_dict")
         self.wait_sync()
         loaded: Any = dict(state_dict) if isinstance(state_dict, Mapping) else list(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -451,12 +455,47 @@ class ShardedOptimizer(PackedOptimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def full_parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self, average: str | None = None) -> dict[str, Tensor]:
         """The fp32 parameters by name, tied ones under each, on rank 0's host; empty elsewhere.
 
         Every rank must call it.
+
+        Args:
+            average: the name of an average, which is given in place of the parameters.
+
+        Raises:
+            ValueError: on every rank, for the name of no average.
         """
-        return self._full.masters()
+        return self._full.masters(average)
+
+    def averaged(self, name: str) -> AbstractContextManager[None]:
+        """Have an average in the model: ``with optimizer.averaged("ema"): evaluate(model)``.
+
+        Every rank must enter and leave it. One sync publishes the average, cast as parameters are;
+        another one restores the very same bits. Inside, :meth:`step` and what loads or changes
+        weights are refused; state dicts and checkpoints hold the training's weights as ever.
+        Needs room for the own span once more.
+
+        Raises:
+            ValueError: on every rank, for the name of no average.
+            RuntimeError: on every rank, if an average is in the model already.
+        """
+        return self._averages.switched(name)
+
+    def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
+        """Go on from an existing average; every rank must call it.
+
+        Args:
+            name: of an average of the configuration.
+            weights: full tensors by parameter name, such as ``AveragedModel.module.state_dict()``;
+                what is no trained parameter is left out.
+            steps: how many it has averaged, for its warm-up.
+
+        Raises:
+            ValueError: on every rank, for another name, and a parameter that is missing or has
+                another shape; nothing is changed then.
+        """
+        self._averages.load(name, weights, steps)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's ``state_dict``, on rank 0; empty elsewhere. All must call it.

@@ -63,8 +63,9 @@ def ran(group: Any, kind: str, fields: dict[str, Any]) -> dict[str, int]:
         {"grads": "sharded", "pack_params": 2},
         {"moments": "bf16", "offload": True},
         {"moments": "int8", "keep_fp32": "norms", "alignment": 64},
+        {"averages": {"ema": 0.9, "low": {"decay": 0.9, "stored": "bf16"}}, "pack_params": 3},
     ],
-    ids=["bf16", "fp32", "kept", "sharded", "bf16 moments", "int8 moments"],
+    ids=["bf16", "fp32", "kept", "sharded", "bf16 moments", "int8 moments", "averages"],
 )
 def test_the_estimate_is_what_the_fullest_rank_holds(
     fields: dict[str, Any], kind: str, size: int, partition: str

@@ -10,8 +10,8 @@ from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.step.update import rules
 from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
+from shardcast.step.update.epilogues import epilogues_of
 from shardcast.step.update.fused import FusedUpdate
-from shardcast.step.update.fusion import epilogues_of
 
 Update = FusedUpdate | AnyOptimizerUpdate
 
@@ -44,4 +44,4 @@ def _update_of(
                 f"{getattr(plain, name)!r}"
             )
     elementwise = type(optimizer) in ELEMENTWISE
-    return AnyOptimizerUpdate(optimizer, comm, elementwise, ready)
+    return AnyOptimizerUpdate(optimizer, comm, elementwise, ready, config, epilogues_of(config))

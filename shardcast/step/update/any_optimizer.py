@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm
+from shardcast.config import ShardcastConfig
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan import probe, twins
@@ -18,6 +19,10 @@ from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import muon
+from shardcast.step.update.epilogues import Epilogue
+from shardcast.step.update.fusion import Numbers, choose_executor
+from shardcast.step.update.rules import NoRule
+from shardcast.step.update.state import EpilogueStates, ShardState
 
 PROBATION = 10  # steps in which a class that torch does not have is watched
 Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
@@ -35,9 +40,13 @@ class AnyOptimizerUpdate:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool, ready: Ready
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool, ready: Ready,
+        config: ShardcastConfig, epilogues: tuple[Epilogue, ...] = (),
+    ) -> None:  # fmt: skip
         self._optimizer, self._comm = optimizer, comm
+        self._config, self._epilogues = config, epilogues
+        self._states: dict[Shard, ShardState] = {}  # of epilogues
+        self.epilogues = EpilogueStates(epilogues, self._states)
         self.elementwise = elementwise
         self._watched = 0 if probe.is_known(optimizer) else PROBATION  # steps
         self._ready = ready
@@ -54,6 +63,7 @@ class AnyOptimizerUpdate:
         self._shards.append(shard)
         if shard.fragments:
             self._params[shard] = [self._master_parameter(shard, part) for part in shard.fragments]
+            self._states[shard] = ShardState(shard, self._config, self._epilogues, 0)
             self._read_groups()
 
     @staticmethod
@@ -81,6 +91,8 @@ class AnyOptimizerUpdate:
         if decision.skip.tolist():
             return
         self._read_groups()
+        if self._epilogues:
+            self.epilogues.begin(torch.ones((), device=decision.skip.device))
         *early, last = self._turns()
         for shards in early:
             self._update(shards, decision)
@@ -125,7 +137,7 @@ class AnyOptimizerUpdate:
         for shard in owned:
             for param in self._params[shard]:
                 param.grad = None  # else the gradients of the pack would live on
-            self._publish(shard)
+            self._publish(shard, averaging=bool(self._epilogues))
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
@@ -168,14 +180,26 @@ class AnyOptimizerUpdate:
                     "another optimizer"
                 )
 
-    def _publish(self, shard: Shard) -> None:
-        """Cast the masters into the pack; takes in what an optimizer put elsewhere."""
+    def _publish(self, shard: Shard, averaging: bool = False) -> None:
+        """Cast the masters into the pack; takes in what an optimizer put elsewhere.
+
+        Args:
+            averaging: by a pass that has the epilogues too.
+        """
         for param, part in zip(self._params[shard], shard.fragments, strict=True):
             flat = shard.data[shard.local(part.start, part.stop)]
             if param.data_ptr() != flat.data_ptr():  # it assigned param.data
                 flat.copy_(param.detach().reshape(-1))
                 param.data = flat.view(param.shape)
-        shard.publish()
+        if not averaging:
+            shard.publish()
+            return
+        execute = choose_executor(self._config, shard.published.device)
+        state, steps = self._states[shard], self.epilogues.steps
+        fusion, span = state.prepare(NoRule()), slice(0, shard.pack.own.numel)
+        behind = self.epilogues.numbers(execute.on_host)
+        numbers = Numbers(steps[0], (), behind, steps)
+        execute(fusion, state.fetch(span, fusion), numbers, None, None)
 
     def switch(self, mode: str) -> bool:
         """Of schedule-free optimizers; whether masters may have changed and were published."""
@@ -202,15 +226,19 @@ class AnyOptimizerUpdate:
         return {}
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
-        """The inner optimizer's own state of one fragment."""
+        """The inner optimizer's own state of one fragment, and averages in the same shape."""
         if shard not in self._params:
             return {}
-        return dict(self._inner.state.get(self._params[shard][number], {}))
+        param = self._params[shard][number]
+        averages = self.epilogues.fragment_state(shard, number, decode)
+        shaped = {name: v.view(param.shape) if v.dim() else v for name, v in averages.items()}
+        return {**self._inner.state.get(param, {}), **shaped}
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment; tensors keep their shape, see `elementwise`."""
         if shard not in self._params:  # frozen: it has none
             return
+        state = self.epilogues.load_fragment(shard, number, state)
         param = self._params[shard][number]
         loaded = {}
         for name, value in state.items():

@@ -6,10 +6,6 @@ registers only, and eagerly, a piece at a time. Traffic in bytes per element of 
 parameters (all but the gradient, which is read, and the parameter, which is written, is read and
 written): 28; with ``moments: bf16`` 20; with ``split16`` too, whose parameter is read, 18.3; with
 ``split16`` and ``int8`` 14.5.
-
-An *epilogue* is a set of pure functions that are traced into the same kernel, for it is the only
-place where the old and the new master, the gradient, the moments and the published values of an
-element meet.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +24,7 @@ from shardcast.memory.chance import random_bits
 from shardcast.memory.codecs import Codec, Pieces
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.compiling import compiles, or_eager
+from shardcast.step.update.epilogues import Epilogue, Updated
 from shardcast.step.update.rules import Rule
 
 CHUNK = 1 << 17  # elements per thread and eager call on a CPU: all operands stay in its cache
@@ -35,65 +32,18 @@ PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a ke
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
-class Updated(NamedTuple):
-    """The values of an update that an epilogue sees, of shape ``(rows, row)``; it changes none.
-
-    Attributes:
-        grad: fp32, unscaled and clipped.
-        state: the rule's new state, in the order of ``rule.state``.
-        old_published, published: bit patterns of the parameter before and after, int16 or int32. A
-            compiler leaves out a cast to low precision and back: values would not be rounded.
-    """
-
-    grad: Tensor
-    old_master: Tensor
-    master: Tensor
-    state: tuple[Tensor, ...]
-    old_published: Tensor
-    published: Tensor
-
-
-class Epilogue(Protocol):
-    """What is fused behind a rule. Frozen and hashable: it is a constant of the kernel.
-
-    Attributes:
-        state: names of the stored tensors that it owns, with a value per element; zeros at first.
-        sums: names of the numbers per fragment that it gives.
-    """
-
-    @property
-    def state(self) -> tuple[str, ...]: ...
-
-    @property
-    def sums(self) -> tuple[str, ...]: ...
-
-    def codec(self, name: str) -> Codec:
-        """How a stored tensor of its is kept."""
-
-    def numbers(self, step: Any) -> tuple[Any, ...]:
-        """The numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
-
-    def apply_(
-        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
-    ) -> tuple[Tensor, ...]:
-        """Change ``state`` in place; gives the summands, a tensor like a master for each sum."""
-
-
-def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
-    """The epilogues that a configuration asks for; there is no option for one yet."""
-    return ()
-
-
 class Numbers(NamedTuple):
     """The numbers of one step: of the host, or 0-dim fp32 tensors.
 
     Attributes:
         step: 0-dim tensor in both cases.
+        epilogue_steps: 1-d tensor in both cases, of each epilogue the steps it has taken part in.
     """
 
     step: Tensor
     rule: tuple[Any, ...]
     epilogues: tuple[tuple[Any, ...], ...] = ()
+    epilogue_steps: Tensor | None = None
 
 
 class Parts(NamedTuple):
@@ -212,12 +162,16 @@ def update_(
     # Hazard: what is written from here on was read above, old published values by an epilogue.
     if published is not None:
         published.copy_(master if skip is None else torch.where(skip, old_master, master))
+    steps = [numbers.step] * len(codecs)
+    if numbers.epilogue_steps is not None:  # a fragment without a gradient is averaged too
+        counts = zip(epilogues, numbers.epilogue_steps.unbind(), strict=True)
+        steps[1 + len(state) :] = [count for e, count in counts for _ in e.state]
     for number, (codec, pieces) in enumerate(zip(codecs, stored, strict=True)):
         if number:
             bits = None
             if codec.by_chance:
                 assert keys is not None
-                bits = random_bits(keys, news[number], numbers.step, number - 1)
+                bits = random_bits(keys, news[number], steps[number], number - 1)
             encoded = codec.encode(news[number], bits)
         for memory, values in zip(pieces, encoded, strict=True):
             _write_(memory, values, skip)

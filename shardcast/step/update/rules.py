@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -122,6 +122,21 @@ class SGDRule:
         _add_scaled_(master, direction, negative_lr)
 
 
+@dataclass(frozen=True)
+class NoRule:
+    """Changes nothing: a pass for epilogues alone."""
+
+    state: ClassVar[tuple[str, ...]] = ()
+    edits: ClassVar[bool] = False
+
+    def numbers(self, _group: Mapping[str, Any], _step: Any) -> tuple[Any, ...]:
+        """None."""
+        return ()
+
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+        """See :meth:`AdamRule.apply_`."""
+
+
 class TorchAdamRule(AdamRule):
     """Adam or AdamW by the fused CPU kernel of torch, for groups with ``fused=True``."""
 
@@ -159,7 +174,7 @@ class TorchSGDRule(SGDRule):
         )  # fmt: skip
 
 
-Rule = AdamRule | SGDRule
+Rule = AdamRule | SGDRule | NoRule
 
 
 def rule_of(

@@ -1,0 +1,107 @@
+"""Averages of weights: switched into the model and back, gathered, begun from existing ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.memory.shard import Shard
+from shardcast.messages import warn
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.plan.layout import Fragment
+
+
+class Averages:
+    """The averages of one optimizer, that ``averages`` of the configuration names."""
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._names = [options.name for options in optimizer.config.averages]
+
+    def check(self, call: str, name: str) -> None:
+        """Raise for a name that is no average, and where one is in the model already."""
+        if name not in self._names:
+            known = ", ".join(map(repr, self._names)) or "none"
+            raise ValueError(
+                f"{call}: expected the name of an average, {known}, got {name!r}; "
+                "averages={'ema': 0.999} of shard() makes one"
+            )
+
+    def values(self, shard: Shard, number: int, name: str) -> Tensor:
+        """One fragment of an average, 1-d fp32; may be the memory itself."""
+        return self._optimizer.update_of(shard).epilogues.average(shard, number, name)
+
+    @contextmanager
+    def switched(self, name: str) -> Iterator[None]:
+        """See :meth:`shardcast.ShardedOptimizer.averaged`. Collective."""
+        optimizer = self._optimizer
+
+        def ready() -> None:
+            self.check("averaged", name)
+            optimizer.refuse_averaged("averaged")
+            optimizer.resync_masters()
+
+        optimizer.process_groups.everyone.together(ready, optimizer.device, "averaged")
+        with torch.no_grad():
+            shards = [shard for shard in optimizer.shards if shard.grads is not None]
+            weights = [shard.lend() for shard in shards]
+            for shard in shards:
+                for number, fragment in enumerate(shard.fragments):
+                    part = shard.local(fragment.start, fragment.stop)
+                    shard.published[part].copy_(self.values(shard, number, name))
+            self._sync(shards, name)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                if optimizer.edits.edited():
+                    warn(
+                        f"averaged({name!r}): weights were written while the average was in the "
+                        "model; they are dropped, as the weights of the training come back"
+                    )
+                optimizer.sync.wait()
+                for shard, own in zip(shards, weights, strict=True):
+                    shard.take_back(own)
+                self._sync(shards, None)
+
+    def _sync(self, shards: list[Shard], name: str | None) -> None:
+        """Send what owners published to all ranks; note which average it is."""
+        optimizer = self._optimizer
+        optimizer.sync()
+        # Autograd is to refuse a backward through a forward with other weights.
+        torch.autograd.graph.increment_version(
+            [param for shard in shards for param in shard.pack.in_model]
+        )
+        optimizer.edits.note()
+        optimizer.average_in_model = name
+
+    def load(self, name: str, weights: Mapping[str, Tensor], steps: int) -> None:
+        """See :meth:`shardcast.ShardedOptimizer.load_average`. Collective."""
+        optimizer = self._optimizer
+
+        def checked() -> None:
+            self.check("load_average", name)
+            optimizer.refuse_averaged("load_average")
+            for _, slot in optimizer.layout.slots():
+                given = weights.get(slot.name)
+                shape = None if given is None else tuple(_compat.local_tensor(given).shape)
+                if shape != slot.shape:
+                    raise ValueError(
+                        f"load_average: parameter {slot.name!r} has shape {shape}, expected "
+                        f"{slot.shape}; give all parameters by the names of model.named_parameters"
+                    )
+
+        optimizer.process_groups.everyone.together(checked, optimizer.device, "load_average")
+        for shard in optimizer.shards:
+            for number, fragment in enumerate(shard.fragments):
+                values = _cut(weights[fragment.slot.name], fragment)
+                optimizer.update_of(shard).epilogues.load(shard, number, name, values, steps)
+
+
+def _cut(values: Tensor, fragment: Fragment) -> Tensor:
+    start, stop = fragment.param_range
+    return _compat.local_tensor(values).detach().reshape(-1)[start:stop]

@@ -1,0 +1,104 @@
+"""Epilogues: what is fused behind the rule of an update.
+
+An epilogue is a set of pure functions that are traced into the update's kernel, for it is the only
+place where the old and the new master, the gradient, the moments and the published values of an
+element meet. A parameter without a gradient, and a class that updates by itself, have one pass more
+over the own span (:class:`.rules.NoRule`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shardcast.config import ShardcastConfig
+from shardcast.memory.codecs import CODECS, Codec
+from shardcast.option_values import AverageOptions
+
+AVERAGE = "average."  # begins the names of averages among the state of a parameter
+STEPS = ".steps"  # ends the name of an average's number of steps
+
+
+class Updated(NamedTuple):
+    """The values of an update that an epilogue sees, of shape ``(rows, row)``; it changes none.
+
+    Attributes:
+        grad: fp32, unscaled and clipped.
+        state: the rule's new state, in the order of ``rule.state``.
+        old_published, published: bit patterns of the parameter before and after, int16 or int32. A
+            compiler leaves out a cast to low precision and back: values would not be rounded.
+    """
+
+    grad: Tensor
+    old_master: Tensor
+    master: Tensor
+    state: tuple[Tensor, ...]
+    old_published: Tensor
+    published: Tensor
+
+
+class Epilogue(Protocol):
+    """What is fused behind a rule. Frozen and hashable: it is a constant of the kernel.
+
+    Attributes:
+        state: names of the stored tensors that it owns, with a value per element. They begin as
+            the masters, at the first step.
+        sums: names of the numbers per fragment that it gives.
+    """
+
+    @property
+    def state(self) -> tuple[str, ...]: ...
+
+    @property
+    def sums(self) -> tuple[str, ...]: ...
+
+    def codec(self, name: str) -> Codec:
+        """How a stored tensor of its is kept."""
+
+    def numbers(self, step: Any) -> tuple[Any, ...]:
+        """The numbers of one step.
+
+        Args:
+            step: how many steps it has taken part in, this one too: a float, or a 0-dim fp64
+                tensor.
+        """
+
+    def apply_(
+        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        """Change ``state`` in place; gives the summands, a tensor like a master for each sum."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """An exponential moving average of the masters."""
+
+    options: AverageOptions
+    sums: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return (AVERAGE + self.options.name,)
+
+    def codec(self, _name: str) -> Codec:
+        return CODECS[self.options.stored]()
+
+    def numbers(self, step: Any) -> tuple[Any, ...]:
+        decay: Any = self.options.decay
+        if self.options.warmup:  # as TensorFlow's ExponentialMovingAverage, diffusers' EMAModel
+            warm = (1 + step) / (10 + step)
+            decay = warm.clamp(max=decay) if isinstance(warm, Tensor) else min(warm, decay)
+        return (1 - decay,)
+
+    def apply_(
+        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        state[0].lerp_(updated.master, numbers[0])
+        return ()
+
+
+def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
+    """The epilogues that a configuration asks for."""
+    return tuple(Average(options) for options in config.averages)

@@ -1,0 +1,268 @@
+"""``averages=``: moving averages of the masters at their owners, beside the same by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, exact_muon, install, run_world, sharded, values
+from torch import Tensor, nn
+
+import shardcast
+from shardcast import checkpoint
+
+pytestmark = pytest.mark.timeout(60)
+BF16, FP32 = torch.bfloat16, torch.float32
+AVERAGES = {"ema": 0.9, "warm": {"half_life": 20, "warmup": True}}
+STEPS, ABSENT, SKIPPED = 6, 2, 3
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def muon_and_sgd(model: nn.Module) -> Any:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=1e-2)]
+
+
+class ByHand:
+    """The averages of one process, of fp32 masters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.steps = optimizer, 0
+        self.averages = {name: self.masters() for name in AVERAGES}
+
+    def masters(self, average: str | None = None) -> dict[str, Tensor]:
+        return {n: t.clone() for n, t in self.optimizer.full_parameters(average).items()}
+
+    def update(self) -> None:
+        self.steps += 1
+        for name, average in self.averages.items():
+            decay = 0.9
+            if name == "warm":
+                decay = min(0.5 ** (1 / 20), (1 + self.steps) / (10 + self.steps))
+            for key, master in self.masters().items():
+                average[key].lerp_(master, 1 - decay)
+
+
+def train(model: nn.Module, optimizer: Any, by_hand: ByHand, steps: Any) -> None:
+    """With a parameter that has no gradient in one step, and a step that is skipped."""
+    for step in steps:
+        install(model, step)
+        first = next(iter(model.parameters()))
+        if step == ABSENT:
+            first.grad = None
+        if step == SKIPPED:
+            first.grad.fill_(torch.nan)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step != SKIPPED:
+            by_hand.update()
+
+
+CASES_OF = [
+    (adamw, (1, 3), {}),
+    (adamw, (2, 1), {"param_dtype": BF16, "fuse": "auto"}),
+    (adamw, (3, 2), {"param_dtype": BF16, "master": "split16", "moments": "bf16"}),
+    (adamw, (4, 3), {"partition": "whole", "moments": "int8", "offload": True}),
+    (lambda m: torch.optim.SGD(m.parameters(), lr=1e-2), (2, 3), {"grads": "sharded"}),
+    (lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2), (3, 2), {"param_dtype": BF16}),
+    (muon_and_sgd, (2, 4), {"param_dtype": BF16}),
+]
+
+
+def averaged_by_hand(
+    group: Any, kind: Any, fields: dict[str, Any], folder: Path, resumes: bool
+) -> dict[str, dict[str, Tensor]]:
+    """Averages at the checkpoint, and after some steps more, compared with those by hand."""
+    model = CASES["gpt"].build()
+    optimizer = shardcast.shard(
+        model, kind(model), process_group=group, averages=AVERAGES,
+        **{"param_dtype": FP32, "fuse": "eager", **fields},
+    )  # fmt: skip
+    by_hand = ByHand(optimizer)
+    if resumes:
+        checkpoint.load(folder, model, optimizer)
+        by_hand.averages = {name: by_hand.masters(name) for name in AVERAGES}
+        by_hand.steps = STEPS - 1  # one was skipped
+    else:
+        train(model, optimizer, by_hand, range(STEPS))
+        checkpoint.save(folder, model, optimizer, step=STEPS)
+    half = {name: by_hand.masters(name) for name in AVERAGES}
+    train(model, optimizer, by_hand, range(STEPS, STEPS + 2))
+    for name, expected in by_hand.averages.items():
+        assert_same_bits(optimizer.full_parameters(name), expected)
+    return half
+
+
+@pytest.mark.parametrize(("kind", "worlds", "fields"), CASES_OF, ids=str)
+def test_averages_are_those_of_the_masters_by_hand_to_the_bit_also_on_another_grid(
+    kind: Any, worlds: tuple[int, int], fields: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    exact_muon(monkeypatch)
+    saved, loaded = (
+        run_world(
+            size, lambda group, number=number: averaged_by_hand(
+                group, kind, fields, tmp_path / "half", resumes=bool(number)
+            ),
+        )[0][0]
+        for number, size in enumerate(worlds)
+    )  # fmt: skip
+    assert saved["ema"], "rank 0 has them"
+    for name in AVERAGES:
+        assert_same_bits(saved[name], loaded[name])
+
+
+def small(group: Any = None, **fields: Any) -> tuple[nn.Module, Any]:
+    model = CASES["mlp"].build()
+    fields = {"param_dtype": BF16, "averages": {"ema": 0.5}, **fields}
+    return model, sharded(model, group, **fields)
+
+
+def steps(model: nn.Module, optimizer: Any, count: int = 3) -> None:
+    for step in range(count):
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"param_dtype": FP32}, {"master": "split16"}, {"overlap_sync": True}], ids=str
+)
+def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_after_it(
+    fields: dict[str, Any],
+):
+    def run(group: Any) -> None:
+        model, optimizer = small(group, **fields)
+        steps(model, optimizer)
+        optimizer.wait_sync()
+        weights, masters = values(model), optimizer.full_parameters()
+        state = optimizer.state_dict()["state"]
+        average = optimizer.full_parameters("ema")
+        with optimizer.averaged("ema"):
+            for name, value in average.items():
+                assert torch.equal(value.to(weights[name].dtype), values(model)[name])
+                assert not torch.equal(weights[name], values(model)[name])
+            assert_same_bits(optimizer.full_parameters(), masters)
+            inside = optimizer.state_dict()["state"]
+            for number, values_of_param in state.items():
+                assert_same_bits(values_of_param, inside[number])
+            for call in (optimizer.step, optimizer.close, optimizer.publish,
+                         lambda: optimizer.averaged("ema").__enter__(),
+                         lambda: optimizer.load_state_dict({})):  # fmt: skip
+                with pytest.raises(RuntimeError, match="'ema'"):
+                    call()
+        assert_same_bits(values(model), weights)
+        assert_same_bits(optimizer.full_parameters(), masters)
+        twin, plain = small(group, **{**fields, "averages": {}})
+        steps(twin, plain)
+        steps(model, optimizer, 1)
+        steps(twin, plain, 1)
+        for one in (optimizer, plain):
+            one.wait_sync()
+        assert_same_bits(values(model), values(twin))  # training goes on as if nothing had been
+
+    run_world(2, run)
+
+
+def test_an_unknown_average_is_refused_on_every_rank_though_only_one_asks_for_it():
+    def run(group: Any) -> str:
+        _, optimizer = small(group)
+        with pytest.raises(Exception, match="expected the name of an average, 'ema'") as caught:
+            optimizer.averaged("emu" if group.rank() else "ema").__enter__()
+        with pytest.raises(ValueError, match="ema"):
+            optimizer.full_parameters("emu")
+        return type(caught.value).__name__
+
+    assert run_world(2, run)[0] == ["ValueError", "ValueError"]
+
+
+def test_weights_written_inside_averaged_are_dropped_with_a_warning():
+    model, optimizer = small()
+    steps(model, optimizer)
+    weights = values(model)
+    with pytest.warns(UserWarning, match="averaged"), optimizer.averaged("ema"), torch.no_grad():
+        model.a.weight.zero_()
+    assert_same_bits(values(model), weights)
+
+
+def test_a_backward_through_other_weights_than_the_forward_is_refused():
+    model, optimizer = small()
+    steps(model, optimizer)
+    inputs, targets = CASES["mlp"].batch(0)
+    loss = nn.functional.mse_loss(model(inputs), targets.to(BF16))
+    with optimizer.averaged("ema"), pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_an_average_in_bf16_moves_as_one_in_fp32_and_rounded_to_nearest_it_stands_still():
+    averages = {"exact": 0.9995, "low": {"decay": 0.9995, "stored": "bf16"}}
+    model = CASES["gpt"].build()
+    optimizer = sharded(
+        model, None, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), averages=averages
+    )
+    start = {name: value.clone() for name, value in optimizer.full_parameters().items()}
+    nearest = {name: value.to(BF16) for name, value in start.items()}
+    for _ in range(100):
+        install(model, 0)
+        optimizer.step()
+        for name, master in optimizer.full_parameters().items():
+            nearest[name] = nearest[name].float().lerp_(master, 0.0005).to(BF16)
+    exact, low = (optimizer.full_parameters(name) for name in averages)
+
+    def lost(average: dict[str, Tensor]) -> float:
+        """The share of the exact average's movement that another one does not make."""
+        along = sum(((average[n].float() - s) * (exact[n] - s)).sum() for n, s in start.items())
+        return 1 - float(along / sum((exact[n] - s).square().sum() for n, s in start.items()))
+
+    assert lost(low) < 0.05 and lost(nearest) > 0.5
+    report = optimizer.memory_report()
+    assert report["averages"] < report["parameters"] * 1.6  # 4 + 2 bytes, and a key per row
+
+
+def test_averages_begin_from_existing_ones_and_are_added_and_dropped_at_a_resume(tmp_path: Path):
+    model, optimizer = small()
+    steps(model, optimizer)
+    checkpoint.save(tmp_path / "one", model, optimizer, step=3)
+    state = optimizer.state_dict()
+    for load in ("checkpoint", "state_dict"):
+        twin, other = small(averages={"new": 0.5})
+        if load == "checkpoint":
+            checkpoint.load(tmp_path / "one", twin, other)
+        else:
+            other.load_state_dict(state)
+        assert_same_bits(other.full_parameters("new"), optimizer.full_parameters())
+        assert not any("ema" in key for held in other.state_dict()["state"].values()
+                       for key in held)  # fmt: skip
+        before = other.full_parameters()
+        steps(twin, other, 1)
+        for name, master in other.full_parameters().items():
+            expected = before[name].lerp(master, 0.5)
+            assert torch.equal(other.full_parameters("new")[name], expected), (load, name)
+    given = {name: torch.randn_like(value) for name, value in before.items()}
+    other.load_average("new", given, steps=7)
+    assert_same_bits(other.full_parameters("new"), given)
+    for wrong in (given | {"a.weight": torch.zeros(3)}, {}):
+        with pytest.raises(ValueError, match=r"a\.weight"):
+            other.load_average("new", wrong)
+    assert_same_bits(other.full_parameters("new"), given)
+
+
+def test_a_full_state_has_averages_and_every_rank_takes_its_part():
+    def run(group: Any, full: Any = None) -> Any:
+        model, optimizer = small(group)
+        if full is not None:
+            optimizer.load_state_dict(full)
+            return optimizer.full_parameters("ema")
+        steps(model, optimizer)
+        return optimizer.full_state_dict(), optimizer.full_parameters("ema")
+
+    full, expected = run_world(2, run)[0][0]
+    assert_same_bits(run_world(3, lambda group: run(group, full))[0][0], expected)
+    plain = CASES["mlp"].build()
+    torch.optim.AdamW(plain.parameters()).load_state_dict(full)  # which leaves them alone
