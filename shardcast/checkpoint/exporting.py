@@ -21,8 +21,10 @@ from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import chosen
 from shardcast.checkpoint.storage import HashingFile
 from shardcast.optimizer.state_dict import split_state
+from shardcast.step.update.epilogues import AVERAGE
 
 OPTIMIZER = "optimizer.pt"
+Sources = dict[str, tuple[str, ...]]  # names in state_dict, and the paths of what is stored
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
@@ -37,6 +39,7 @@ def export(
     *,
     max_shard_mb: float = 5000.0,
     optimizer: bool = True,
+    weights: str | None = None,
 ) -> list[Path]:
     """Write the newest checkpoint, or the one that is named, for programs without shardcast.
 
@@ -50,6 +53,7 @@ def export(
     Args:
         out: a directory that is new or empty. It is there with all files, or not at all.
         optimizer: ``False`` writes the model alone.
+        weights: the name of an average (``averages``), which is written as the model.
 
     Returns:
         The files written.
@@ -57,13 +61,15 @@ def export(
     Raises:
         FileExistsError: there is something in ``out`` already.
         FileNotFoundError, DamagedCheckpointError: there is no checkpoint, or it is damaged.
-        ValueError: a tensor of the model has a dtype that safetensors files may not have.
+        ValueError: a tensor of the model has a dtype that safetensors files may not have, or the
+            checkpoint has no average of that name.
     """
     if not max_shard_mb > 0:
         raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
     reader = Reader(chosen(directory))
     head = reader.object(("shardcast",))
     _check_dtypes(reader)
+    paths = _model_paths(reader, weights)
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
@@ -71,7 +77,7 @@ def export(
     writing = target.with_name(f".exporting-{target.name}-{uuid.uuid4().hex[:8]}")
     storage.SYSTEM.make_directory(writing)
     try:
-        written = _export_model(reader, head["ties"], writing, int(max_shard_mb * 2**20))
+        written = _export_model(reader, paths, head["ties"], writing, int(max_shard_mb * 2**20))
         if optimizer:
             for name, state in _optimizer_files(reader, head).items():
                 written.append(writing / name)
@@ -89,7 +95,7 @@ def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str
     """By name of file, plain optimizers' state dicts: parameters are numbered group by group."""
     state: dict[str, dict[str, Any]] = {}
     for path in reader.paths:
-        if path[:2] == ("optimizer", "state"):
+        if path[:2] == ("optimizer", "state") and not path[3].startswith(AVERAGE):
             state.setdefault(path[2], {})[path[3]] = reader.tensor(path)
     for name, values in head["objects"].items():
         state.setdefault(name, {}).update(values)
@@ -113,11 +119,26 @@ def _check_dtypes(reader: Reader) -> None:
             )
 
 
-Sources = dict[str, tuple[str, ...]]  # names in state_dict, and the paths of what is stored
-
-
-def _export_model(reader: Reader, ties: dict[str, str], out: Path, limit: int) -> list[Path]:
+def _model_paths(reader: Reader, average: str | None) -> Sources:
+    """Of parameters and buffers; of an average those of parameters that were trained."""
     names = {path[1]: path for path in reader.paths if path[0] == "model"}
+    if average is None:
+        return names
+    states = [path for path in reader.paths if path[:2] == ("optimizer", "state")]
+    averages = {path[2]: path for path in states if path[3] == AVERAGE + average}
+    if not averages:
+        known = {path[3].split(".")[1] for path in states if path[3].startswith(AVERAGE)}
+        raise ValueError(
+            f"weights: expected the name of an average in the checkpoint, {sorted(known)}, got "
+            f"{average!r}; averages={{'ema': 0.999}} of shard() makes one"
+        )
+    return {**names, **averages}
+
+
+def _export_model(
+    reader: Reader, names: Sources, ties: dict[str, str], out: Path, limit: int
+) -> list[Path]:
+    names = dict(names)
     names.update({name: names[first] for name, first in ties.items() if first in names})
     sources = {state_key(name): path for name, path in names.items()}
     shards = list(_split(reader, sources, limit))

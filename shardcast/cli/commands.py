@@ -235,8 +235,9 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("out", help="a new or an empty directory")
     parser.add_argument("--max_shard_mb", type=float, default=5000.0, help="cut the model at this")
     parser.add_argument("--model_only", action="store_true", help="leave the optimizer state out")
+    parser.add_argument("--weights", metavar="NAME", help="an average in place of the weights")
     parsed = parser.parse_args(arguments)
-    options: dict[str, Any] = {"max_shard_mb": parsed.max_shard_mb}
+    options: dict[str, Any] = {"max_shard_mb": parsed.max_shard_mb, "weights": parsed.weights}
     options["optimizer"] = not parsed.model_only
     for path in checkpoint.export(parsed.directory, parsed.out, **options):
         print(path)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, exact_muon, install, run_world, sharded, values
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardcast
@@ -225,10 +226,15 @@ def test_an_average_in_bf16_moves_as_one_in_fp32_and_rounded_to_nearest_it_stand
     assert report["averages"] < report["parameters"] * 1.6  # 4 + 2 bytes, and a key per row
 
 
-def test_averages_begin_from_existing_ones_and_are_added_and_dropped_at_a_resume(tmp_path: Path):
+def test_averages_are_exported_and_added_dropped_and_replaced_at_a_resume(tmp_path: Path):
     model, optimizer = small()
     steps(model, optimizer)
     checkpoint.save(tmp_path / "one", model, optimizer, step=3)
+    checkpoint.export(tmp_path / "one", tmp_path / "out", weights="ema")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert_same_bits(exported, optimizer.full_parameters("ema"))
+    with pytest.raises(ValueError, match=r"\['ema'\]"):
+        checkpoint.export(tmp_path / "one", tmp_path / "other", weights="emu")
     state = optimizer.state_dict()
     for load in ("checkpoint", "state_dict"):
         twin, other = small(averages={"new": 0.5})
