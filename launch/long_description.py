@@ -32,6 +32,7 @@ def prepare(tree: Path, url: str) -> None:
         wanted += f"url = {url}\nproject_urls =\n"
         wanted += f"    Documentation = {url}/blob/main/docs\n"
         wanted += f"    Changelog = {url}/blob/main/CHANGELOG.md\n"
+        wanted += f"    Issues = {url}/issues\n    Source = {url}\n"
     changed = setup.replace("long_description = file: README.md\n", wanted)
     if changed == setup:
         raise SystemExit("error: setup.cfg does not name README.md as its long description")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the source distribution and the wheel of HEAD, and run the two commands of the README from
-# the unpacked source distribution.
+# Build the source distribution and the wheel of HEAD, try each in an environment that has nothing
+# else, and run the two commands of the README from the unpacked source distribution.
 #
 # Usage: bash launch/release.sh [--quick]   (--quick: 20 steps, and a few of the tests)
 # Environment:
@@ -18,13 +18,34 @@ trap 'rm -rf "$work"' EXIT
 
 find_python
 "$found" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --disable-pip-version-check --quiet build
+"$work/venv/bin/python" -m pip install --disable-pip-version-check --quiet build twine
 mkdir "$work/tree" "$work/unpacked"
 git archive HEAD | tar -x -C "$work/tree"
 "$work/venv/bin/python" launch/long_description.py "$work/tree" "${PROJECT_URL:-}"
 "$work/venv/bin/python" -m build --outdir "$output" "$work/tree"
+wheel=$(ls -t "$output"/*.whl | head -n 1)
+sdist=$(ls -t "$output"/*.tar.gz | head -n 1)
+"$work/venv/bin/python" -m twine check --strict "$wheel" "$sdist"
 
-tar -x -z -C "$work/unpacked" --strip-components=1 -f "$(ls -t "$output"/*.tar.gz | head -n 1)"
+"$found" -m venv "$work/empty"
+for distribution in "$wheel" "$sdist"; do
+    printf '\n== %s in an environment of its own ==\n' "$(basename "$distribution")"
+    "$work/empty/bin/python" -m pip install --disable-pip-version-check --quiet \
+        --constraint constraints.txt --force-reinstall --no-deps "$distribution"
+    "$work/empty/bin/python" -m pip install --disable-pip-version-check --quiet \
+        --constraint constraints.txt "$distribution" # what it needs
+    (
+        cd "$work/unpacked" # empty still: what is imported is what was installed
+        unset PYTHONPATH
+        "$work/empty/bin/python" -m pip --disable-pip-version-check check
+        "$work/empty/bin/python" -c \
+            "import pathlib, shardcast as s; pathlib.Path(s.__file__).with_name('py.typed').stat()"
+        "$work/empty/bin/shardcast" env
+        "$work/empty/bin/shardcast" test
+    )
+done
+
+tar -x -z -C "$work/unpacked" --strip-components=1 -f "$sdist"
 cd "$work/unpacked"
 if [[ ${1:-} == --quick ]]; then
     bash launch/quickstart.sh --steps 20 --warmup-steps 2

@@ -6,15 +6,17 @@ optimizer, and broadcasts the low-precision parameters on the compute stream. St
 """
 
 import importlib
+import warnings
 from typing import Any
 
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_
 from shardcast.memory.pack_only import PackedParameters, pack_parameters
+from shardcast.messages import namesake
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "PackedParameters",
@@ -25,7 +27,11 @@ __all__ = [
     "shard",
 ]
 
-_LAZY = ("accelerate", "checkpoint", "lightning", "testing", "transformers")
+_LAZY = ("accelerate", "checkpoint", "estimate", "lightning", "testing", "transformers")
+
+
+if _namesake := namesake():
+    warnings.warn(_namesake, stacklevel=2)
 
 
 def __getattr__(name: str) -> Any:

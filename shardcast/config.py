@@ -344,7 +344,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _parse(text: str, where: str) -> Any:
-    import yaml  # comes with accelerate; not needed to import shardcast
+    import yaml  # not needed to import shardcast
 
     try:
         return yaml.safe_load(text)

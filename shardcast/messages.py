@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Iterable
@@ -9,6 +10,22 @@ from collections.abc import Iterable
 SHOWN = 8  # ranks, or facts, that a message lists one by one
 DCP_STATE = "torch.distributed.checkpoint.state_dict"  # has get_optimizer_state_dict and its like
 INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
+
+
+NAMESAKE = (
+    "the distribution shardcast {version}, a weight broadcaster of Prime Intellect, is installed "
+    "beside shardcast-optim and has the same import name, so that files of one may replace the "
+    "other's; keep one in an environment: pip uninstall shardcast shardcast-optim, then install "
+    "shardcast-optim again"
+)
+
+
+def namesake() -> str | None:
+    """What to do about another distribution of the same import name, if it is installed."""
+    try:
+        return NAMESAKE.format(version=importlib.metadata.version("shardcast"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def warn(message: str) -> None:

@@ -28,9 +28,10 @@ from shardcast import checkpoint
 from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
 from shardcast.config import CONFIG_VARIABLE, ShardcastConfig
+from shardcast.messages import namesake
 from shardcast.testing import spawn
 
-PACKAGES = ("accelerate", "transformers", "lightning", "safetensors", "triton", "numpy")
+PACKAGES = ("accelerate", "transformers", "lightning", "safetensors", "triton", "numpy", "PyYAML")
 PREFIXES = ("SHARDCAST_", "ACCELERATE_", "NCCL_", "GLOO_", "TORCH", "OMP_", "CUDA_")
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TRIED_STEPS = 5
@@ -137,7 +138,7 @@ def env(arguments: list[str]) -> int:
 
 def _versions() -> dict[str, str]:
     versions = {
-        "shardcast": shardcast.__version__,
+        "shardcast": f"{shardcast.__version__} ({namesake() or 'shardcast-optim'})",
         "python": platform.python_version(),
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda}, debug {torch.version.debug})",
     }

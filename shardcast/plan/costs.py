@@ -112,7 +112,7 @@ class Machine:
             raise ValueError(
                 f"machine: expected one of {', '.join(PRESETS)} or a YAML file, got {str(source)!r}"
             )
-        import yaml  # comes with accelerate; not needed without a file
+        import yaml  # not needed without a file
 
         try:
             values = yaml.safe_load(path.read_text())

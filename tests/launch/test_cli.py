@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import runpy
@@ -135,6 +136,20 @@ def test_env_prints_versions_variables_and_the_configuration_line_by_line(
     monkeypatch.setenv("SHARDCAST_MAX_GRAD_NRM", "1")
     assert main(["env"]) == 0, "a wrong configuration is what is looked for: it is shown"
     assert "SHARDCAST_MAX_GRAD_NRM; did you mean" in capsys.readouterr().out
+
+
+def test_a_package_of_the_same_import_name_is_named_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "shardcast-0.3.4.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: shardcast\nVersion: 0.3.4\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match=r"shardcast 0\.3\.4.*pip uninstall") as warned:
+        importlib.reload(shardcast)
+    assert len(warned) == 1 and warned[0].filename == importlib.__file__
+    assert main(["env"]) == 0
+    assert "pip uninstall" in capsys.readouterr().out
 
 
 # -- test -------------------------------------------------------------------------------------
