@@ -105,6 +105,17 @@ class ShardcastConfig:
     elementwise: bool | None = _option(
         None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
     )
+    shard_ranks: str | int = _option(
+        "auto",
+        "over how many ranks masters and state are sharded: all, or a number of neighbours, so "
+        "that each run of so many holds a copy; auto: all, or on several nodes over NCCL those of "
+        "a node or a few, if that is predicted to be faster and takes at most an eighth of the "
+        "free memory",
+        (
+            "auto, all or a number of ranks >= 1",
+            lambda it: it in ("auto", "all") if isinstance(it, str) else it >= 1,
+        ),
+    )
     pack_mb: float | None = _option(
         None,
         "upper bound of a pack's storage, in MiB (a single bigger parameter has a pack of its "

@@ -49,7 +49,7 @@ def one_of(*choices: str) -> Range:
 
 PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
-    "str | float": (str, int, float),
+    "str | float": (str, int, float), "str | int": (str, int),
 }  # fmt: skip
 
 
