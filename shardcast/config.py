@@ -26,6 +26,7 @@ from shardcast.option_values import (
     ABOVE_0,
     COUNT,
     DTYPES,
+    RANKS,
     READERS,
     AverageOptions,
     Averages,
@@ -107,14 +108,10 @@ class ShardcastConfig:
     )
     shard_ranks: str | int = _option(
         "auto",
-        "over how many ranks masters and state are sharded: all, or a number of neighbours, so "
-        "that each run of so many holds a copy; auto: all, or on several nodes over NCCL those of "
-        "a node or a few, if that is predicted to be faster and takes at most an eighth of the "
-        "free memory",
-        (
-            "auto, all or a number of ranks >= 1",
-            lambda it: it in ("auto", "all") if isinstance(it, str) else it >= 1,
-        ),
+        "over how many ranks masters and state are sharded: all, or so many neighbours, each run "
+        "of which has a copy; auto: all, or on several nodes over NCCL those of a node or a few, "
+        "if that is predicted to be faster and takes at most an eighth of the free memory",
+        RANKS,
     )
     pack_mb: float | None = _option(
         None,

@@ -100,21 +100,21 @@ def reduce_time(pack: Traffic, group: Group, copies: Group) -> float:
 
 def sync_times(packs: Sequence[Traffic], group: Group, overlaps: bool) -> list[float]:
     """Seconds in which owners' spans of ``packs`` travel to everybody, for each launch."""
-    totals: dict[tuple[str, int], tuple[int, int]] = {}
-    backend = group.machine.backend
+    launches: dict[tuple[str, int], list[Traffic]] = {}
     for number, pack in enumerate(packs if group.size > 1 else ()):
         algorithm = pack.algorithms.sync
-        launch = algorithm, 0 if syncs_at_once(algorithm, backend, overlaps) else number
-        stored, owners = totals.get(launch, (0, 0))
-        totals[launch] = stored + pack.stored, owners + pack.owners
-    return [
-        group.exchange(stored)
-        if algorithm == "messages"
-        else group.broadcasts(stored, owners)
-        if algorithm == "broadcast"
-        else group.gather(stored)
-        for (algorithm, _), (stored, owners) in totals.items()
-    ] or [0.0] * len(packs)
+        together = syncs_at_once(algorithm, group.machine.backend, overlaps)
+        launches.setdefault((algorithm, 0 if together else number), []).append(pack)
+    seconds = []
+    for (algorithm, _), synced in launches.items():
+        stored = sum(pack.stored for pack in synced)
+        if algorithm == "messages":
+            seconds.append(group.exchange(stored))
+        elif algorithm == "broadcast":
+            seconds.append(group.broadcasts(stored, sum(pack.owners for pack in synced)))
+        else:
+            seconds.append(group.gather(stored, len(synced)))
+    return seconds or [0.0] * len(packs)
 
 
 def _summed(pack: Traffic, size: int, copies: int) -> int:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from shardcast.config import ShardcastConfig
-from shardcast.plan.algorithms import Topology, group_of, reduce_costs, sync_costs
+from shardcast.plan.algorithms import Topology, group_of, reduce_costs, sync_costs, syncs_at_once
 from shardcast.plan.layout import Layout
 from shardcast.plan.overlap import TOKENS, arrivals, compute_times, exposed
 from shardcast.plan.packing import pack_bytes
@@ -101,7 +101,7 @@ def sharding_cost(
     size = layout.world_size
     near = topology._replace(node=min(topology.node, ranks))
     copies = group_of(size // ranks, topology._replace(node=max(1, topology.node // ranks)))
-    reduced, synced = list[float](), 0.0
+    reduced, synced = list[float](), list[float]()
     by_dtype: dict[tuple[torch.dtype, bool], int] = {}
     for pack in layout.packs:
         if pack.requires_grad:
@@ -116,9 +116,21 @@ def sharding_cost(
         sums = copies.all_reduce(numel * MASTER_DTYPE.itemsize / ranks / packs)
         reduced += [min(ways.values()) + sums] * packs
         syncs = sync_costs(stored / packs, stored / packs, ranks, ranks, equal, near)
-        synced += packs * min(syncs.values())
+        if syncs_at_once("all_gather", topology.backend, config.overlap_sync):
+            group = group_of(ranks, near)
+            whole = (
+                group.gather(stored, packs) if equal else group.broadcasts(stored, packs * ranks)
+            )
+            synced.append(whole)
+        else:
+            synced += [min(syncs.values())] * packs
     numel, machine = sum(by_dtype.values()), copies.machine
-    _, backward = compute_times(numel, TOKENS, machine)
+    forward, backward = compute_times(numel, TOKENS, machine)
     updated = (MOVED * numel / machine.memory + sum(costs.values()) / machine.flops) / ranks
     updated = max(updated, max(costs.values(), default=0.0) / machine.flops)
-    return updated + synced + exposed(reduced, arrivals([1] * len(reduced), backward), backward)
+    update_and_sync = updated + (
+        exposed(synced, arrivals([1] * len(synced), forward), forward)  # read backwards in time
+        if config.overlap_sync
+        else sum(synced)
+    )
+    return update_and_sync + exposed(reduced, arrivals([1] * len(reduced), backward), backward)
