@@ -26,7 +26,6 @@ from shardcast.option_values import (
     ABOVE_0,
     COUNT,
     DTYPES,
-    RANKS,
     READERS,
     AverageOptions,
     Averages,
@@ -105,13 +104,6 @@ class ShardcastConfig:
     )
     elementwise: bool | None = _option(
         None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
-    )
-    shard_ranks: str | int = _option(
-        "auto",
-        "over how many ranks masters and state are sharded: all, or so many neighbours, each run "
-        "of which has a copy; auto: all, or on several nodes over NCCL those of a node or a few, "
-        "if that is predicted to be faster and takes at most an eighth of the free memory",
-        RANKS,
     )
     pack_mb: float | None = _option(
         None,
@@ -192,6 +184,12 @@ class ShardcastConfig:
         "how gradients reach their owner; two_level: summed within each node first; auto: what "
         "is fastest and rounds once",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
+    )
+    reproducible: int | None = _option(
+        None,
+        "number of micro-batches of a step over all ranks, for a run with the same bits at any "
+        "number of ranks that divides it (docs/reproducible.md); null: sums as they are fastest",
+        COUNT,
     )
     sync: str = _option(
         "auto",

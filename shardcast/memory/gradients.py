@@ -27,6 +27,7 @@ class Gradients:
         owned: per slot, whether part of it lies in the own span.
         has_graph: some gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
+        taken: slots with a gradient that :meth:`take` took and nothing shows.
         joint: of copies whose gradients are added up, on how many ranks of one data-parallel
             coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
     """
@@ -36,6 +37,7 @@ class Gradients:
 
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
         self.pack, self.dtype, self.has_graph = pack, dtype, False
+        self.taken: set[int] = set()
         _, start, stop = pack.own
         self.owned = tuple(
             numel > 0 and offset < stop and start < offset + numel
@@ -83,6 +85,8 @@ class Gradients:
 
     def presence(self) -> list[bool]:
         """Per slot, whether there is a gradient here."""
+        if self.taken:
+            return [p.grad is not None or n in self.taken for n, p in enumerate(self.pack.params)]
         return [param.grad is not None for param in self.pack.params]
 
     def holds(self, position: int) -> bool:
@@ -105,7 +109,7 @@ class Gradients:
     def collect(self) -> set[int]:
         """Take all gradients in; returns the positions without one, which are zeros."""
         self.adopt()
-        absent = {n for n, is_here in enumerate(self.presence()) if not is_here}
+        absent = {n for n, param in enumerate(self.pack.params) if param.grad is None}
         for position in absent:
             self.clear(position)
         return absent
@@ -129,6 +133,21 @@ class Gradients:
             for position, view in zip(grads, views, strict=True):
                 params[position].grad = view
         return bool(grads)
+
+    def take(self) -> None:
+        """Show no gradient any more; the next ones are not added to these."""
+        for position, param in enumerate(self.pack.params):
+            if param.grad is not None:
+                self.taken.add(position)
+                param.grad = None
+
+    def show_taken(self) -> None:
+        """Show zeros where a gradient was taken and none came since."""
+        for position in self.taken:
+            if self.pack.params[position].grad is None:
+                self.clear(position)
+                self.show(position)
+        self.taken.clear()
 
     def clear(self, position: int) -> None:
         """Zero one slot, if there is storage."""

@@ -76,7 +76,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.edits = WeightEdits(self.shards, self.device)
         self.decider = Decider(
             self.reduce.grads, process_groups, plan.config, self.device, originals,
-            self.reduce.divisor, self.edits,
+            self.reduce.divisor, self.edits, self.reduce.micro_batches,
         )  # fmt: skip
         self.sync = Sync()
         # Equal on all ranks, of which shard() compares the buffers.

@@ -15,6 +15,7 @@ from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard
 from shardcast.messages import DCP_STATE, caller_of, warn
 from shardcast.optimizer.averages import Averages
+from shardcast.optimizer.digest import digest
 from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.model_hooks import watch_copies
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
@@ -182,6 +183,23 @@ class ShardedOptimizer(PackedOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """For all micro-batches but a step's last, on every rank: full gradients stay here."""
         return self.reduce.no_sync()
+
+    def micro_batch(self, index: int) -> None:
+        """Say of which micro-batch of the step the next backwards are; with ``reproducible``.
+
+        Local. Without it each backward is the next micro-batch of this rank, and a step has to have
+        all of them; with it several backwards may be of one, and a step may have fewer. Gradients
+        are reduced in :meth:`step` then.
+
+        Args:
+            index: over all ranks of the step, one of this rank's, which has ``reproducible`` over
+                the number of ranks in a row: rank 1 of 2 has 4 to 7 of 8.
+
+        Raises:
+            ValueError: it is another rank's, or other micro-batches came since it was.
+            RuntimeError: ``reproducible`` is off.
+        """
+        self.reduce.micro_batch(index)
 
     def overlap_reduce(self, stages: Sequence[Any]) -> None:
         """Reduce each stage of a pipeline as soon as its own backwards of a schedule are done.
@@ -377,6 +395,16 @@ class ShardedOptimizer(PackedOptimizer):
         return self.decider.skips.skipped_steps
 
     # -- groups and state -------------------------------------------------------------------
+
+    def digest(self) -> str:
+        """A hash of all masters and optimizer state, 16 hexadecimal digits; all ranks must call it.
+
+        It depends neither on the number of ranks nor on packs and partition, so it says whether two
+        runs are equal bit for bit, or whether a checkpoint was loaded as it was saved. Costs a pass
+        over the own masters and state, and waits for the device.
+        """
+        self.wait_sync()
+        return digest(self)
 
     def check_copies(self) -> None:
         """Raise a RuntimeError on every rank, which must call it, if copies differ in a bit.

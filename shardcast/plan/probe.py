@@ -48,10 +48,12 @@ class Traits(NamedTuple):
     Attributes:
         elementwise: the update of an element needs nothing but that element.
         entangled: why several ranks cannot share its parameters; empty if they can.
+        draws: it draws random numbers, or may: it could not be measured.
     """
 
     elementwise: bool
     entangled: str = ""
+    draws: bool = False
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -71,7 +73,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
     _refuse_holder(optimizer)
     _refuse_common_state(optimizer)
     if not _can_be_copied(optimizer):
-        return Traits(elementwise=False)
+        return Traits(elementwise=False, draws=True)
     try:
         with unnoticed() as draws:
             traits = _measured(optimizer)
@@ -84,8 +86,8 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
         if _compat.raised_in_distributed(error):  # there is no process group yet
             raise collective_refusal(optimizer) from error
         _refuse_list(optimizer, error)
-        return Traits(elementwise=False)
-    return Traits(elementwise=False) if is_random else traits
+        return Traits(elementwise=False, draws=True)
+    return Traits(elementwise=False, draws=True) if is_random else traits
 
 
 # -- refused without a step ---------------------------------------------------------------------

@@ -261,6 +261,40 @@ def check_staged(config: ShardcastConfig) -> None:
         )
 
 
+def check_reproducible(config: ShardcastConfig, plain: bool, ranks: int, draws: str) -> None:
+    """Raise ValueError for what a run with the same bits at any number of ranks cannot have.
+
+    Args:
+        plain: there is no mesh, and one stage.
+        draws: the class of an optimizer that draws random numbers, or may; empty if none does.
+    """
+    total = config.reproducible
+    if total is None:
+        return
+    refused = {
+        f"{ranks} ranks do not divide its {total} micro-batches; use a number of ranks that does, "
+        "or another number of micro-batches": total % ranks > 0,
+        "a mesh or a pipeline sums over other ranks too; shard over plain data-parallel ranks": (
+            not plain
+        ),
+        f"reduce {config.reduce!r} leaves the order of sums to others; use 'all_to_all'": (
+            config.reduce not in ("auto", "all_to_all")
+        ),
+        "grads 'sharded' has no room for sums of micro-batches; use grads 'full'": (
+            config.grads == "sharded"
+        ),
+        f"norm_type {config.norm_type} is not summed exactly; use 2 or inf": (
+            config.norm_type not in (2.0, float("inf"))
+        ),
+        f"{draws} draws random numbers in its step, or may; use an optimizer that does not": (
+            bool(draws)
+        ),
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(f"reproducible: {reason}, or leave it out")
+
+
 def describe_groups(originals: Originals, added: GroupId | None) -> list[str]:
     """What ranks must have alike of the groups, or of an added one: class, plain options."""
     lines = []

@@ -21,12 +21,14 @@ from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
 from shardcast.step.decide.decision import ControlVector, Decision, Presence
+from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
 from shardcast.step.decide.options import COUNT, OptionCheck
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.decide.tokens import TokenCount
 from shardcast.step.reduce.mean import Divisor
+from shardcast.step.reduce.tree import MicroBatches
 
 
 class Decider:
@@ -38,19 +40,22 @@ class Decider:
         originals: the optimizers, whose groups it reads.
         divisor: of the mean, which all ranks must have alike.
         edits: of weights, of which all ranks must know those that no counter saw.
+        micro_batches: of a step, if it is to be reproducible.
     """
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
         device: torch.device, originals: Originals, divisor: Divisor, edits: WeightEdits,
+        micro_batches: MicroBatches | None,
     ) -> None:  # fmt: skip
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._originals, self._divisor, self._edits = originals, divisor, edits
         self._clip_value: float | None = None  # of the coming step
         self.tokens = TokenCount(device)
         self.loss_scale = LossScale(config, device)
-        self._norm = PNorm(config.norm_type, device)
-        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._micro_batches, self._alignment = micro_batches, config.alignment
+        exact = micro_batches is not None and config.norm_type == 2.0
+        self._norm = ExactNorm(device) if exact else PNorm(config.norm_type, device)
         self._presence = Presence(grads, process_groups, device)
         self._options = OptionCheck(originals.option_names(), process_groups, device)
         self.skips = SkipReport(
@@ -97,17 +102,20 @@ class Decider:
             raise unscaled_error([0])
         local = self._presence.local()
         pack_powers = [self._power(grads) for grads in self._grads]
-        arguments = {
+        arguments: dict[str, Any] = {
             "max_norm": max_norm,
             "clip_value": self._clip_value,
             "divisor": self._divisor.given,
             COUNT: self.tokens.counted,
         }
+        if self._micro_batches is not None:
+            arguments["micro_batches"] = self._micro_batches.count
         self._clip_value = None
+        pack_totals = [power if power.dim() == 0 else power.sum() for power in pack_powers]
         control, powers, mistakes = self._agree(
             ControlVector(
                 self._powers([*limits], pack_powers),
-                self._at_own_rank(self.skips.first_nonfinite(pack_powers)),
+                self._at_own_rank(self.skips.first_nonfinite(pack_totals)),
                 self._at_own_rank(float(self.loss_scale.missing)),
                 self._presence.counts(local),
                 self._presence.copies(),
@@ -154,8 +162,7 @@ class Decider:
         scaled.
         """
         control = local.reduced(self._process_groups.dp)
-        rows = self._process_groups.dp.size if self._norm.is_maximum else 1
-        powers = self._norm.merge(control.powers.view(rows, -1))
+        powers = self._norm.agreed(control.powers, self._process_groups.dp.size)
         differing = self._options.differing(control.options).double()
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
         no_tokens = (~(control.tokens > 0)).double() * self.tokens.counted
@@ -213,14 +220,15 @@ class Decider:
 
     def _at_own_rank(self, number: Tensor | float) -> Tensor:
         """A place per data-parallel rank, of which this rank fills in its own."""
-        places = self._zero.new_zeros(self._process_groups.dp.size)
+        places = self._norm.nothing.new_zeros(self._process_groups.dp.size)
         # Not places[rank] = number, which waits for a GPU (torch < 2.13).
         places[self._process_groups.dp.rank].fill_(number)
         return places
 
     def _power(self, grads: Gradients) -> Tensor:
         """The power of an own span; of a copy that counts elsewhere only whether it is finite."""
-        power = self._norm.power(grads.own)
+        row = self._alignment // grads.pack.layout.dtype.itemsize
+        power = self._norm.power(grads.own, row)
         if grads.pack.layout.pack_groups.is_primary:
             return power
         return torch.where(power.isfinite(), torch.zeros_like(power), power)
@@ -231,10 +239,13 @@ class Decider:
         for power, grads in zip(pack_powers, self._grads, strict=True):
             by_group[grads.pack.layout.group].append(power)
         own = torch.stack(
-            [self._norm.merge(torch.stack(p)) if p else self._zero for p in by_group.values()]
+            [
+                self._norm.merge(torch.stack(p)) if p else self._norm.nothing
+                for p in by_group.values()
+            ]
         )
         if not self._norm.is_maximum:
-            return own
+            return own.view(-1)
         rows = own.new_zeros(self._process_groups.dp.size, len(groups))
         rows[self._process_groups.dp.rank] = own
         return rows.view(-1)

@@ -21,18 +21,27 @@ EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class PNorm:
-    """Arithmetic of one p-norm; its results are 0-dim or 1-d fp64 on ``device``."""
+    """Arithmetic of one p-norm; its results are 0-dim or 1-d fp64 on ``device``.
+
+    Attributes:
+        nothing: the power of no elements.
+    """
 
     def __init__(self, p: float, device: torch.device) -> None:
         self._p, self._device = p, device
+        self.nothing = torch.zeros((), dtype=torch.float64, device=device)
 
     @property
     def is_maximum(self) -> bool:
         """Whether powers are merged by their maximum, not by their sum."""
         return math.isinf(self._p)
 
-    def power(self, own: Tensor) -> Tensor:
-        """The power of a 1-d span, 0-dim."""
+    def power(self, own: Tensor, row: int = 1) -> Tensor:
+        """The power of a 1-d span, 0-dim.
+
+        Args:
+            row: elements that no span cuts.
+        """
         if not _compat.is_host(own.device):
             whole = own.numel() - own.numel() % ROW
             norms = [by_rows(own[:whole].view(-1, ROW), self._p)]
@@ -56,6 +65,10 @@ class PNorm:
     def merge(self, powers: Tensor) -> Tensor:
         """Powers of parts, along the first dimension, as those of the whole."""
         return powers.amax(0) if self.is_maximum else powers.sum(0)
+
+    def agreed(self, powers: Tensor, ranks: int) -> Tensor:
+        """Per group, of the sum of all ranks' parts of :attr:`ControlVector.powers`."""
+        return self.merge(powers.view(ranks if self.is_maximum else 1, -1))
 
     def root(self, powers: Tensor, scale: Tensor | None) -> Tensor:
         """The norm, 0-dim, of what consists of parts of these powers, ``scale`` removed."""

@@ -10,10 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardcast.comm import FLIGHTS, Comm, Flight, Summed
+from shardcast.comm import FLIGHTS, Comm, Flight
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
+from shardcast.step.reduce.tree import PartialSums
 
 
 class State(Enum):
@@ -47,6 +48,7 @@ class Bucket:
         carry: fp32 means of earlier reductions of this step.
         early: it was sent before the reduction of its step, as all gradients of its pipeline stage
             were there; they are sums over ``micro_batches``.
+        tree: sums of micro-batches of this step, where their order is fixed.
     """
 
     grads: Gradients
@@ -62,6 +64,7 @@ class Bucket:
     carry: Tensor | None = None
     early: bool = False
     micro_batches: int = 1
+    tree: PartialSums | None = None
     _flight: Flight | None = None
 
     @property
@@ -85,6 +88,25 @@ class Bucket:
         """All gradients were cleared, by whomever."""
         self.end_early()
         self.carry = self.grads.joint = None
+        if self.tree is not None:
+            self.tree.clear()
+            self.grads.taken.clear()
+
+    def discard(self, position: int) -> None:
+        """The script clears one gradient."""
+        slot = self.grads.pack.layout.slots[position]
+        self.grads.discard(position)
+        if self.tree is not None:
+            self.tree.discard(slice(slot.offset, slot.end))
+            self.grads.taken.discard(position)
+
+    def end_micro_batch(self) -> None:
+        """Add the gradients that are there to the tree; the next ones are of another one."""
+        assert self.tree is not None
+        if any(param.grad is not None for param in self.grads.pack.params):
+            self.grads.collect()
+            self.tree.add(self.grads.data)
+            self.grads.take()
 
     def end_early(self) -> None:
         """The reduction of the step is here, for which it was sent early, or it is not to be."""
@@ -119,6 +141,8 @@ class Bucket:
     def collect(self) -> None:
         """Take in all gradients that are there."""
         pack = self.grads.pack
+        if self.tree is not None:
+            self.grads.show_taken()
         # Asked first: sharded gradients are shown no more when they are collected.
         repeated = [
             slot
@@ -132,20 +156,21 @@ class Bucket:
     def send(self, spare: list[Tensor]) -> None:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
         grads, pack, comm = self.grads, self.grads.pack.layout, self.grads.pack.comm
-        sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
-        flight = FLIGHTS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
-        buffer = partial(self._buffer, spare)
-        self._flight = flight(comm, pack, sent, grads.local(sent), buffer)
-        for further in () if self.late else self.sums:
-            self._flight = Summed(self._flight, further, pack, partial(added, room=0))
+        if self.tree is not None:
+            self._flight = self.tree.send(comm, pack, grads.data, partial(self._buffer, spare))
+        else:
+            sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
+            flight = FLIGHTS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
+            buffer = partial(self._buffer, spare, dtype=self.wire)
+            self._flight = flight(comm, pack, sent, grads.local(sent), buffer)
         self.state = State.IN_FLIGHT
 
-    def _buffer(self, spare: list[Tensor], numel: int) -> Tensor:
+    def _buffer(self, spare: list[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         device = self.grads.data.device
         for position, buffer in enumerate(spare):
-            if buffer.numel() >= numel and buffer.dtype == self.wire and buffer.device == device:
+            if buffer.numel() >= numel and buffer.dtype == dtype and buffer.device == device:
                 return spare.pop(position)[:numel]
-        return torch.empty(numel, dtype=self.wire, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -164,9 +189,10 @@ class Bucket:
         if flight is None:
             return None
         pieces, divisor = flight.wait(), self.divisor.value * self.micro_batches
-        if self.late:
+        if self.sums:
             pieces = [self._summed(pieces)]
         usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
+        usual = usual and self.tree is None
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         mean(pieces, divisor, self.carry, grads.own)
         self._flight = self.carry = None
@@ -175,11 +201,11 @@ class Bucket:
         return flight.received
 
     def _summed(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The sum of ``pieces`` over holders of copies, and with it who of them has a gradient."""
-        own, slots = self.grads.own.numel(), self.grads.pack.layout.slots
+        """The sum of ``pieces`` over further groups, and with it who of them has a gradient."""
+        own, slots = self.grads.own.numel(), self.grads.pack.layout.slots if self.late else ()
         total = added(pieces, len(slots))
         total[own:].fill_(1.0)  # to assign a number would wait for a GPU (torch < 2.13)
-        for position in self.absent:
+        for position in self.absent if self.late else ():
             total[own + position].fill_(0.0)
         for comm in self.sums:
             comm.all_reduce(total, self.grads.pack.layout)

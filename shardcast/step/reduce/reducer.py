@@ -25,6 +25,7 @@ from shardcast.plan.precision import grad_dtype, wire_dtype
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round
+from shardcast.step.reduce.tree import MicroBatches, PartialSums
 from shardcast.step.reduce.user_edits import Edits, ZeroGrad, nothing
 
 
@@ -42,6 +43,7 @@ class Reducer:
         due: gradients are here that were not reduced; a step needs a round before it.
         spent: the means were used by a step, or cleared: new gradients are not added to them.
         beside: packs are launched while a backward runs, not at its end.
+        micro_batches: those of a step, where a tree says in which order they are added.
     """
 
     def __init__(
@@ -54,6 +56,9 @@ class Reducer:
         self.touched, self.backwards = False, 0
         self.due, self.spent = True, False
         self.sharded = config.grads == "sharded" and process_groups.shard.size > 1
+        self.micro_batches = (
+            MicroBatches(config.reproducible, process_groups.shard) if config.reproducible else None
+        )
         # Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring
         # one twice. Sharded ones would need the memory that they are to save.
         self.beside = self.sharded
@@ -67,12 +72,14 @@ class Reducer:
     @property
     def alone(self) -> bool:
         """Whether gradients are means as they come."""
-        return self.process_groups.everyone.size == 1 and self.divisor.given is None
+        given = self.divisor.given is not None or self.micro_batches is not None
+        return self.process_groups.everyone.size == 1 and not given
 
     @property
     def _local(self) -> bool:
         """Whether backwards send nothing at present."""
-        return not self._syncs or self.at_step or self.alone
+        more = self.micro_batches is not None and not self.micro_batches.last
+        return not self._syncs or self.at_step or self.alone or more
 
     @property
     def grad_version(self) -> int:
@@ -100,10 +107,18 @@ class Reducer:
                 if dim in parallel_dims.model and parallel_dims.coordinate[dim] > 0
             ],
         )
+        if self.micro_batches is not None:
+            bucket.tree = PartialSums(self.micro_batches, bucket.wire)
         self.grads.append(grads)
         hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
         self._handles += map(_hook_gradient, pack.in_model, hooks)
         if not self.due:
+            if bucket.tree is not None and any(grads.presence()):
+                raise RuntimeError(
+                    f"add_param_group: expected no gradient of {bucket.first!r} yet, which belongs "
+                    "to a micro-batch (reproducible); add the group before the first backward of "
+                    "a step"
+                )
             bucket.collect()
             if not self.alone:
                 bucket.send([])
@@ -124,7 +139,7 @@ class Reducer:
 
     def watch(self, model: nn.Module) -> None:
         """Notice ``model.zero_grad()``, which would not reach sharded gradients by ``.grad``."""
-        if self.sharded:
+        if self.sharded or self.micro_batches is not None:
             model.zero_grad = ZeroGrad(model, self._cleared_in)  # type: ignore[method-assign]
             self._handles.append(model.zero_grad)
 
@@ -142,7 +157,8 @@ class Reducer:
         that flushes, not one that a re-entrant checkpoint runs inside; the first gradient hook
         does the same for models whose submodules are called directly.
         """
-        if not self._local and self._running() is None and _compat.accumulates():
+        held_back = self._local and self.micro_batches is None
+        if not held_back and self._running() is None and _compat.accumulates():
             self._begin()
 
     def finish(self) -> None:
@@ -235,6 +251,8 @@ class Reducer:
     def used(self) -> None:
         """A step used the gradients: the next one needs a round of its own."""
         self.due, self.spent, self.backwards = True, True, 0
+        if self.micro_batches is not None:
+            self.micro_batches.reset()
         for grads in self.grads:
             grads.used()
 
@@ -243,6 +261,8 @@ class Reducer:
         land_all(self._buckets.values())  # of a failed backward, before it is zeroed
         self.spent = True
         self.edits.changed()
+        if self.micro_batches is not None:
+            self.micro_batches.reset()
         for bucket in self._buckets.values():
             bucket.forget()
             bucket.grads.zero(set_to_none)
@@ -256,7 +276,7 @@ class Reducer:
         for pack, bucket in self._buckets.items():
             for position, param in enumerate(pack.in_model):
                 if param in params:
-                    bucket.grads.discard(position)
+                    bucket.discard(position)
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Make the mean visible as ``.grad`` where only other ranks had a gradient.
@@ -271,6 +291,25 @@ class Reducer:
                 if present[pack][position] and bucket.grads.owned[position]:
                     bucket.grads.show(position)
                     bucket.absent.remove(position)
+
+    def micro_batch(self, index: int) -> None:
+        """The next backwards are of this micro-batch; see :meth:`ShardedOptimizer.micro_batch`."""
+        if self.micro_batches is None:
+            raise RuntimeError(
+                "micro_batch: expected the option reproducible, the micro-batches of a step over "
+                "all ranks; give it to shard()"
+            )
+        if self.micro_batches.begun and index != self.micro_batches.current:
+            self.end_micro_batch()
+        self.micro_batches.choose(index)
+
+    @torch.no_grad()
+    def end_micro_batch(self) -> None:
+        """Add the gradients that are here to the tree."""
+        assert self.micro_batches is not None
+        for bucket in self._buckets.values():
+            bucket.end_micro_batch()
+        self.micro_batches.end()
 
     # -- the round of the running backward ----------------------------------------------------
 
@@ -352,6 +391,8 @@ class Reducer:
             return
         self.touched = True
         try:
+            if self.micro_batches is not None:
+                self.micro_batches.begin()
             round.arrive(bucket, position, running)
         except BaseException:
             round.over = True

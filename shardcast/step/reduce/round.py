@@ -70,8 +70,8 @@ class Round:
         of them has a pack complete first depends on the gradients of a rank.
         """
         _compat.at_end_of_backward(self._end)
-        if self._sends:
-            group = self._reducer.process_groups.shard.group
+        group = self._reducer.process_groups.shard.group
+        if self._sends and group is not None:  # alone nobody waits
             rounds = _ROUNDS.setdefault(group, weakref.WeakSet())
             met = [round for round in rounds if not round.over and round.backward == self.backward]
             rounds.add(self)
@@ -165,13 +165,20 @@ class Round:
             for bucket in self._buckets:
                 if bucket.arrived:
                     self._adopt(bucket)
+            micro_batches = self._reducer.micro_batches
+            if micro_batches is not None and not micro_batches.numbered:
+                self._reducer.end_micro_batch()
 
     def flush(self) -> None:
         """Send what was not sent yet, zeros for absent gradients, and have all means here.
 
         All, for whoever edits ``.grad`` in place after backward edits the mean.
         """
-        for bucket in self._buckets[self._next :]:
+        micro_batches = self._reducer.micro_batches
+        buckets = self._buckets[self._next :]
+        if micro_batches is not None and any(bucket.grads.adopt() for bucket in buckets):
+            micro_batches.begin()  # set by hand
+        for bucket in buckets:
             if bucket.early:
                 land_all([bucket])
                 bucket.drop_cleared(of_all_ranks=False)
@@ -180,6 +187,8 @@ class Round:
                 self._launch(bucket)
         while self._flying:
             self._land()
+        if micro_batches is not None and micro_batches.begun:
+            micro_batches.end()
         self._reducer.due = self._reducer.spent = False
 
     def send_early(self, bucket: Bucket, micro_batches: int) -> None:

@@ -1,0 +1,81 @@
+"""One short hash of all masters and optimizer state, whatever ranks, packs and spans hold them.
+
+The sum over all elements, modulo ``2**64``, of a hash of the element's bits, of its index in the
+parameter, and of the names of parameter and state tensor; so each rank adds up what it owns. The
+hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). It finds errors, not attacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.memory.chance import global_index
+from shardcast.memory.shard import Shard
+from shardcast.optimizer.packed import PackedOptimizer
+
+CHUNK = 1 << 18  # elements hashed at a time
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, in 64 bits with a sign
+ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@torch.no_grad()
+def digest(optimizer: PackedOptimizer) -> str:
+    """See :meth:`shardcast.ShardedOptimizer.digest`. Collective."""
+    process_groups = optimizer.process_groups
+    total = torch.zeros((), dtype=torch.int64, device=optimizer.device)
+    replicas = process_groups.parallel_dims.replicas
+    if not replicas or process_groups.parallel_dims.coordinate[replicas] == 0:
+        for shard in optimizer.shards:
+            if shard.pack.layout.pack_groups.is_primary:  # copies count once
+                for part in _hashes(optimizer, shard):
+                    total += part.to(total.device)
+    process_groups.everyone.all_reduce(total, "the digest")
+    return f"{int(total) % (1 << 64):016x}"
+
+
+def _hashes(optimizer: PackedOptimizer, shard: Shard) -> Iterator[Tensor]:
+    """Of each tensor and number that this rank has of each parameter in ``shard``."""
+    update = optimizer.update_of(shard)
+    for number, fragment, param in shard.owned():
+        start, stop = fragment.param_range
+        values: dict[str, Any] = {"master": shard.exact(fragment)}
+        values.update(update.fragment_state(shard, number))
+        for name, value in values.items():
+            key = _key(f"{fragment.slot.name}/{name}")
+            if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
+                index = global_index(param, torch.arange(start, stop))
+                yield hash_of(value, index, key)
+            elif start == 0:  # a count, or the state of a parameter that is not cut
+                tensor = value if isinstance(value, Tensor) else torch.tensor([_key(repr(value))])
+                yield hash_of(tensor, torch.arange(tensor.numel()), key)
+
+
+def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:
+    """0-dim int64 of the bits of ``values``, of any dtype, each at its ``index``."""
+    flat = values.detach().reshape(-1)
+    bits = flat.view(INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        places = _mixed(index[part].to(bits.device) * GOLDEN + key)
+        total += _mixed(places ^ (bits[part].long() * GOLDEN)).sum()
+    return total
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    for shift, factor in ROUNDS:
+        # Shifted as if there were no sign.
+        numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return numbers
+
+
+def _key(name: str) -> int:
+    """64 bits with a sign that stand for a name."""
+    key = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(key, "little", signed=True)

@@ -1,0 +1,238 @@
+"""Reduce: gradients of micro-batches added in one binary tree, whatever rank has which of them.
+
+The leaves are the gradients of the micro-batches of a step, each rounded to the wire dtype; nodes
+are fp32 sums of two nodes. Which additions are made, and so every rounding, follows from the number
+of micro-batches alone. A rank adds what it has of the tree, as a binary counter does, and sends the
+nodes that are complete; owners add the rest. Six micro-batches on two ranks::
+
+    rank 0 has 0, 1, 2 and sends 0 + 1 and 2          owner: ((0 + 1) + (2 + 3)) + (4 + 5)
+    rank 1 has 3, 4, 5 and sends 3 and 4 + 5
+
+A gradient that is absent counts as zero and is not added: a sum could differ by the sign of a zero
+alone, which is taken away at the end. With one micro-batch on each rank what is sent is what is
+sent without a tree; else it is one node of fp32 where the ranks have powers of two of them, and at
+most ``log2`` of their number and one more elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardcast.comm import Comm, Flight
+from shardcast.plan.layout import PackLayout
+from shardcast.plan.precision import MASTER_DTYPE
+
+
+class Node(NamedTuple):
+    """The sum of micro-batches ``number * 2**level`` up to ``(number + 1) * 2**level``."""
+
+    level: int
+    number: int
+
+    @property
+    def children(self) -> tuple[Node, Node]:
+        return Node(self.level - 1, 2 * self.number), Node(self.level - 1, 2 * self.number + 1)
+
+
+class MicroBatches:
+    """Which micro-batches of a step this rank has, and which of them it has had.
+
+    Args:
+        total: in a step, over all ranks, which divide it.
+
+    Attributes:
+        own: those of this rank, rank after rank.
+        current: the one that the running backward is of, or the next one.
+        begun: gradients of it have come.
+        numbered: the script says which one each is.
+    """
+
+    def __init__(self, total: int, comm: Comm) -> None:
+        self.total, self._comm = total, comm
+        count = total // comm.size
+        self.ranges = [range(rank * count, (rank + 1) * count) for rank in range(comm.size)]
+        self.own = self.ranges[comm.rank]
+        self._done: set[int] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """A step begins."""
+        self.current, self.begun, self.numbered = self.own.start, False, False
+        self._done.clear()
+
+    @property
+    def last(self) -> bool:
+        """Whether the current one is known to be this rank's last one of the step."""
+        return not self.numbered and self.current >= self.own.stop - 1
+
+    def begin(self) -> None:
+        """A gradient of the current one comes.
+
+        Raises:
+            RuntimeError: this rank has had all of its own.
+        """
+        if self.current not in self.own:
+            raise RuntimeError(
+                f"reproducible: expected {len(self.own)} micro-batches in a step on each of "
+                f"{self._comm.size} ranks, got one more; call optimizer.step() and "
+                "zero_grad() after them, set reproducible to the micro-batches of a step over all "
+                "ranks, or say by optimizer.micro_batch(index) which backwards are of one"
+            )
+        self.begun = True
+
+    def choose(self, index: int) -> None:
+        """What comes is of this one; see :meth:`shardcast.ShardedOptimizer.micro_batch`.
+
+        Raises:
+            ValueError: it is not one of this rank, or it was ended.
+        """
+        if index not in self.own or index in self._done:
+            why = "was ended before" if index in self._done else "is not of this rank"
+            raise ValueError(
+                f"micro_batch: expected an index from {self.own.start} to {self.own.stop - 1} on "
+                f"rank {self._comm.rank}, each once in a step, got {index}, which {why}"
+            )
+        self.current, self.numbered = index, True
+
+    def end(self) -> None:
+        """The current one has all its gradients."""
+        self._done.add(self.current)
+        self.current, self.begun = self.current + 1, False
+
+    @property
+    def count(self) -> str:
+        """How many there were in this step; if the number is wrong it differs between all ranks.
+
+        Raises:
+            RuntimeError: it is wrong, and there is one rank.
+        """
+        if self.numbered or not self._done:  # a rank may have none of those with numbers
+            return ""
+        if len(self._done) == len(self.own):
+            return str(len(self._done))
+        if self._comm.size == 1:
+            raise RuntimeError(
+                f"reproducible: expected {self.total} micro-batches in a step, got "
+                f"{len(self._done)}; for a step with fewer of them say by "
+                "optimizer.micro_batch(index) which ones they are"
+            )
+        return f"{len(self._done)} instead of {len(self.own)} on rank {self._comm.rank}"
+
+
+class PartialSums:
+    """The nodes of one pack that this rank has, each with a value for every element of the pack."""
+
+    def __init__(self, micro_batches: MicroBatches, wire: torch.dtype) -> None:
+        self._micro_batches, self._wire = micro_batches, wire
+        self._sums: dict[Node, Tensor] = {}
+        self._nodes = [nodes_of(own) for own in micro_batches.ranges]  # of each rank
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._sums.values())
+
+    def clear(self) -> None:
+        self._sums.clear()
+
+    def discard(self, elements: slice) -> None:
+        """Elements whose gradients were cleared."""
+        for tensor in self._sums.values():
+            tensor[elements].zero_()
+
+    def add(self, gradient: Tensor) -> None:
+        """The gradient of the current micro-batch, 1-d."""
+        node, total = Node(0, self._micro_batches.current), gradient.to(self._wire)
+        while (sibling := Node(node.level, node.number ^ 1)) in self._sums:
+            total = self._sums.pop(sibling).add_(total)
+            node = Node(node.level + 1, node.number // 2)
+        if not node.level:  # the memory of the gradient is used again
+            total = total.to(MASTER_DTYPE, copy=True)
+        self._sums[node] = total
+
+    def send(
+        self, comm: Comm, pack: PackLayout, gradient: Tensor,
+        buffer: Callable[[int, torch.dtype], Tensor],
+    ) -> Flight:  # fmt: skip
+        """Send to each owner its part of this rank's nodes.
+
+        Args:
+            gradient: of the current micro-batch, or zeros.
+        """
+        if len(self._micro_batches.own) == 1:
+            rows = [gradient.to(self._wire)]
+        else:
+            if self._micro_batches.begun:
+                self.add(gradient)
+            rows = []
+            for node in self._nodes[comm.rank]:
+                total = _sum(self._sums, node)
+                rows.append(
+                    torch.zeros_like(gradient, dtype=MASTER_DTYPE) if total is None else total
+                )
+            self._sums.clear()
+        depth = (self._micro_batches.total - 1).bit_length()
+        return _Nodes(comm, pack, rows, self._nodes, Node(depth, 0), buffer)
+
+
+class _Nodes(Flight):
+    """By one all-to-all: the own span of all ranks' nodes comes here, and is added up."""
+
+    def __init__(
+        self, comm: Comm, pack: PackLayout, rows: Sequence[Tensor],
+        nodes: Sequence[Sequence[Node]], root: Node, buffer: Callable[[int, torch.dtype], Tensor],
+    ) -> None:  # fmt: skip
+        own = pack.spans[comm.rank]
+        self._nodes, self._root, self._rank, self._count = nodes, root, comm.rank, own.numel
+        self._own = [row[own.start : own.stop] for row in rows]
+        # In the order of the owners they go to.
+        self._sent = rows[0]
+        if len(rows) > 1:
+            parts = [row[span.start : span.stop] for span in pack.spans for row in rows]
+            self._sent = torch.cat(parts)
+        self.received = buffer(own.numel * sum(map(len, nodes)), rows[0].dtype)
+        received = [own.numel * len(of_rank) for of_rank in nodes]
+        sent = [span.numel * len(rows) for span in pack.spans]
+        equal = len(set(received)) == 1 and len(set(sent)) == 1
+        splits: tuple[Any, Any] = (None, None) if equal else (received, sent)
+        self._work = comm.all_to_all(self.received, self._sent, *splits, about=pack)
+
+    def wait(self) -> list[Tensor]:
+        self._work.wait()
+        pieces: dict[Node, Tensor] = {}
+        start = 0
+        for rank, of_rank in enumerate(self._nodes):
+            for number, node in enumerate(of_rank):
+                piece = self.received[start : start + self._count]
+                pieces[node] = self._own[number] if rank == self._rank else piece
+                start += self._count
+        total = _sum(pieces, self._root)
+        assert total is not None
+        return [total.to(MASTER_DTYPE) + 0.0]  # -0 becomes 0
+
+
+def nodes_of(leaves: range) -> list[Node]:
+    """The largest nodes that consist of ``leaves``, from left to right."""
+    nodes, start = [], leaves.start
+    while start < leaves.stop:
+        level = (start & -start).bit_length() - 1 if start else leaves.stop.bit_length()
+        while start + (1 << level) > leaves.stop:
+            level -= 1
+        nodes.append(Node(level, start >> level))
+        start += 1 << level
+    return nodes
+
+
+def _sum(sums: dict[Node, Tensor], node: Node) -> Tensor | None:
+    """The value of ``node`` from those of ``sums`` below it, which it overwrites; None of none."""
+    if node in sums:
+        return sums[node]
+    if not node.level:
+        return None
+    left, right = (_sum(sums, child) for child in node.children)
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right) if left.dtype == MASTER_DTYPE else left.to(MASTER_DTYPE).add_(right)

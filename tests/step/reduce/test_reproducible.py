@@ -1,0 +1,348 @@
+"""``reproducible``: the same bits at any number of ranks, however they accumulate."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from models import run_world
+from oracle import pair
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.step.decide.exact_norm import ExactNorm
+from shardcast.step.reduce.tree import nodes_of
+
+pytestmark = pytest.mark.timeout(120)
+TOTAL = 8
+GRIDS = (1, 2, 4, 8)  # ranks, of which each has TOTAL / ranks micro-batches
+
+
+class Skips(nn.Module):
+    """Layers of which a micro-batch leaves out some, where it has a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(37, 18), nn.Linear(18, 37)
+        self.branches = nn.ModuleList(nn.Linear(18, 18) for _ in range(4))
+
+    def forward(self, tokens: Tensor, micro: int | None) -> Tensor:
+        x = self.embed(tokens)
+        for number, branch in enumerate(self.branches):
+            if micro is None or (micro + number) % 3 == 0:
+                x = x + torch.tanh(branch(x))
+        return self.head(x)
+
+
+def adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def muon(model: nn.Module) -> Any:
+    return pair(model)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# A pairwise cover: kind of optimizer, parameters, moments, master, clip, model.
+MATRIX: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "adamw bf16": (adamw, {"param_dtype": BF16}, False),
+    "adamw bf16 clip absent int8": (
+        adamw, {"param_dtype": BF16, "max_grad_norm": 0.5, "moments": "int8"}, True
+    ),
+    "adamw bf16 split16 bf16 clip": (
+        adamw,
+        {"param_dtype": BF16, "master": "split16", "moments": "bf16", "max_grad_norm": 0.1},
+        False,
+    ),
+    "adamw fp32 clip": (adamw, {"param_dtype": FP32, "max_grad_norm": 0.5}, False),
+    "sgd fp32 absent": (sgd, {"param_dtype": FP32, "pack_params": 2}, True),
+    "sgd fp16 clip absent": (sgd, {"param_dtype": FP16, "max_grad_norm": 0.5}, True),
+    "sgd bf16 int8 split16": (
+        sgd, {"param_dtype": BF16, "moments": "int8", "master": "split16"}, False
+    ),
+    "muon bf16 clip absent": (muon, {"param_dtype": BF16, "max_grad_norm": 0.5}, True),
+    "muon fp32 packs": (muon, {"param_dtype": FP32, "pack_params": 2}, False),
+    "adamw bf16 clip averages count": (
+        adamw,
+        {"param_dtype": BF16, "max_grad_norm": 0.5, "averages": {"ema": 0.9}, "counts": True},
+        True,
+    ),
+    "sgd fp32 averages count": (
+        sgd, {"param_dtype": FP32, "averages": {"ema": 0.9}, "counts": True}, False
+    ),
+    "adamw fp16 int8": (adamw, {"param_dtype": FP16, "moments": "int8"}, False),
+}  # fmt: skip
+
+
+def train(
+    group: Any, build: Any, fields: dict[str, Any], absent: bool, steps: int, total: int = TOTAL
+) -> tuple[str, float, int]:
+    """Digest, last norm and skipped steps of a run; each rank its block of the micro-batches."""
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    torch.manual_seed(0)
+    model = Skips()
+    fields, counts = {**fields}, fields.get("counts", False)
+    fields.pop("counts", None)
+    fp16 = fields["param_dtype"] == FP16
+    scale = {"loss_scale": "dynamic", "loss_scale_init": 2.0**17} if fp16 else {}
+    optimizer = shardcast.shard(
+        model, build(model), process_group=group, fuse="eager", **scale, **fields
+    )
+    optimizer.divisor = float(total)
+    count = total // ranks
+    for step in range(steps):
+        for micro in range(count):
+            index = rank * count + micro
+            generator = torch.Generator().manual_seed(step * 100 + index)
+            tokens = torch.randint(37, (2, 5 + index % 3), generator=generator)
+            if counts:
+                optimizer.count(tokens.numel())
+            out = model(tokens, index if absent else None)
+            loss = torch.nn.functional.cross_entropy(out.float().flatten(0, 1), tokens.flatten())
+            with optimizer.no_sync() if micro < count - 1 else contextlib.nullcontext():
+                optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    norm = optimizer.grad_norm
+    assert norm is not None
+    return optimizer.digest(), norm.item(), optimizer.skipped_steps
+
+
+def on_grids(grids: tuple[int, ...], *args: Any) -> list[Any]:
+    results = []
+    for size in grids:
+        ranks = [train(None, *args)] if size == 1 else run_world(size, train, *args)[0]
+        assert len(set(ranks)) == 1, "ranks agree"
+        results.append(ranks[0])
+    return results
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_all_grids_end_with_the_same_bits(case: str):
+    build, fields, absent = MATRIX[case]
+    steps = int(os.environ.get("STEPS", "4"))
+    results = on_grids(GRIDS, build, {**fields, "reproducible": TOTAL}, absent, steps)
+    assert len(set(results)) == 1, results
+    if fields["param_dtype"] == FP16:
+        assert results[0][2] > 0, "some steps were skipped for an overflow"
+    plain = on_grids((1, 4), build, fields, absent, steps)
+    assert len({digest for digest, *_ in plain}) > 1, "the control: without it they differ"
+
+
+@pytest.mark.parametrize("total", [1, 6, 12])
+def test_any_number_of_micro_batches_may_be_divided(total: int):
+    """Ranks then have parts of the tree that are not one node."""
+    grids = tuple(size for size in (1, 2, 3, 4, 6) if total % size == 0)
+    results = on_grids(grids, adamw, {"param_dtype": BF16, "reproducible": total}, True, 3, total)
+    assert len(set(results)) == 1, results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12, 24])
+def test_ranks_send_no_more_nodes_than_a_binary_counter_has(ranks: int):
+    count = 24 // ranks
+    for rank in range(ranks):
+        leaves = range(rank * count, (rank + 1) * count)
+        nodes = nodes_of(leaves)
+        covered = [i for n in nodes for i in range(n.number << n.level, (n.number + 1) << n.level)]
+        assert covered == list(leaves)
+        assert len(nodes) <= math.log2(count) + 1
+
+
+def test_one_micro_batch_per_rank_is_sent_as_without_the_tree():
+    fields = {"param_dtype": BF16}
+    logs = []
+    for more in ({}, {"reproducible": 4}):
+        _, world = run_world(4, train, adamw, {**fields, **more}, False, 2, 4)
+        calls = [(c.op, c.nbytes) for c in world.logs[0] if c.op != "all_reduce"]
+        logs.append([call for call in calls if call[0] == "all_to_all_single"])
+    assert logs[0] == logs[1] and logs[0]
+
+
+# -- micro-batches with numbers, and those that are missing ----------------------------------------
+
+
+def linear(group: Any, **fields: Any) -> tuple[nn.Module, shardcast.ShardedOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    optimizer = shardcast.shard(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), process_group=group,
+        **{"param_dtype": "fp32", "reproducible": 4, **fields},
+    )  # fmt: skip
+    optimizer.divisor = 4.0
+    return model, optimizer
+
+
+def backward(model: nn.Module, index: int) -> None:
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(index))
+    model(x).square().mean().backward()
+
+
+def test_numbered_micro_batches_may_come_in_any_order_in_parts_and_not_at_all():
+    def run(group: Any, order: list[int]) -> str:
+        model, optimizer = linear(group)
+        for index in order:
+            if index * group.size() // 4 == group.rank():
+                optimizer.micro_batch(index)
+                backward(model, index)
+                backward(model, 10 + index)
+        optimizer.step()
+        return optimizer.digest()
+
+    digests = [
+        run_world(size, run, order)[0] for size in (1, 2, 4) for order in ([0, 2, 3], [3, 2, 0])
+    ]
+    assert len({digest for ranks in digests for digest in ranks}) == 1
+    assert run_world(2, run, [0, 2])[0][0] != digests[0][0]
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_micro_batches_that_were_cleared_are_no_part_of_a_step(clear: str):
+    def run(group: Any, failed: bool) -> str:
+        model, optimizer = linear(group)
+        if failed:
+            backward(model, 7)
+            (optimizer if clear == "optimizer" else model).zero_grad()
+        for index in range(group.rank() * 2, group.rank() * 2 + 2):
+            backward(model, index)
+        optimizer.step()
+        return optimizer.digest()
+
+    assert run_world(2, run, True)[0] == run_world(2, run, False)[0]
+
+
+def test_gradients_that_a_script_has_not_cleared_are_added_to():
+    def run(group: Any, twice: bool) -> list[Tensor]:
+        model, optimizer = linear(group)
+        for group_ in optimizer.param_groups:
+            group_["lr"] = 0.0
+        grads = []
+        for _ in range(1 + twice):
+            for index in range(group.rank() * 2, group.rank() * 2 + 2):
+                backward(model, index)
+            optimizer.step()
+            grads.append(optimizer.grad_norm)
+        return grads
+
+    (once, doubled), *_ = run_world(2, run, True)[0]
+    torch.testing.assert_close(doubled, 2 * once)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [((1, 2), "micro_batches"), ((1, 1), "micro_batches"), ((3, 3), "one more")],
+    ids=str,
+)
+def test_a_step_with_another_number_of_micro_batches_is_an_error_of_all_ranks(
+    counts: tuple[int, int], message: str
+):
+    def run(group: Any) -> None:
+        model, optimizer = linear(group)
+        with pytest.raises(RuntimeError, match=message):
+            for index in range(counts[group.rank()]):
+                backward(model, index)
+            optimizer.step()
+
+    run_world(2, run)
+
+
+def test_numbers_of_other_ranks_and_a_second_time_are_refused():
+    def run(group: Any) -> None:
+        model, optimizer = linear(group)
+        first = 2 * group.rank()
+        with pytest.raises(ValueError, match=f"from {first} to {first + 1}"):
+            optimizer.micro_batch(3 - first)
+        for index in (first, first + 1):
+            optimizer.micro_batch(index)
+            backward(model, index)
+        with pytest.raises(ValueError, match="ended"):
+            optimizer.micro_batch(first)
+
+    run_world(2, run)
+    with pytest.raises(RuntimeError, match="reproducible"):
+        linear(None, reproducible=None)[1].micro_batch(0)
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data += 1e-3 * torch.randn_like(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"reproducible": 3}, "2 ranks do not divide"),
+        ({"reduce": "reduce_scatter"}, "reduce_scatter"),
+        ({"grads": "sharded"}, "sharded"),
+        ({"norm_type": 1.0}, "norm_type"),
+        ({"optimizer": Noisy}, "Noisy draws"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_reproducible_is_refused_by_name(fields: dict[str, Any], option: str):
+    def run(group: Any) -> None:
+        model = nn.Linear(3, 5)
+        build = fields.get("optimizer", torch.optim.SGD)
+        options = {"reproducible": 4, **fields}
+        options.pop("optimizer", None)
+        with pytest.raises(ValueError, match=f"reproducible: .*{option}"):
+            shardcast.shard(
+                model, build(model.parameters(), lr=0.1), process_group=group, **options
+            )
+
+    run_world(2, run)
+
+
+# -- the norm --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e15, 3e38])
+def test_an_exact_norm_is_the_norm_and_has_no_order(size: float):
+    torch.manual_seed(0)
+    norm = ExactNorm(torch.device("cpu"))
+    values = (torch.randn(3000 * 64) * 10 ** (8 * torch.rand(3000 * 64) - 8)).clamp(-1, 1) * size
+    powers = []
+    for pieces in (1, 3, 7):
+        cuts = values.view(-1, 64).tensor_split(pieces)
+        parts = [norm.power(cut.reshape(-1), 64) for cut in cuts][::-1]
+        powers.append(norm.agreed(torch.stack(parts).sum(0), 1))
+    assert powers[0].equal(powers[1]) and powers[0].equal(powers[2])
+    expected = values.double().square().sum()
+    if size == 1e-30:
+        assert powers[0].item() < 1e-40, "far below any gradient"
+    else:
+        torch.testing.assert_close(powers[0][0], expected, rtol=1e-13, atol=0)
+    values[70] = torch.inf
+    assert not norm.power(values, 64).sum().isfinite()
+
+
+# -- the digest ------------------------------------------------------------------------------------
+
+
+def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_places():
+    def run(group: Any) -> list[str]:
+        model, optimizer = linear(group, reproducible=None, alignment=8)
+        backward(model, 0)
+        optimizer.step()
+        digests = [optimizer.digest()] * 2
+        if group.rank() == group.size() - 1:
+            bits = optimizer.shards[0].data.view(torch.int32)
+            bits[1] ^= 1
+        digests.append(optimizer.digest())
+        if group.rank() == group.size() - 1:
+            bits[1] ^= 1
+            bits[:2] = bits[:2].flip(0)
+        return [*digests, optimizer.digest()]
+
+    for ranks in (run_world(1, run)[0], run_world(3, run)[0]):
+        for first, again, flipped, swapped in ranks:
+            assert first == again and len({first, flipped, swapped}) == 3
