@@ -26,6 +26,7 @@ from shardcast.option_values import (
     ABOVE_0,
     COUNT,
     DTYPES,
+    RANKS,
     READERS,
     AverageOptions,
     Averages,
@@ -104,6 +105,13 @@ class ShardcastConfig:
     )
     elementwise: bool | None = _option(
         None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
+    )
+    shard_ranks: str | int = _option(
+        "auto",
+        "over how many ranks masters and state are sharded: all, or so many neighbours, each run "
+        "of which has a copy; auto: all, or on several nodes over NCCL those of a node or a few, "
+        "if that is predicted to be faster and takes at most an eighth of the free memory",
+        RANKS,
     )
     pack_mb: float | None = _option(
         None,

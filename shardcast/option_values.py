@@ -16,6 +16,10 @@ CostFn = Callable[[str, torch.nn.Parameter], float]
 Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
+RANKS: Range = (
+    "auto, all or a number of ranks >= 1",
+    lambda value: value in ("auto", "all") if isinstance(value, str) else value >= 1,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def one_of(*choices: str) -> Range:
 
 PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
-    "str | float": (str, int, float),
+    "str | float": (str, int, float), "str | int": (str, int),
 }  # fmt: skip
 
 

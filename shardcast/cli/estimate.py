@@ -173,7 +173,9 @@ def rows_of(
     rows = []
     for size in sizes:
         each = [
-            estimates.estimate(m, o.optimizers, size, config, Topology.of(machine))
+            estimates.estimate(
+                m, o.optimizers, size, config, Topology.of(machine), machine.capacity
+            )
             for m, o in stages
         ]
         fullest = max(each, key=lambda stage: stage.total)
@@ -208,7 +210,7 @@ def _moments(originals: Originals) -> float:
 def _algorithms(found: estimates.Estimate) -> list[Row]:
     """Each way in which packs travel, of how many, and why the biggest of them does."""
     ways: dict[tuple[str, str], list[estimates.Traffic]] = {}
-    for pack in found.traffic if found.layout.world_size > 1 else ():
+    for pack in found.traffic if found.world_size > 1 else ():
         ways.setdefault((pack.algorithms.reduce, pack.algorithms.sync), []).append(pack)
     return [
         {

@@ -1,6 +1,6 @@
 """The collectives of shardcast, and nothing else that talks to other ranks."""
 
-from .flight import FLIGHTS, Flight
+from .flight import FLIGHTS, Flight, Summed
 from .group import REMEDY_INIT, Comm, Works, copy_strided_, is_dense
 from .process_groups import ProcessGroups, redistributed
 
@@ -10,6 +10,7 @@ __all__ = [
     "Comm",
     "Flight",
     "ProcessGroups",
+    "Summed",
     "Works",
     "copy_strided_",
     "is_dense",

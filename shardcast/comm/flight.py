@@ -7,12 +7,12 @@ or free what was sent until :meth:`Flight.wait` has returned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shardcast.comm.group import Comm
+from shardcast.comm.group import Comm, Works
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import sum_dtype
 
@@ -147,6 +147,42 @@ class TwoLevel(Flight):
         rows = arrived.view(shape)
         rows[self._home] = sums.view(shape)[self._home]
         return [rows.sum(0)]
+
+
+class Summed(Flight):
+    """What another flight brings, summed over the ranks that hold the same span too, in fp32.
+
+    The all-reduce runs beside the backward as well: it is launched with the next pack.
+
+    Args:
+        add: gives the fp32 sum of what the ``first`` flight brings, 1-d.
+    """
+
+    def __init__(
+        self, first: Flight, comm: Comm, pack: PackLayout,
+        add: Callable[[Sequence[Tensor]], Tensor],
+    ) -> None:  # fmt: skip
+        self._first, self._comm, self._pack, self._add = first, comm, pack, add
+        self._launched: tuple[Tensor, Works | None] | None = None
+
+    def advance(self) -> None:
+        if isinstance(self._first, TwoLevel):  # its own second part comes first
+            self._first.advance()
+        else:
+            self._advanced()
+
+    def _advanced(self) -> tuple[Tensor, Works | None]:
+        if self._launched is None:
+            total = self._add(self._first.wait())
+            self.received = self._first.received
+            self._launched = total, self._comm.all_reduce(total, self._pack, async_op=True)
+        return self._launched
+
+    def wait(self) -> list[Tensor]:
+        total, work = self._advanced()
+        if work is not None:
+            work.wait()
+        return [total]
 
 
 FLIGHTS: Mapping[str, type[Flight]] = {

@@ -112,6 +112,18 @@ class Comm(ObjectCollectives):
             )
         return cls(None)
 
+    def among(self, ranks: Sequence[int], name: str) -> Comm:
+        """A new group of some ranks of this one, this rank among them. All of them must call it."""
+        group = self.group
+        assert group is not None  # so says the size; for the type checker
+        members = dist.get_process_group_ranks(group)
+        return Comm(
+            dist.new_group(
+                [members[rank] for rank in ranks], backend=dist.get_backend_config(group),
+                use_local_synchronization=True, group_desc=name,
+            )
+        )  # fmt: skip
+
     # -- tensors, in a step -----------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, source: int, about: object = "") -> None:
@@ -167,11 +179,20 @@ class Comm(ObjectCollectives):
         copies = [pieces[self.rank]] * self.size
         return self._send_and_receive(pieces, copies, Waiting(self, "messages", about))
 
-    def all_reduce(self, tensor: Tensor, about: object = "") -> None:
-        """Replace ``tensor`` by the sum over ranks."""
-        if self.size > 1:
-            with Waiting(self, "an all-reduce", about):
-                dist.all_reduce(tensor, group=self.group)
+    def all_reduce(
+        self, tensor: Tensor, about: object = "", async_op: bool = False
+    ) -> Works | None:
+        """Replace ``tensor`` by the sum over ranks.
+
+        Args:
+            async_op: only start it, and return the work, before whose end nobody may use it.
+        """
+        if self.size == 1:
+            return None
+        waiting = Waiting(self, "an all-reduce", about)
+        with waiting:
+            work = dist.all_reduce(tensor, group=self.group, async_op=async_op)
+        return Works([work], waiting) if async_op else None
 
     def all_gather(
         self, output: Tensor, input: Tensor, about: object = "", async_op: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,13 @@ from shardcast.memory.codecs import CODECS, master_codec, moment_codec, row_of
 from shardcast.memory.shard import FILL
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Algorithms, Topology, syncs_at_once
+from shardcast.plan.costs import PRESETS
 from shardcast.plan.layout import Layout, PackLayout, Slot
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
+from shardcast.plan.shard_ranks import shard_ranks
 from shardcast.step.update import updates_of
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 
@@ -35,6 +38,7 @@ class Traffic:
         wire: of all its gradients as they travel.
         stored: of all its parameters.
         received: of gradients, on the rank that owns most of it, once they are reduced.
+        summed: of the fp32 sums that travel between copies, on the rank that owns most of it.
         owners: ranks that have something of it to sync.
         algorithms: how it is reduced and synced; empty for a world of one.
     """
@@ -42,6 +46,7 @@ class Traffic:
     wire: int
     stored: int
     received: int
+    summed: int
     owners: int
     algorithms: Algorithms
 
@@ -51,7 +56,8 @@ class Estimate:
     """Bytes of the rank that holds most, after the first step; per kind as in ``memory_report()``.
 
     Attributes:
-        layout: the packs that ``shard()`` would make.
+        world_size: data-parallel ranks.
+        layout: the packs that ``shard()`` would make, and how many of the ranks share them.
         outside: parameters that the optimizer does not hold, and buffers; not in the report.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
             parameters and buffers of the model as they are built, the pack that is being made,
@@ -69,6 +75,7 @@ class Estimate:
         products: per rank, floating-point operations of Muon's matrix products.
     """
 
+    world_size: int
     layout: Layout
     parameters: int
     gradients: int
@@ -89,6 +96,11 @@ class Estimate:
     products: tuple[float, ...]
 
     @property
+    def copies(self) -> int:
+        """How many runs of ranks hold masters and state."""
+        return self.world_size // self.layout.world_size
+
+    @property
     def packs(self) -> int:
         """How many the layout has."""
         return len(self.layout.packs)
@@ -106,6 +118,7 @@ def estimate(
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
     topology: Topology = Topology("nccl", 8),  # noqa: B008, it is a constant
+    capacity: float = PRESETS["h100"].capacity,
 ) -> Estimate:
     """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
@@ -115,6 +128,7 @@ def estimate(
             unchanged.
         config: a config or a mapping; ``None`` reads the environment.
         topology: for which algorithms are chosen: the backend, and how many ranks share a node.
+        capacity: bytes of a device's memory, for ``shard_ranks: auto``.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -134,11 +148,17 @@ def estimate(
         config = ShardcastConfig.load(config)
     updates_of(originals, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, originals, config, world_size)
+    cast_peak, live = _convert_outside(plan)
     topology = Topology(topology.backend, min(world_size, topology.node))
-    layout = with_algorithms(plan.layout, config, topology)
-    ranks = [_Rank() for _ in range(world_size)]
+    size, why = shard_ranks(config, plan.layout, topology, capacity - live, plan.operations)
+    if size < world_size:
+        plan = plan_for(model, originals, config, size)
+        topology = topology._replace(node=min(size, topology.node))
+    layout = dataclasses.replace(with_algorithms(plan.layout, config, topology), sharding=why)
+    ranks = [_Rank() for _ in range(size)]
+    copies = world_size // size
     traffic = [
-        _add(ranks, pack, plan, originals.owner(pack.group), originals.group(pack.group))
+        _add(ranks, pack, plan, originals.owner(pack.group), originals.group(pack.group), copies)
         for pack in layout.packs
     ]
     sharded = config.grads == "sharded" and world_size > 1
@@ -148,8 +168,8 @@ def estimate(
     fullest = ranks[owned_bytes.index(max(owned_bytes))]
     sent = [rank.sent for rank in ranks]
     trained = [pack for pack in traffic if pack is not None]
-    cast_peak, live = _convert_outside(plan)
     return Estimate(
+        world_size,
         layout,
         parameters=sum(pack.numel * pack.dtype.itemsize for pack in layout.packs),
         gradients=fullest.gradients if sharded else sum(rank.gradients for rank in ranks),
@@ -161,9 +181,7 @@ def estimate(
         setup_peak=max(cast_peak, live + _packing_peak(plan)),
         sent=max(sent),
         sender=sent.index(max(sent)),
-        collectives=_launches(trained, topology.backend, config.overlap_sync)
-        if world_size > 1
-        else 0,
+        collectives=_launches(trained, topology.backend, config.overlap_sync, size, copies),
         imbalance=_over_mean(owned_bytes),
         cost_imbalance=_over_mean([rank.cost for rank in ranks]),
         traffic=tuple(trained),
@@ -249,6 +267,7 @@ def _add(
     plan: Plan,
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
+    copies: int,
 ) -> Traffic | None:
     """Add a pack to what each rank does; gives its traffic, or None where it is frozen."""
     config, size = plan.config, len(ranks)
@@ -274,6 +293,7 @@ def _add(
             rank.sent += ((near - 1) * nodes + 2 * (nodes - 1)) * span.numel * wire
         else:
             rank.sent += (pack.numel - span.numel) * wire
+        rank.sent += 2 * (copies - 1) * span.numel * MASTER_DTYPE.itemsize // copies
         if count or pack.algorithms.sync == "all_gather":
             rank.sent += (size - 1) * span.numel * stored
         if count:
@@ -293,19 +313,23 @@ def _add(
                 span.numel * (grad + passes * stored) + 2 * (master + own + averages) + keys
             )
             rank.normed += span.numel * grad
+    longest = max(span.numel for span in pack.spans)
     return Traffic(
         wire=pack.numel * wire,
         stored=pack.numel * stored,
-        received=max(span.numel for span in pack.spans) * grad,
+        received=longest * grad,
+        summed=longest * MASTER_DTYPE.itemsize,
         owners=sum(map(bool, elements)),
         algorithms=pack.algorithms,
     )
 
 
-def _launches(packs: Sequence[Traffic], backend: str, overlap_sync: bool) -> int:
+def _launches(
+    packs: Sequence[Traffic], backend: str, overlap_sync: bool, size: int, copies: int
+) -> int:
     """Of a step, the small all-reduce included."""
-    launches, together = 1, set[str]()
-    for pack in packs:
+    launches, together = int(size * copies > 1) + len(packs) * (copies > 1), set[str]()
+    for pack in packs if size > 1 else ():
         launches += 2 if pack.algorithms.reduce == "two_level" else 1
         sync = pack.algorithms.sync
         if sync != "messages" and syncs_at_once(sync, backend, overlap_sync):

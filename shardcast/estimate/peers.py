@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardcast.estimate.time import StepTime, arrivals, compute_times, hidden
+from shardcast.estimate.time import StepTime
 from shardcast.plan.costs import Group
+from shardcast.plan.overlap import arrivals, compute_times, hidden
 
 DDP_BUCKET = 25 * 2**20  # bytes; torch's default bucket_cap_mb
 FP32, LOW = 4, 2  # bytes
@@ -137,7 +138,10 @@ def _megatron(numel: int, moments: float, group: Group, tokens: int) -> StepTime
 
     Buckets of max(40 M, 1 M * ranks) parameters (megatron/core/distributed). Parameters are
     gathered after the update, not beside the next forward (``--overlap-param-gather`` is off by
-    default, as ``overlap_sync`` is here). Gradients are added in fp32 within the matrix products.
+    default, as ``overlap_sync`` is here). Gradients are added in fp32 within the matrix products,
+    to a buffer that each step clears, and are scaled by the number of ranks before they are sent
+    (``reset`` and ``start_grad_sync`` in its param_and_grad_buffer.py; its default check for NaN
+    would read them once more).
     """
     machine = group.machine
     forward, backward = compute_times(numel, tokens, machine)
@@ -147,7 +151,7 @@ def _megatron(numel: int, moments: float, group: Group, tokens: int) -> StepTime
     owned = numel / group.size
     return StepTime(
         compute=forward + backward,
-        reduce=sum(works),
+        reduce=sum(works) + (FP32 + 2 * FP32 * (group.size > 1)) * numel / machine.memory,
         decide=FP32 * owned / machine.memory + group.all_reduce(8),
         update=(_update(moments) + LOW) * owned / machine.memory,
         sync=sum(group.gather(LOW * size) for size in sizes),

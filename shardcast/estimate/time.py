@@ -7,15 +7,14 @@ architecture is known. Gradients are taken to arrive evenly over the backward, l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.memory import Estimate, Traffic
 from shardcast.plan.algorithms import syncs_at_once
 from shardcast.plan.costs import Group, Machine
-
-FORWARD, BACKWARD = 2.0, 4.0  # operations per parameter and token
+from shardcast.plan.overlap import arrivals, compute_times, hidden
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,6 @@ class StepTime:
         return stages - self.in_backward - self.in_forward
 
 
-def compute_times(numel: int, tokens: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of forward and of backward for ``tokens`` of one rank."""
-    return FORWARD * numel * tokens / machine.flops, BACKWARD * numel * tokens / machine.flops
-
-
 def step_time(
     found: Estimate, config: ShardcastConfig, machine: Machine, numel: int, tokens: int
 ) -> StepTime:
@@ -69,13 +63,15 @@ def step_time(
         tokens: of one rank in a step.
     """
     group = machine.group(found.layout.world_size)
+    # Ranks of equal number in all runs: one on each node, unless a node has several runs.
+    copies = Group(machine, found.copies, max(1, machine.ranks_per_node // group.size))
     forward, backward = compute_times(numel, tokens, machine)
-    sent = [reduce_time(pack, group) for pack in reversed(found.traffic)]
+    sent = [reduce_time(pack, group, copies) for pack in reversed(found.traffic)]
     sizes = [pack.wire for pack in reversed(found.traffic)]
     beside = hidden(sent, arrivals(sizes, backward), backward)
     # On the device that computes, so beside nothing: gradients copied into their packs, and what
     # arrived read and summed.
-    moved = sum(2 * pack.wire + _summed(pack, group.size) for pack in found.traffic)
+    moved = sum(2 * pack.wire + _summed(pack, group.size, found.copies) for pack in found.traffic)
     local = moved / machine.memory
     synced = sync_times(found.traffic, group, config.overlap_sync)
     under = hidden(synced[::-1], arrivals(sizes, forward), forward) if config.overlap_sync else 0.0
@@ -83,7 +79,7 @@ def step_time(
     return StepTime(
         compute=forward + backward,
         reduce=sum(sent) + local,
-        decide=found.normed / machine.memory + group.all_reduce(8),
+        decide=found.normed / machine.memory + machine.group(found.world_size).all_reduce(8),
         update=found.updated / bandwidth + max(found.products) / machine.flops,
         sync=sum(synced),
         in_backward=beside,
@@ -91,66 +87,40 @@ def step_time(
     )
 
 
-def reduce_time(pack: Traffic, group: Group) -> float:
-    """Seconds in which the gradients of one pack travel to their owners."""
-    if group.size == 1:
-        return 0.0
+def reduce_time(pack: Traffic, group: Group, copies: Group) -> float:
+    """Seconds in which the gradients of one pack travel to their owners, and sums between these."""
     ways = {
+        "": lambda _nbytes: 0.0,  # one rank
         "reduce_scatter": group.gather,
         "all_to_all": group.exchange,
         "two_level": group.two_level,
     }
-    return ways[pack.algorithms.reduce](pack.wire)
+    return ways[pack.algorithms.reduce](pack.wire) + copies.all_reduce(pack.summed)
 
 
 def sync_times(packs: Sequence[Traffic], group: Group, overlaps: bool) -> list[float]:
     """Seconds in which owners' spans of ``packs`` travel to everybody, for each launch."""
-    totals: dict[tuple[str, int], tuple[int, int]] = {}
-    backend = group.machine.backend
+    launches: dict[tuple[str, int], list[Traffic]] = {}
     for number, pack in enumerate(packs if group.size > 1 else ()):
         algorithm = pack.algorithms.sync
-        launch = algorithm, 0 if syncs_at_once(algorithm, backend, overlaps) else number
-        stored, owners = totals.get(launch, (0, 0))
-        totals[launch] = stored + pack.stored, owners + pack.owners
-    return [
-        group.exchange(stored)
-        if algorithm == "messages"
-        else group.broadcasts(stored, owners)
-        if algorithm == "broadcast"
-        else group.gather(stored)
-        for (algorithm, _), (stored, owners) in totals.items()
-    ] or [0.0] * len(packs)
+        together = syncs_at_once(algorithm, group.machine.backend, overlaps)
+        launches.setdefault((algorithm, 0 if together else number), []).append(pack)
+    seconds = []
+    for (algorithm, _), synced in launches.items():
+        stored = sum(pack.stored for pack in synced)
+        if algorithm == "messages":
+            seconds.append(group.exchange(stored))
+        elif algorithm == "broadcast":
+            seconds.append(group.broadcasts(stored, sum(pack.owners for pack in synced)))
+        else:
+            seconds.append(group.gather(stored, len(synced)))
+    return seconds or [0.0] * len(packs)
 
 
-def _summed(pack: Traffic, size: int) -> int:
+def _summed(pack: Traffic, size: int, copies: int) -> int:
     """Bytes that the fp32 sum of what arrived reads and writes."""
+    between = 2 * pack.summed if copies > 1 else 0
     if size == 1:
-        return 0
+        return between
     pieces = 1 if pack.algorithms.reduce == "reduce_scatter" else size
-    return pack.received * (pieces + 1)
-
-
-def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:
-    """When the gradients of each pack, in their order, are complete."""
-    total, so_far, times = sum(sizes) or 1, 0, []
-    for size in sizes:
-        so_far += size
-        times.append(seconds * so_far / total)
-    return times
-
-
-def hidden(works: Sequence[float], ready: Sequence[float], end: float) -> float:
-    """What of ``works`` is done before ``end``; see :func:`exposed`."""
-    return max(0.0, sum(works) - exposed(works, ready, end))  # above 0 but for rounding
-
-
-def exposed(works: Iterable[float], ready: Iterable[float], end: float) -> float:
-    """How long after ``end`` the last of ``works`` ends, each beginning when it is ready.
-
-    One after another, in their order. Read backwards in time, it is also by how much a forward of
-    ``end`` seconds is delayed that needs each of ``works`` done before a deadline.
-    """
-    clock = 0.0
-    for seconds, begin in zip(works, ready, strict=True):
-        clock = max(clock, begin) + seconds
-    return max(0.0, clock - end)
+    return pack.received * (pieces + 1) + between

@@ -105,6 +105,11 @@ def shard(
         process_groups = ProcessGroups.flat(Comm.resolve(process_group))
     elif process_group is not None:
         raise ValueError("process_group: expected None beside mesh=, which names the groups")
+    elif isinstance(config.shard_ranks, int):
+        raise ValueError(
+            f"shard_ranks: expected 'auto' or 'all' beside mesh=, got {config.shard_ranks}; give "
+            "the mesh a dimension for copies, and dp=(copies, shards)"
+        )
     else:
         shapes = {
             name: _compat.local_tensor(param).shape
@@ -131,6 +136,11 @@ def shard(
     restores = waiting_restores(root for stage in stages for root in called_by_script(stage))
     with torch.no_grad(), setup.without_collector():
         plan = setup.agreed(planned, process_groups, device, "shard")
+        if mesh is None and process_groups.dp.size > 1:
+            process_groups, why = setup.over_fewer_ranks(plan, process_groups, device)
+            if not process_groups.is_data_parallel:
+                plan = setup.agreed(planned, process_groups, device, "shard")
+            plan = dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, sharding=why))
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,16 +24,18 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm, ProcessGroups, is_dense
 from shardcast.config import ShardcastConfig
-from shardcast.memory.convert import convert_tensor_
+from shardcast.memory.convert import convert_tensor_, free_bytes
 from shardcast.memory.local_param import as_packed
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import probe, validate
+from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import PackGroups, ParallelDims, Tie
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
+from shardcast.plan.shard_ranks import shard_ranks
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class Plan:
     begun: tuple[str, ...]
     options: tuple[str, ...]
     unmatched: tuple[str, ...]
+
+    @property
+    def operations(self) -> Mapping[str, float]:
+        """The costs, unless a ``cost_fn`` gives them in units of its own."""
+        return self.costs if self.config.cost_fn is None else {}
 
     def facts(self) -> list[str]:
         """What all data-parallel ranks must have planned alike, a line each."""
@@ -144,8 +152,8 @@ def plan_for(
     old = before.packs if before else ()
     layout = plan_packs(infos, parallel_dims, partitions, config, len(old))
     new = layout.packs
-    if old:
-        layout = dataclasses.replace(layout, packs=old + new)
+    if before is not None:
+        layout = dataclasses.replace(before, packs=old + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += parallel_dims.options() + validate.describe_groups(originals, added)
     return Plan(
@@ -249,6 +257,25 @@ def agreed(
     )
     new = layout.packs[len(layout.packs) - len(plan.new) :]
     return dataclasses.replace(plan, layout=layout, new=new)
+
+
+def over_fewer_ranks(
+    plan: Plan, process_groups: ProcessGroups, device: torch.device
+) -> tuple[ProcessGroups, str]:
+    """The groups of ranks that are to share masters and state, and why; the present ones if all.
+
+    Every data-parallel rank must call it, with an agreed plan over all of them.
+
+    Raises:
+        ValueError: on every rank, for a number of ``shard_ranks`` that does not divide them.
+    """
+    comm, free = process_groups.dp, math.inf
+    node = plan.layout.packs[0].algorithms.node
+    topology = Topology(comm.backend(device), node, device.type == "cpu")
+    if plan.config.shard_ranks == "auto" and topology.backend == "nccl" and 1 < node < comm.size:
+        free = min(comm.exchange(free_bytes(device), device))
+    ranks, why = shard_ranks(plan.config, plan.layout, topology, free, plan.operations)
+    return process_groups if ranks == comm.size else ProcessGroups.replicated(comm, ranks), why
 
 
 def allocate(plan: Plan, process_groups: ProcessGroups) -> list[Shard]:

@@ -142,7 +142,7 @@ def _cheapest(costs: Mapping[str, float], alone: str) -> tuple[str, str]:
 
 
 def sync_costs(
-    nbytes: int, owned: int, owners: int, world_size: int, equal: bool, topology: Topology
+    nbytes: float, owned: float, owners: int, world_size: int, equal: bool, topology: Topology
 ) -> dict[str, float]:
     """Seconds of each algorithm that can sync a pack on ``topology``.
 
@@ -152,21 +152,23 @@ def sync_costs(
         owners: the number of those spans.
         equal: whether all spans have one length.
     """
-    group = _group(world_size, topology)
+    group = group_of(world_size, topology)
     if topology.sends_messages:
         return {"messages": group.exchange(owned)}
     costs = {"all_gather": group.gather(nbytes)} if equal else {}
     return {**costs, "broadcast": group.broadcasts(owned, owners)}
 
 
-def reduce_costs(nbytes: int, world_size: int, equal: bool, topology: Topology) -> dict[str, float]:
+def reduce_costs(
+    nbytes: float, world_size: int, equal: bool, topology: Topology
+) -> dict[str, float]:
     """Seconds of each algorithm that can reduce a pack, and round once, on ``topology``.
 
     Args:
         nbytes: of the pack on the wire.
         equal: whether all spans have one length.
     """
-    group = _group(world_size, topology)
+    group = group_of(world_size, topology)
     costs = {"all_to_all": group.exchange(nbytes)}
     # Two levels have not been measured on gloo.
     if equal and can_two_level(world_size, topology) and topology.backend != "gloo":
@@ -174,7 +176,7 @@ def reduce_costs(nbytes: int, world_size: int, equal: bool, topology: Topology) 
     return costs
 
 
-def _group(world_size: int, topology: Topology) -> Group:
+def group_of(world_size: int, topology: Topology) -> Group:
     """The ranks on H100 nodes: a choice needs the order of magnitude, and to be one everywhere."""
     machine = PRESETS["h100"]
     call = machine.call if topology.backend in GROUPED else machine.launch

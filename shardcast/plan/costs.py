@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,23 +40,47 @@ class Protocol(NamedTuple):
         begin: seconds of every collective, whatever its size.
         inside, between: seconds of a hop to a rank of the same node, and of another one.
         share: of the bandwidth that it reaches.
+        most: bytes per second that it never exceeds, on one node, two nodes, and more.
+        posted: seconds that a ring over several nodes takes for each of its hops at least.
+        tree: whether an all-reduce goes along a tree of nodes, and nothing else goes this way;
+            ``None``: along either.
+        message: bytes of a message from one rank to another that goes this way, at most.
     """
 
     begin: float
     inside: float
     between: float
     share: float = 1.0
+    most: tuple[float, float, float] = (math.inf,) * 3
+    posted: float = 0.0
+    tree: bool | None = None
+    message: float = math.inf
 
 
-# NCCL 2.18 to 2.28, src/graph/tuning.cc: baseLat and hwLat of rings (LL, LL128, Simple), for NVLink
-# and for the network, in microseconds; a hop of LL inside a node takes 1.8 times as long where
-# there are several, left out here. LL sends a flag with every 4 bytes, and loses as much again to
-# polling: a quarter of the bandwidth; LL128 sends 120 of 128 bytes.
-NCCL = (
-    Protocol(6.6 * US, 0.6 * US, 2.7 * US, 1 / 4),
-    Protocol(14.0 * US, 1.9 * US, 4.0 * US, 0.92),
-    Protocol(8.4 * US, 3.4 * US, 14.0 * US),
-)
+def nccl(single: float, two: float, more: float, posted: float) -> tuple[Protocol, ...]:
+    """NCCL's LL, LL128 and Simple, as rings and as trees: 2.18 to 2.30, ``src/graph/tuning.cc``.
+
+    ``baseLat`` and ``hwLat`` for NVLink and for the network, in microseconds, and the shares of the
+    bandwidth. Left out: the correction of trees for middle sizes, NVLink SHARP, CollNet, and PAT,
+    which has one rank per node.
+
+    Args:
+        single, two, more: GB/s of LL (``llMaxBws``), which sends a flag with every 4 bytes.
+        posted: microseconds to post a message on the network (``getNetOverhead``).
+    """
+    most, post = (single * GB, two * GB, more * GB), posted * US
+    return (
+        Protocol(6.6 * US, 0.6 * US, 2.7 * US, 1 / 2, most, post, tree=False, message=16384),
+        Protocol(14.0 * US, 1.9 * US, 4.0 * US, 0.92, posted=post, tree=False, message=0),
+        Protocol(8.4 * US, 3.4 * US, 14.0 * US, posted=3 * post, tree=False),
+        Protocol(6.8 * US, 0.6 * US, 5.0 * US, 0.92 / 3.8, most, tree=True),
+        Protocol(14.0 * US, 1.25 * US, 8.5 * US, 0.92 * 120 / 128, tree=True),
+        Protocol(8.4 * US, 4.0 * US, 14.0 * US, 0.92, tree=True),
+    )
+
+
+# Hosts of DGX H100 are Intel's, of DGX A100 AMD's.
+NCCL, NCCL_A100 = nccl(141, 39, 20.4, 1.0), nccl(87.7, 22.5, 19.0, 2.0)
 
 WIDENED = 2  # bytes of a sum for each of what is summed, see sum_dtype
 
@@ -71,12 +95,14 @@ class Machine:
         inside: of one rank in each direction, as a collective reaches it.
         between: of one rank's share of its node's network cards, in each direction.
         protocols: the ways of moving bytes, of which the fastest is taken.
+        channels: of a collective; packs of one launch are spread over them.
         exchanged: messages to other ranks that are under way at a time in an exchange.
         backend: of the process group, which decides how a sync travels.
         call: seconds of each of several broadcasts that are launched as one.
         launch: seconds of the host per collective; a device waits for it if it is done earlier.
         memory: that an update reads and writes.
         host: between host and device, for ``offload``.
+        capacity: bytes of a device's memory.
         flops: per second that a model's forward and backward reach.
     """
 
@@ -89,6 +115,8 @@ class Machine:
     flops: float
     protocols: tuple[Protocol, ...] = NCCL
     exchanged: int = 8  # NCCL: 16 elements of a work, a send and a receive for each peer
+    capacity: float = 80 * GB
+    channels: int = 16  # NCCL on H100 nodes (nccl #1649: "the default number of SMs is 16")
     backend: str = "nccl"
     call: float = 8 * US  # one of a group of calls
     launch: float = 15 * US  # assumed: torch's dispatch, c10d and cudaLaunchKernel
@@ -139,7 +167,8 @@ class Machine:
         names = ("begin", "inside", "between")
         hops = {key: fields.pop(f"hop {key}") for key in names if f"hop {key}" in fields}
         if hops:
-            fields["protocols"] = (self.protocols[-1]._replace(**hops),)
+            simple = next(p for p in reversed(self.protocols) if not p.tree)
+            fields["protocols"] = (simple._replace(posted=0.0, tree=None, **hops),)
         return dataclasses.replace(self, name=name, **fields)
 
     def beside(self, tp: int) -> Machine:
@@ -154,8 +183,8 @@ class Machine:
 # Key of a YAML file: attribute (of a protocol: hop ...), unit.
 UNITS: dict[str, tuple[str, Any]] = {
     "ranks_per_node": ("ranks_per_node", 1), "inside": ("inside", GB), "between": ("between", GB),
-    "memory": ("memory", GB), "host": ("host", GB), "tflops": ("flops", 1e12),
-    "launch_us": ("launch", US), "begin_us": ("hop begin", US),
+    "memory": ("memory", GB), "capacity": ("capacity", GB), "host": ("host", GB),
+    "tflops": ("flops", 1e12), "launch_us": ("launch", US), "begin_us": ("hop begin", US),
     "inside_us": ("hop inside", US), "between_us": ("hop between", US),
 }  # fmt: skip
 
@@ -167,7 +196,7 @@ PRESETS = {
         # SXM: 3.35 TB/s, 989 Tflop/s; PCIe 5.
         Machine("h100", 8, NVLINK4, NDR, 0.85 * 3350 * GB, 50 * GB, 0.4 * 989e12),
         # 80 GB SXM: 2.04 TB/s, 312 Tflop/s; PCIe 4.
-        Machine("a100", 8, NVLINK3, HDR, 0.85 * 2039 * GB, 25 * GB, 0.4 * 312e12),
+        Machine("a100", 8, NVLINK3, HDR, 0.85 * 2039 * GB, 25 * GB, 0.4 * 312e12, NCCL_A100),
         # The nodes of h100 behind one Ethernet card.
         Machine(
             "h100-ethernet", 8, NVLINK4, ETHERNET, 0.85 * 3350 * GB, 50 * GB,
@@ -214,22 +243,28 @@ class Group:
         leaving = self.per_node * self.machine.between
         return min(self.machine.inside, leaving) if self.per_node > 1 else leaving
 
-    def gather(self, nbytes: float) -> float:
-        """An all-gather or a reduce-scatter, as a ring."""
+    def gather(self, nbytes: float, packs: int = 1) -> float:
+        """An all-gather or a reduce-scatter, as a ring; of several packs in one launch.
+
+        Packs of one launch share the channels out, and on each channel the part of one pack goes
+        round before that of the next one (``scheduleCollTasksToPlan`` in NCCL's enqueue.cc).
+        """
         crossing = nbytes * (self.size - 1) / self.size
-        return self._fastest(lambda p: self._hops(p) + crossing / (self.ring * p.share))
+        rounds = math.ceil(packs / self.machine.channels) + (packs > 1)
+        return self._fastest(lambda p: rounds * self._hops(p) + crossing / self._flow(p))
 
     def all_reduce(self, nbytes: float) -> float:
         """As a ring, or as a tree of nodes, whichever is faster."""
         crossing = 2 * nbytes * (self.size - 1) / self.size
+        depth, near = math.ceil(math.log2(self.nodes)), self.per_node - 1
 
         def through(protocol: Protocol) -> float:
-            depth = math.ceil(math.log2(self.nodes)) * protocol.between
-            tree = (self.per_node - 1) * protocol.inside + depth
-            latency = 2 * min(tree, self._hops(protocol))
-            return latency + crossing / (self.ring * protocol.share)
+            chain = near * protocol.inside + depth * protocol.between
+            ring = self._hops(protocol)
+            hops = {True: chain, False: ring, None: min(chain, ring)}[protocol.tree]
+            return 2 * hops + crossing / self._flow(protocol)
 
-        return self._fastest(through)
+        return self._fastest(through, trees=True)
 
     def broadcasts(self, nbytes: float, owners: int) -> float:
         """Each owner's part of ``nbytes`` to all others, in one launch.
@@ -237,41 +272,50 @@ class Group:
         A rank that has passed on one begins the next: only the first waits for the whole chain.
         """
         calls = owners * self.machine.call
-
-        def through(protocol: Protocol) -> float:
-            return calls + self._hops(protocol) + nbytes / (self.ring * protocol.share)
-
-        return self._fastest(through) if owners else 0.0
+        return (
+            self._fastest(lambda p: calls + self._hops(p) + nbytes / self._flow(p))
+            if owners
+            else 0.0
+        )
 
     def exchange(self, nbytes: float) -> float:
         """An all-to-all: each rank sends 1 / ``size`` of its ``nbytes`` to each other one."""
-        inside = (self.per_node - 1) / self.size
-        outside = (self.size - self.per_node) / self.size
-        machine = self.machine
-        near = math.ceil((self.per_node - 1) / machine.exchanged)
-        far = math.ceil((self.size - self.per_node) / machine.exchanged)
-
-        def through(protocol: Protocol) -> float:
-            flowing = max(inside / machine.inside, outside / machine.between)
-            return near * protocol.inside + far * protocol.between + nbytes * flowing
-
-        return self._fastest(through)
+        inside, outside = self.per_node - 1, self.size - self.per_node
+        return self._messages(nbytes / self.size, inside, outside)
 
     def two_level(self, nbytes: float) -> float:
         """An exchange inside each node, and one of sums, which are longer, between nodes."""
-        machine, number = self.machine, self.per_node
+        number, nodes = self.per_node, self.nodes
         within = dataclasses.replace(self, size=number).exchange(nbytes)
-        far = math.ceil((self.nodes - 1) / machine.exchanged)
-        sums = WIDENED * nbytes / number * (self.nodes - 1) / self.nodes
-        between = self._fastest(lambda p: far * p.between + sums / machine.between)
-        return within + 2 * nbytes / machine.memory + between
+        between = self._messages(WIDENED * nbytes / number / nodes, 0, nodes - 1)
+        return within + 2 * nbytes / self.machine.memory + between
+
+    def _messages(self, nbytes: float, inside: int, outside: int) -> float:
+        """Seconds to send so many messages of ``nbytes`` to ranks of the node, and to others."""
+        machine = self.machine
+        near, far = (math.ceil(count / machine.exchanged) for count in (inside, outside))
+        flowing = nbytes * max(inside / machine.inside, outside / machine.between)
+        return self._fastest(
+            lambda p: (
+                math.inf
+                if p.message < nbytes
+                else near * p.inside + far * p.between + flowing / p.share
+            )
+        )
 
     def _hops(self, protocol: Protocol) -> float:
+        """Seconds in which a byte goes once round the ring."""
         near, far = self.size - self.nodes, self.nodes - 1
-        return near * protocol.inside + far * protocol.between
+        inside = max(protocol.inside, protocol.posted) if far else protocol.inside
+        return near * inside + far * protocol.between
 
-    def _fastest(self, seconds: Any) -> float:
+    def _flow(self, protocol: Protocol) -> float:
+        """Bytes per second from a rank of a ring to the next."""
+        return min(self.ring * protocol.share, protocol.most[min(self.nodes, 3) - 1])
+
+    def _fastest(self, seconds: Callable[[Protocol], float], trees: bool = False) -> float:
         if self.size == 1:
             return 0.0
-        device = min(p.begin + seconds(p) for p in self.machine.protocols)
-        return float(max(self.machine.launch, device))
+        protocols = (p for p in self.machine.protocols if trees or not p.tree)
+        device = min(p.begin + seconds(p) for p in protocols)
+        return max(self.machine.launch, device)

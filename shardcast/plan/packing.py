@@ -108,7 +108,7 @@ def plan_packs(
     bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
     kinds: dict[tuple[object, ...], list[_Bin]] = {}  # the packs of each kind, the last one open
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
-    least = min(max(PACK, PIECE * parallel_dims.world_size), MOST)
+    least = pack_bytes(parallel_dims.world_size)
     for param in params[alone:]:
         numel, itemsize = param.numel, param.dtype.itemsize
         filled = kinds.setdefault(param[2:8], [])  # all but name, shape and cost
@@ -137,6 +137,11 @@ def plan_packs(
         mode = by_group[members[0].group]
         packs.append(_plan_pack(index, members, size, mode, config.alignment, owners))
     return Layout(parallel_dims.world_size, tuple(packs))
+
+
+def pack_bytes(ranks: int) -> int:
+    """The least bytes of a pack that so many ranks cut, without ``pack_mb``."""
+    return min(max(PACK, PIECE * ranks), MOST)
 
 
 @dataclasses.dataclass

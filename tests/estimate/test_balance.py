@@ -93,6 +93,7 @@ def estimated(shapes: Shapes, size: int, heads: bool = False, **fields: Any) -> 
     for param in fused:
         splits = blocks_of("qkv", len(param), heads)
         first.add_param_group({"params": [param], "row_splits": splits})
+    fields = {"shard_ranks": "all", **fields}
     return estimate(model, [first, torch.optim.AdamW(rest)], size, fields)
 
 

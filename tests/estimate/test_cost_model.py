@@ -26,9 +26,9 @@ from shardcast.estimate import (
     step_time,
     units_of,
 )
-from shardcast.estimate.time import arrivals, exposed, hidden
 from shardcast.optimizer.setup import plan_for
 from shardcast.plan.algorithms import Topology
+from shardcast.plan.overlap import arrivals, exposed, hidden
 from shardcast.plan.packing import with_algorithms
 from shardcast.testing import SpawnedWorld
 
@@ -93,7 +93,8 @@ def test_more_ranks_or_more_bytes_never_take_less(preset: str):
     for operation in ("gather", "all_reduce", "exchange"):
         for nbytes in (0, 1 << 10, 1 << 20, 1 << 30):
             times = [getattr(machine.group(2**n), operation)(nbytes) for n in range(13)]
-            assert times == sorted(times), (operation, nbytes)
+            # Of an exchange the messages become short enough for a faster way.
+            assert operation == "exchange" or times == sorted(times), (operation, nbytes)
             more = [getattr(machine.group(2**n), operation)(nbytes + 4096) for n in range(13)]
             assert all(a <= b for a, b in zip(times, more, strict=True))
 
@@ -102,6 +103,8 @@ def test_more_ranks_or_more_bytes_never_take_less(preset: str):
 
 H100, A100 = PRESETS["h100"], PRESETS["a100"]
 HALF_HDR = replace(A100, between=12 * GB)  # four HDR cards for eight GPUs
+# Four H100 on a node of 46 GB/s, as the same page says of its largest all-reduce.
+SLINGSHOT = replace(H100, ranks_per_node=4, between=11.5 * GB)
 # Source; machine, ranks, collective, bytes; seconds: from the bus bandwidth where it says that.
 PUBLISHED: dict[str, tuple[Machine, int, str, float, float]] = {
     "nccl #1281: all-gather, 8 H100, 350 GB/s": (H100, 8, "gather", 8e9, 7e9 / 350e9),
@@ -115,6 +118,16 @@ PUBLISHED: dict[str, tuple[Machine, int, str, float, float]] = {
     "DeepEP #303: all-reduce of 4 KiB, 8 H20": (H100, 8, "all_reduce", 4096, 16.7 * US),
     "nccl #1244: all-reduce of 64 MiB, 16 H20": (H100, 16, "all_reduce", 2**26, 467.9 * US),
     "nccl #1244: all-reduce of 512 MiB, 16 H20": (H100, 16, "all_reduce", 2**29, 3218.6 * US),
+    "nccl #1469: all-reduce of 8 B, 128 H100": (H100, 128, "all_reduce", 8, 62.0 * US),
+    "nccl #1469: all-reduce of 4 KiB, 128 H100": (H100, 128, "all_reduce", 4096, 76.2 * US),
+    "nccl #1531: all-to-all of 8 MiB, 64 H800": (H100, 64, "exchange", 2**23, 337.8 * US),
+    "nccl-tests #283: all-reduce of 512 MiB, 1,984 H200, 350 GB/s": (
+        H100, 1984, "all_reduce", 2**29, 2**29 * 2 / 350e9),
+    "ESIFHPC4: all-reduce of 8 B, 64 H100, Slingshot": (SLINGSHOT, 64, "all_reduce", 8, 48.5 * US),
+    "ESIFHPC4: all-reduce of 64 MiB, 64 H100, Slingshot": (
+        SLINGSHOT, 64, "all_reduce", 2**26, 3152.7 * US),
+    "ESIFHPC4: all-gather of 64 MiB, 64 H100, Slingshot": (
+        SLINGSHOT, 64, "gather", 2**26, 1587.7 * US),
 }  # fmt: skip
 # What the model gets wrong, and by how much: predicted over measured, in docs/estimate.md.
 OFF: dict[str, tuple[Machine, int, str, float, float, float]] = {
@@ -124,9 +137,15 @@ OFF: dict[str, tuple[Machine, int, str, float, float, float]] = {
     "DeepEP #303: all-to-all of 128 B, 8 H20": (H100, 8, "exchange", 128, 10.5 * US, 1.43),
     "nccl #1218: all-gather of 2 GiB, 256 H100, 200 GB/s": (
         H100, 256, "gather", 2**31, 2**31 * 255 / 256 / 200e9, 0.64),
-    "nccl #1244: all-reduce of 4 B, 16 H20": (H100, 16, "all_reduce", 4, 47.5 * US, 0.43),
-    "nccl #1244: all-reduce of 1 MiB, 16 H20": (H100, 16, "all_reduce", 2**20, 121.8 * US, 0.34),
-    "nccl #1244: all-reduce of 16 MiB, 16 H20": (H100, 16, "all_reduce", 2**24, 203 * US, 0.69),
+    "nccl #1244: all-reduce of 4 B, 16 H20": (H100, 16, "all_reduce", 4, 47.5 * US, 0.53),
+    "nccl #1244: all-reduce of 1 MiB, 16 H20": (H100, 16, "all_reduce", 2**20, 121.8 * US, 0.45),
+    "nccl #1244: all-reduce of 16 MiB, 16 H20": (H100, 16, "all_reduce", 2**24, 203 * US, 0.72),
+    "ESIFHPC4: all-gather of 1 KiB, 64 H100, Slingshot": (
+        SLINGSHOT, 64, "gather", 1024, 576.2 * US, 0.17),
+    "ESIFHPC4: all-gather of 1 MiB, 64 H100, Slingshot": (
+        SLINGSHOT, 64, "gather", 2**20, 763.6 * US, 0.19),
+    "ESIFHPC4: all-gather of 16 MiB, 64 H100, Slingshot": (
+        SLINGSHOT, 64, "gather", 2**24, 1029.6 * US, 0.54),
 }  # fmt: skip
 
 
@@ -288,7 +307,8 @@ def test_others_send_and_update_what_is_known_of_them():
     assert list(times) == ["DDP + autocast", "FSDP2", "Megatron"]
     assert ddp.sync == 0 and ddp.reduce == pytest.approx(group.all_reduce(8000) + 4 * 8000 / 1000)
     assert fsdp.sync + fsdp.reduce > 6 * group.gather(2000), "gathered twice, scattered once"
-    assert megatron.reduce == pytest.approx(group.gather(8000)), "gradients in fp32"
+    moved = (4 + 8) * 2000 / 1000  # cleared, and scaled
+    assert megatron.reduce == pytest.approx(group.gather(8000) + moved), "gradients in fp32"
     assert megatron.sync == pytest.approx(group.gather(4000))
     for time in times.values():
         assert time.compute == 12000 and time.step >= time.compute
@@ -358,7 +378,7 @@ def test_a_file_changes_a_preset(tmp_path: Path):
     )
     path.write_text("begin_us: 5\nbetween_us: 7\n")
     (protocol,) = Machine.load(path).protocols
-    assert protocol == Protocol(5 * US, H100.protocols[-1].inside, 7 * US)
+    assert protocol == Protocol(5 * US, H100.protocols[2].inside, 7 * US)
     assert Machine.load("gloo") is PRESETS["gloo"]
 
 

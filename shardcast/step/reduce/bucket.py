@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardcast.comm import FLIGHTS, Comm, Flight
+from shardcast.comm import FLIGHTS, Comm, Flight, Summed
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
@@ -163,6 +163,8 @@ class Bucket:
             flight = FLIGHTS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
             buffer = partial(self._buffer, spare, dtype=self.wire)
             self._flight = flight(comm, pack, sent, grads.local(sent), buffer)
+        for further in () if self.late else self.sums:
+            self._flight = Summed(self._flight, further, pack, partial(added, room=0))
         self.state = State.IN_FLIGHT
 
     def _buffer(self, spare: list[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
@@ -189,7 +191,7 @@ class Bucket:
         if flight is None:
             return None
         pieces, divisor = flight.wait(), self.divisor.value * self.micro_batches
-        if self.sums:
+        if self.late:
             pieces = [self._summed(pieces)]
         usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
         usual = usual and self.tree is None
@@ -201,11 +203,11 @@ class Bucket:
         return flight.received
 
     def _summed(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The sum of ``pieces`` over further groups, and with it who of them has a gradient."""
-        own, slots = self.grads.own.numel(), self.grads.pack.layout.slots if self.late else ()
+        """The sum of ``pieces`` over holders of copies, and with it who of them has a gradient."""
+        own, slots = self.grads.own.numel(), self.grads.pack.layout.slots
         total = added(pieces, len(slots))
         total[own:].fill_(1.0)  # to assign a number would wait for a GPU (torch < 2.13)
-        for position in self.absent if self.late else ():
+        for position in self.absent:
             total[own + position].fill_(0.0)
         for comm in self.sums:
             comm.all_reduce(total, self.grads.pack.layout)

@@ -1,0 +1,168 @@
+"""``shard_ranks``: masters and state are shared by fewer than all ranks, the others hold copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import CASES, adamw, assert_same_bits, values
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardcast
+from shardcast import ShardcastConfig, checkpoint
+from shardcast.plan.algorithms import Topology
+from shardcast.plan.layout import ParamInfo
+from shardcast.plan.packing import plan_packs
+from shardcast.plan.shard_ranks import shard_ranks
+from shardcast.testing import Collective, threaded_world
+
+WORLD = {"runs": 2, "within": 2}
+COPIES = "dp_replicate"
+
+
+class Trained(NamedTuple):
+    values: dict[str, torch.Tensor]
+    held: dict[str, int]
+    layout: str
+    calls: list[Collective]  # of the last step
+
+
+def train(mesh: DeviceMesh, options: dict[str, Any], on_mesh: bool = False) -> Trained:
+    """Two steps on batches of the rank's own."""
+    case = CASES["gpt"]
+    model, log = case.build(), mesh.get_group("runs").rank_log
+    if on_mesh:
+        options = {**options, "mesh": mesh, "dp": ("runs", "within")}
+    optimizer = shardcast.shard(model, adamw(model), pack_params=4, max_grad_norm=1.0, **options)
+    first = 0
+    for step in range(2):
+        first = len(log)
+        case.loss(model, case.batch(4 * step + mesh.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(values(model), optimizer.memory_report(), str(optimizer.layout), log[first:])
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_runs_of_ranks_train_as_the_same_mesh_of_copies_does(grads: str):
+    runs = threaded_world(WORLD, train, {"shard_ranks": 2, "grads": grads})
+    copies = threaded_world(WORLD, train, {"grads": grads}, True)
+    for run, copy in zip(runs, copies, strict=True):
+        assert_same_bits(run.values, copy.values)
+        assert run.held == copy.held
+        assert "sharded over 2 of 4 ranks (as asked)" in run.layout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, "all", "auto"])
+def test_each_rank_holds_one_part_of_so_many(ranks: int | str):
+    shared = ranks if isinstance(ranks, int) and ranks < 4 else 4
+    numel = sum(param.numel() for param in CASES["gpt"].build().parameters())
+    for trained in threaded_world(WORLD, train, {"shard_ranks": ranks}):
+        assert trained.held["masters"] == pytest.approx(4 * numel / shared, rel=0.35)
+        assert ("sharded over" in trained.layout) == (shared < 4)
+        assert any(call.group == COPIES for call in trained.calls) == (shared < 4)
+
+
+def test_sums_travel_between_copies_beside_the_backward():
+    """Each is launched behind the next pack, before that one is waited for, and waits for none."""
+    for trained in threaded_world(WORLD, train, {"shard_ranks": 2}):
+        kinds = [
+            "sum" if call.group == COPIES else "exchange"
+            for call in trained.calls
+            if call.async_op and call.op in ("all_reduce", "all_to_all_single")
+        ]
+        packs = kinds.count("exchange")
+        assert packs > 3 and kinds.count("sum") == packs
+        assert kinds[:5] == ["exchange", "exchange", "sum", "exchange", "sum"]
+
+
+def saved(mesh: DeviceMesh, folder: Path) -> dict[str, torch.Tensor]:
+    case = CASES["gpt"]
+    model = case.build()
+    optimizer = shardcast.shard(model, adamw(model), shard_ranks=2)
+    case.loss(model, case.batch(mesh.get_rank())).backward()
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer, step=1)
+    return values(model)
+
+
+def loaded(_mesh: DeviceMesh, folder: Path) -> dict[str, torch.Tensor]:
+    model = CASES["gpt"].build()
+    optimizer = shardcast.shard(model, adamw(model), shard_ranks="all")
+    checkpoint.load(folder, model, optimizer)
+    return values(model)
+
+
+def test_a_checkpoint_of_runs_is_loaded_by_all_ranks_together(tmp_path: Path):
+    before = threaded_world(WORLD, saved, tmp_path)
+    for after in threaded_world(WORLD, loaded, tmp_path):
+        assert_same_bits(after, before[0])
+
+
+def refused(mesh: DeviceMesh, by_rank: list[Any], on_mesh: bool) -> str:
+    model = CASES["mlp"].build()
+    options = {"mesh": mesh, "dp": ("runs", "within")} if on_mesh else {}
+    with pytest.raises((ValueError, RuntimeError), match="shard_ranks") as told:
+        shardcast.shard(model, adamw(model), shard_ranks=by_rank[mesh.get_rank()], **options)
+    return type(told.value).__name__
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "on_mesh", "error"),
+    [
+        ([3] * 4, False, "ValueError"),
+        ([2] * 4, True, "ValueError"),
+        ([2, 2, 2, "all"], False, "RuntimeError"),
+        ([0] * 4, False, "ValueError"),
+        (["node"] * 4, False, "ValueError"),
+    ],
+    ids=["does not divide", "beside a mesh", "ranks differ", "none", "unknown"],
+)
+def test_what_cannot_be_shared_is_refused_on_every_rank(
+    by_rank: list[Any], on_mesh: bool, error: str
+):
+    assert threaded_world(WORLD, refused, by_rank, on_mesh) == [error] * 4
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+NODES = Topology("nccl", 8, on_host=False)
+
+
+def chosen(
+    elements: float, size: int, topology: Topology = NODES, free: float = 60e9, **options: Any
+) -> int:
+    params = [ParamInfo(f"p{n}", (int(elements / 40),), torch.bfloat16) for n in range(40)]
+    config = ShardcastConfig(**options)
+    layout = plan_packs(params, size, "even", config)
+    ranks, why = shard_ranks(config, layout, topology, free)
+    assert bool(why) == (topology == NODES and size > 8 and not options)
+    assert not why or f"sharded over {ranks} of {size} ranks" in why
+    return ranks
+
+
+def test_small_models_on_many_nodes_stay_on_a_node_and_others_are_left_alone():
+    assert {chosen(125e6, size) for size in (64, 512, 1024)} <= {8, 16}
+    assert chosen(125e6, 8) == 8 and chosen(125e6, 512, NODES._replace(backend="gloo")) == 512
+    assert chosen(125e6, 512, NODES._replace(node=1)) == 512
+    for saving in ({"master": "split16"}, {"moments": "int8"}, {"offload": True}):
+        assert chosen(125e6, 512, **saving) == 512
+
+
+def test_updates_by_whole_matrices_are_not_computed_eight_times_for_a_little_latency():
+    layout = plan_packs([ParamInfo(f"p{n}", (1 << 20,), torch.bfloat16) for n in range(40)], 64,
+                        "even", ShardcastConfig())  # fmt: skip
+    newton_schulz = {f"p{n}": 5 * 6.0 * 1024**3 for n in range(40)}
+    chosen = [
+        shard_ranks(ShardcastConfig(), layout, NODES, 60e9, costs)[0]
+        for costs in ({}, {name: 40 * cost for name, cost in newton_schulz.items()})
+    ]
+    assert chosen[0] < chosen[1]
+
+
+def test_a_copy_takes_no_more_than_an_eighth_of_the_free_memory():
+    assert chosen(125e6, 1024, free=12.1 * 125e6) in (8, 16)
+    assert chosen(125e6, 1024, free=11.9 * 125e6) > 8, "12 bytes over eight"
+    assert chosen(125e6, 1024, free=1e6) == 1024
