@@ -11,7 +11,6 @@ and a :class:`ShardcastConfig` knows which options were named, and which are the
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import warnings
 from collections.abc import Mapping
@@ -34,7 +33,9 @@ from shardcast.option_values import (
     GroupFn,
     KeepRule,
     Range,
+    nearest,
     one_of,
+    parse_yaml,
     plain,
 )
 
@@ -338,32 +339,18 @@ def _known(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     names = [option.name for option in fields(ShardcastConfig)]
     for key in values:
         if key not in names:
-            raise ValueError(f"{where}: unknown option {key!r}{_nearest(str(key), names)}")
+            raise ValueError(f"{where}: unknown option {key!r}{nearest(str(key), names)}")
     return values
-
-
-def _nearest(key: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(names)}"
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         source = f"given in code or by {CONFIG_VARIABLE}"
         raise FileNotFoundError(f"config: no file {str(path)!r} ({source}) in {os.getcwd()!r}")
-    content = _parse(path.read_text(), str(path)) or {}
+    content = parse_yaml(path.read_text(), str(path)) or {}
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
     return content
-
-
-def _parse(text: str, where: str) -> Any:
-    import yaml  # not needed to import shardcast
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {error}") from error
 
 
 def _with_numbers(values: dict[str, Any]) -> dict[str, Any]:
@@ -385,7 +372,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         key = variable[len(ENV_PREFIX) :].lower()
         if key not in names:
             known = [ENV_PREFIX + name.upper() for name in names]
-            raise ValueError(f"environment: unknown variable {variable}{_nearest(variable, known)}")
+            raise ValueError(f"environment: unknown variable {variable}{nearest(variable, known)}")
         # As YAML a pattern that begins with * would be an alias.
-        values[key] = text if text.startswith("*") else _parse(text, variable)
+        values[key] = text if text.startswith("*") else parse_yaml(text, variable)
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -137,3 +138,19 @@ READERS: dict[str, Callable[[str, str, Any], Any]] = {
     "tuple[KeepRule, ...]": _several, "tuple[str, ...]": _several,
     "Averages": _averages,
 }  # fmt: skip
+
+
+def nearest(key: str, names: list[str]) -> str:
+    """The end of a message about an unknown key."""
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(names)}"
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of YAML that stands in ``where``; ValueError if it is none."""
+    import yaml  # not needed to import shardcast
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {error}") from error
