@@ -68,7 +68,7 @@ class WeightEdits:
             self.note()
 
     def unseen(self) -> Tensor:
-        """1 if there are writes that no counter saw, fp64, 1-d; compares in some steps only.
+        """Above 0 if there are writes that no counter saw, fp64, 1-d; compares in some steps only.
 
         Call it after :meth:`take`. Waits for no device.
         """
@@ -85,7 +85,7 @@ class WeightEdits:
                 edited = shard.edited()
                 position = begin + shard.pack.own.start + edited.to(torch.uint8).argmax()
                 self._first = torch.where(edited.any(), position.double(), self._first)
-        return (self._first > 0).double().view(1)
+        return self._first.view(1)
 
     def first_name(self) -> str | None:
         """The parameter in which :meth:`unseen` found a write; waits for the device. Forgets it."""

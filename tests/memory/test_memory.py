@@ -217,4 +217,4 @@ def test_the_estimated_peak_of_setting_up_is_the_measured_one(
                 shardcast.shard(model, but_outside(model), process_group=group, **fields)
 
             peaks.append(peak_of(run))
-    assert found <= max(peaks) <= found + 512, "but for a few scalars"
+    assert found <= max(peaks) <= found + 1024, "but for a few scalars"

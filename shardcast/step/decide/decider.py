@@ -24,8 +24,8 @@ from shardcast.step.decide.decision import ControlVector, Decision, Presence
 from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
-from shardcast.step.decide.options import COUNT, OptionCheck
-from shardcast.step.decide.skip_report import SkipReport
+from shardcast.step.decide.options import COUNT, OptionCheck, to_device
+from shardcast.step.decide.skip_report import MISTAKES, SkipReport
 from shardcast.step.decide.tokens import TokenCount
 from shardcast.step.reduce.mean import Divisor
 from shardcast.step.reduce.tree import MicroBatches
@@ -56,6 +56,15 @@ class Decider:
         self._micro_batches, self._alignment = micro_batches, config.alignment
         exact = micro_batches is not None and config.norm_type == 2.0
         self._norm = ExactNorm(device) if exact else PNorm(config.norm_type, device)
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._nowhere = self._zero.new_zeros(process_groups.dp.size)
+        self._one_each = self._zero.new_ones(2)
+        # A report skips a step if this product is not 0: with a norm that is not finite it is NaN,
+        # and mistakes but the first one count.
+        ranks = process_groups.dp.size
+        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, 0.0, *[1.0] * (MISTAKES - 1 + ranks)]
+        self._skips_if = to_device(skips_if, torch.float64, device)
+        self._members = torch.empty(0)  # of which group each pack is, (packs, groups), bool
         self._presence = Presence(grads, process_groups, device)
         self._options = OptionCheck(originals.option_names(), process_groups, device)
         self.skips = SkipReport(
@@ -101,7 +110,8 @@ class Decider:
         if self._process_groups.everyone.size == 1 and self.loss_scale.missing:
             raise unscaled_error([0])
         local = self._presence.local()
-        pack_powers = [self._power(grads) for grads in self._grads]
+        pack_powers = self._pack_powers()
+        pack_totals = pack_powers if pack_powers.dim() == 1 else pack_powers.sum(1)
         arguments: dict[str, Any] = {
             "max_norm": max_norm,
             "clip_value": self._clip_value,
@@ -111,21 +121,18 @@ class Decider:
         if self._micro_batches is not None:
             arguments["micro_batches"] = self._micro_batches.count
         self._clip_value = None
-        pack_totals = [power if power.dim() == 0 else power.sum() for power in pack_powers]
-        control, powers, mistakes = self._agree(
-            ControlVector(
-                self._powers([*limits], pack_powers),
-                self._at_own_rank(self.skips.first_nonfinite(pack_totals)),
-                self._at_own_rank(float(self.loss_scale.missing)),
-                self._presence.counts(local),
-                self._presence.copies(),
-                self._options.pairs(self._originals.groups, arguments),
-                self._edits.unseen(),
-                self.tokens.local(),
-            )
+        control = ControlVector.summed(
+            self._process_groups.dp,
+            [self._group_powers([*limits], pack_powers)],
+            self._at_own_rank(self.skips.first_nonfinite(pack_totals)),
+            self._at_own_rank(float(self.loss_scale.missing)),
+            [self._presence.counts(local)],
+            [self._presence.copies()],
+            [self._options.pairs(self._originals.groups, arguments)],
+            [self._edits.unseen()],
+            [self.tokens.local()],
         )
-        if _compat.is_host(self._device):
-            self._refuse(mistakes.tolist())
+        powers, mistakes = self._agree(control)
         scale, unscale = self.loss_scale.value, self.loss_scale.inverse()
         if self.tokens.counted:
             # Gradients in the own spans are sums over a number of ranks, not over tokens: what
@@ -133,14 +140,21 @@ class Decider:
             by_tokens = control.tokens[0] / (self._divisor.value * self._divisor.micro_batches)
             scale = by_tokens if scale is None else by_tokens * scale
             unscale = (1.0 / scale).float()
-        skip = ~self._norm.root(powers, scale).isfinite() | mistakes[1:].any()
+        norm = self._norm.root(powers, scale)
+        norm_and_report = torch.cat(
+            [norm.view(1), self._one_each, control.first_nonfinite, *mistakes]
+        )
+        if _compat.is_host(self._device):
+            self._refuse(norm_and_report[3 + self._process_groups.dp.size :].tolist())
+        skip = (norm_and_report * self._skips_if).any()
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
         if pending is not None:
             factors.update(pending.factors)
             powers = self._norm.multiplied(powers, list(factors.values()), scale)
-        clips = clip_factors(self._norm, powers, scale, max_norm, list(limits.values()))
+            norm = self._norm.root(powers, scale)
+        clips = clip_factors(self._norm, powers, scale, max_norm, list(limits.values()), norm)
         return Decision(
-            norm=self._norm.root(powers, scale),
+            norm=norm,
             skip=skip,
             factors={
                 number: _product(factor, clip)
@@ -148,44 +162,41 @@ class Decider:
             },
             unscale=unscale,
             present=self._presence.anywhere(local, control),
-            first_nonfinite=control.first_nonfinite,
-            mistakes=mistakes,
+            report=norm_and_report[1:],
         )
 
-    def _agree(self, local: ControlVector) -> tuple[ControlVector, Tensor, Tensor]:
-        """The vector over the data-parallel ranks; powers per group and mistakes over all ranks.
+    def _agree(self, control: ControlVector) -> tuple[Tensor, list[Tensor]]:
+        """Powers per group, and mistakes in pieces, over all ranks.
 
         Model-parallel ranks, which hold other parameters, have one small all-gather more.
-        Mistakes are 1-d fp64: whether ranks differ in what they train (which skips no step), and
-        in options, whether there are unseen writes, whether there are no tokens or another number
-        of them on other model-parallel ranks, and per data-parallel rank whether its loss was not
-        scaled.
+        Mistakes are 1-d fp64, 0 for none: whether ranks differ in what they train (which skips no
+        step), twice whether in options, whether there are unseen writes, whether there are no
+        tokens or another number of them on other model-parallel ranks, and per data-parallel rank
+        whether its loss was not scaled.
         """
-        control = local.reduced(self._process_groups.dp)
         powers = self._norm.agreed(control.powers, self._process_groups.dp.size)
-        differing = self._options.differing(control.options).double()
+        differing = self._options.differing(control.options)
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
-        no_tokens = (~(control.tokens > 0)).double() * self.tokens.counted
-        flags = torch.cat([differing, control.unseen, no_tokens])
+        flags = [differing, control.unseen, self.tokens.missing(control.tokens)]
         if comm.size == 1:
-            return control, powers, torch.cat([flags, control.unscaled])
-        parts = [powers, control.options, flags, control.tokens, control.unscaled]
+            return powers, [*flags, control.unscaled]
+        parts = [powers, control.options, torch.cat(flags), control.tokens, control.unscaled]
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
-        all_powers, options, flags, tokens, unscaled = gathered.split(
+        all_powers, options, all_flags, tokens, unscaled = gathered.split(
             [part.numel() for part in parts], 1
         )
-        flags = flags.amax(0)
-        flags[1] = torch.maximum(flags[1], self._options.differing_across(options).double())
-        flags[3] = torch.maximum(flags[3], (tokens != tokens[0]).any().double())
+        flag = all_flags.abs().amax(0)
+        flag[1] = torch.maximum(flag[1], self._options.differing_across(options).double())
+        flag[4] = torch.maximum(flag[4], (tokens != tokens[0]).any().double())
         # Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
         # some rank of every stage says so.
         by_dim = unscaled.view(1, *(parallel_dims.sizes[dim] for dim in parallel_dims.model), -1)
         if parallel_dims.pipeline in parallel_dims.model:
             by_dim = by_dim.movedim(1 + parallel_dims.model.index(parallel_dims.pipeline), 0)
         unscaled = by_dim.flatten(1, -2).amax(1).amin(0)
-        return control, self._norm.merge(all_powers), torch.cat([flags, unscaled])
+        return self._norm.merge(all_powers), [flag, unscaled]
 
     def _refuse(self, mistakes: Sequence[float]) -> None:
         """Raise for mistakes of some ranks, and warn where they train other parameters.
@@ -193,7 +204,8 @@ class Decider:
         On a CPU all ranks call it in the same step, and exchange what they know; on an accelerator
         each calls it when it has the numbers, and names its own.
         """
-        training_differs, options_differ, unseen, wrong_tokens, *unscaled = mistakes
+        training_differs, *options_differ, unseen, wrong_tokens = mistakes[:MISTAKES]
+        unscaled = mistakes[MISTAKES:]
         together, groups = _compat.is_host(self._device), self._originals.groups
         if training_differs:
             packs = [grads.pack for grads in self._grads]
@@ -206,7 +218,7 @@ class Decider:
             raise unseen_error(everyone.exchange(name, self._device) if together else [name])
         if ranks := [rank for rank, missing in enumerate(unscaled) if missing]:
             raise unscaled_error(ranks)
-        if options_differ:
+        if any(options_differ):
             raise self._options.error(groups, together)
         if wrong_tokens:
             everyone, counts = self._process_groups.everyone, [repr(self.tokens)]
@@ -218,32 +230,38 @@ class Decider:
                 "without tokens, and give tensor-parallel ranks and pipeline stages one number"
             )
 
-    def _at_own_rank(self, number: Tensor | float) -> Tensor:
-        """A place per data-parallel rank, of which this rank fills in its own."""
-        places = self._norm.nothing.new_zeros(self._process_groups.dp.size)
-        # Not places[rank] = number, which waits for a GPU (torch < 2.13).
-        places[self._process_groups.dp.rank].fill_(number)
-        return places
+    def _at_own_rank(self, number: Tensor | float) -> list[Tensor]:
+        """A place per data-parallel rank, of which this rank fills in its own; in pieces."""
+        if not isinstance(number, Tensor):
+            if not number:
+                return [self._nowhere]
+            number = self._one_each[:1] * number
+        rank = self._process_groups.dp.rank
+        return [self._nowhere[:rank], number.view(1), self._nowhere[rank + 1 :]]
 
-    def _power(self, grads: Gradients) -> Tensor:
-        """The power of an own span; of a copy that counts elsewhere only whether it is finite."""
-        row = self._alignment // grads.pack.layout.dtype.itemsize
-        power = self._norm.power(grads.own, row)
-        if grads.pack.layout.pack_groups.is_primary:
-            return power
-        return torch.where(power.isfinite(), torch.zeros_like(power), power)
+    def _pack_powers(self) -> Tensor:
+        """Of own spans; of a copy that counts elsewhere only whether it is finite."""
+        packs = [grads.pack.layout for grads in self._grads]
+        rows = [self._alignment // pack.dtype.itemsize for pack in packs]
+        powers = self._norm.powers([grads.own for grads in self._grads], rows)
+        is_primary = [pack.pack_groups.is_primary for pack in packs]
+        if all(is_primary):
+            return powers
+        counts = to_device(is_primary, torch.bool, self._device).view(-1, *[1] * (powers.dim() - 1))
+        return torch.where(counts | ~powers.isfinite(), powers, self._zero)
 
-    def _powers(self, groups: Sequence[GroupId], pack_powers: Sequence[Tensor]) -> Tensor:
-        """This rank's part of :attr:`ControlVector.powers`."""
-        by_group: dict[GroupId, list[Tensor]] = {number: [] for number in groups}
-        for power, grads in zip(pack_powers, self._grads, strict=True):
-            by_group[grads.pack.layout.group].append(power)
-        own = torch.stack(
-            [
-                self._norm.merge(torch.stack(p)) if p else self._norm.nothing
-                for p in by_group.values()
-            ]
-        )
+    def _group_powers(self, groups: Sequence[GroupId], powers: Tensor) -> Tensor:
+        """This rank's part of :attr:`ControlVector.powers`, of the ``powers`` of its packs."""
+        if not len(powers):
+            own = powers.new_zeros(len(groups), *powers.shape[1:], dtype=torch.float64)
+        elif len(groups) == 1:
+            own = self._norm.merge(powers)
+        else:
+            if self._members.shape[:2] != (len(powers), len(groups)):
+                in_groups = [[g.pack.layout.group == i for i in groups] for g in self._grads]
+                members = to_device(in_groups, torch.bool, self._device)
+                self._members = members.view(*members.shape, *[1] * (powers.dim() - 1))
+            own = self._norm.merge(torch.where(self._members, powers[:, None], self._zero))
         if not self._norm.is_maximum:
             return own.view(-1)
         rows = own.new_zeros(self._process_groups.dp.size, len(groups))

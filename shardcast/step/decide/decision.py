@@ -29,9 +29,9 @@ class Decision:
         unscale: the part of these factors that removes loss scale and token count.
         present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
             the slots that this rank owns a part of.
-        first_nonfinite: fp64, per data-parallel rank 1 + the position of the first non-finite
-            element of its spans, counted over all packs; 0 for none.
-        mistakes: 1-d fp64, which mistakes some rank made; see :meth:`.Decider.decide`.
+        report: 1-d fp64, what :class:`.SkipReport` counts: 1, 1, per data-parallel rank the first
+            non-finite element of its spans (counted over all packs from the last one; 0 for
+            none), and which mistakes some rank made, see :meth:`.Decider._agree`.
     """
 
     norm: Tensor
@@ -39,8 +39,7 @@ class Decision:
     factors: Mapping[GroupId, Tensor | None]
     unscale: Tensor | None
     present: Mapping[Pack, tuple[bool, ...]]
-    first_nonfinite: Tensor
-    mistakes: Tensor
+    report: Tensor
 
 
 class ControlVector(NamedTuple):
@@ -69,11 +68,16 @@ class ControlVector(NamedTuple):
     unseen: Tensor
     tokens: Tensor
 
-    def reduced(self, comm: Comm) -> ControlVector:
-        """The sum over ranks, all of which must call it; waits for no device."""
-        vector = torch.cat(self)
+    @classmethod
+    def summed(cls, comm: Comm, *parts: Sequence[Tensor]) -> ControlVector:
+        """The sum over ranks, all of which must call it; waits for no device.
+
+        Args:
+            parts: of this rank, each in 1-d pieces.
+        """
+        vector = torch.cat([piece for part in parts for piece in part])
         comm.all_reduce(vector, "the control vector")
-        return ControlVector(*vector.split([part.numel() for part in self]))
+        return cls(*vector.split([sum(piece.numel() for piece in part) for part in parts]))
 
 
 class Presence:

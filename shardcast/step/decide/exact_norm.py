@@ -8,6 +8,8 @@ Floating-Point Summation", 2013; there with bins that follow the largest value).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,14 @@ class ExactNorm(PNorm):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(2.0, device)
-        self.nothing = torch.zeros(len(BINS), dtype=torch.float64, device=device)
 
-    def power(self, own: Tensor, row: int = 1) -> Tensor:
+    def powers(self, spans: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """The exact parts of each span's sum of squares, of shape (spans, bins)."""
+        parts = [self._parts(own, row) for own, row in zip(spans, rows, strict=True)]
+        shape = 0, len(BINS)
+        return torch.stack(parts) if parts else torch.zeros(shape, device=self._device)
+
+    def _parts(self, own: Tensor, row: int) -> Tensor:
         """The exact parts of a span's sum of squares, 1-d.
 
         Args:

@@ -16,39 +16,48 @@ from torch import Tensor
 from shardcast import _compat
 
 CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
-ROW = 1 << 12  # elements whose powers are summed in fp32 on an accelerator
 EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class PNorm:
-    """Arithmetic of one p-norm; its results are 0-dim or 1-d fp64 on ``device``.
-
-    Attributes:
-        nothing: the power of no elements.
-    """
+    """Arithmetic of one p-norm; its results are 0-dim or 1-d on ``device``."""
 
     def __init__(self, p: float, device: torch.device) -> None:
         self._p, self._device = p, device
-        self.nothing = torch.zeros((), dtype=torch.float64, device=device)
+        self._zero = torch.zeros(1, dtype=torch.float32, device=device)
 
     @property
     def is_maximum(self) -> bool:
         """Whether powers are merged by their maximum, not by their sum."""
         return math.isinf(self._p)
 
-    def power(self, own: Tensor, row: int = 1) -> Tensor:
-        """The power of a 1-d span, 0-dim.
+    def powers(self, spans: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """The power of each 1-d span, 1-d.
+
+        On an accelerator all spans of one dtype are one call, as in torch's ``clip_grad_norm_``,
+        which reads them once and sums in fp32. The price: a span whose sum of powers exceeds fp32
+        (a norm above 1e19, with p of 2) counts as infinite, so that the step is skipped.
 
         Args:
-            row: elements that no span cuts.
+            rows: of each span, elements that no span cuts.
         """
-        if not _compat.is_host(own.device):
-            whole = own.numel() - own.numel() % ROW
-            norms = [by_rows(own[:whole].view(-1, ROW), self._p)]
-            norms += [by_rows(own[None, whole:], self._p)] if whole < own.numel() else []
-            rows = torch.cat(norms) if own.numel() else own.new_zeros(1, dtype=torch.float64)
-            rows = rows.to(self._device)
-            return rows.amax() if self.is_maximum else rows.pow(self._p).sum()
+        if _compat.is_host(self._device) or not spans:
+            powers = [self.power(own) for own in spans]
+            return torch.stack(powers) if powers else self._zero[:0]
+        norms = [self._zero] * len(spans)
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, own in enumerate(spans):
+            if own.numel():  # an empty one has no maximum
+                kinds.setdefault((own.device, own.dtype), []).append(number)
+        for (device, _), numbers in kinds.items():
+            every = torch._foreach_norm([spans[n] for n in numbers], self._p, dtype=torch.float32)
+            for number, norm in zip(numbers, every, strict=True):
+                norms[number] = norm if device == self._device else norm.to(self._device)
+        flat = torch.cat([norm.view(1) for norm in norms])
+        return flat if self.is_maximum else flat.pow(self._p)
+
+    def power(self, own: Tensor) -> Tensor:
+        """The power of a 1-d span of the host, 0-dim."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         scratch = torch.empty(CHUNK, dtype=torch.float64)
         for start in range(0, own.numel(), CHUNK):
@@ -63,8 +72,10 @@ class PNorm:
         return total
 
     def merge(self, powers: Tensor) -> Tensor:
-        """Powers of parts, along the first dimension, as those of the whole."""
-        return powers.amax(0) if self.is_maximum else powers.sum(0)
+        """Powers of parts, along the first dimension, as those of the whole, in fp64."""
+        if powers.shape[0] == 1:
+            return powers[0].double()
+        return powers.amax(0).double() if self.is_maximum else powers.sum(0, dtype=torch.float64)
 
     def agreed(self, powers: Tensor, ranks: int) -> Tensor:
         """Per group, of the sum of all ranks' parts of :attr:`ControlVector.powers`."""
@@ -91,24 +102,13 @@ class PNorm:
         return powers * (each if self.is_maximum else each.pow(self._p))
 
 
-def by_rows(rows: Tensor, p: float) -> Tensor:
-    """The p-norm of each row, 1-d fp64; a row is summed in fp32, which is one pass over memory.
-
-    torch's CUDA kernel sums bf16 and fp16 in fp32 as it reads them. Asked for fp64 it makes an fp64
-    copy of everything first: 18 bytes of traffic per element instead of 2, and 8 of memory. The
-    price: a row whose sum of powers exceeds fp32 (values above 2e17, with p of 2) counts as
-    infinite, so that the step is skipped.
-    """
-    norms: Tensor = torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float32)
-    return norms.double()
-
-
 def clip_factors(
     norm: PNorm,
     powers: Tensor,
     scale: Tensor | None,
     max_norm: float | None,
     limits: Sequence[float | None],
+    total: Tensor,
 ) -> list[Tensor | None]:
     """Per group, 0-dim fp32 by which its bound is kept; ``None`` without one.
 
@@ -116,14 +116,18 @@ def clip_factors(
         powers: per group, see :class:`PNorm`; the gradients have the loss scale ``scale``.
         max_norm: bound of the norm of all groups that have none of their own.
         limits: per group, a bound of its own, by which it is clipped by itself.
+        total: the norm of all groups.
     """
 
     def clip(limit: float | None, members: list[int]) -> Tensor | None:
         if limit is None:
             return None
-        # Not powers[members]: a list as an index is copied to the device, which waits for it.
-        of_members = torch.stack([powers[member] for member in members])
-        return (limit / (norm.root(of_members, scale) + EPS)).clamp(max=1.0).float()
+        norm_of_members = total
+        if len(members) < len(limits):
+            # Not powers[members]: a list as an index is copied to the device, which waits for it.
+            of_members = torch.stack([powers[member] for member in members])
+            norm_of_members = norm.root(of_members, scale)
+        return (limit / (norm_of_members + EPS)).clamp(max=1.0).float()
 
     unlimited = [number for number, limit in enumerate(limits) if limit is None]
     shared = clip(max_norm, unlimited) if unlimited else None

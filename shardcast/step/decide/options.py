@@ -2,8 +2,8 @@
 
 Replicas stay equal whatever a rank's learning rate is: every owner trains its spans at its own
 rate, and nobody notices. So the options of all groups have a digest, integers ``d`` below
-``2**BITS``, of which the all-reduce brings ``sum(d)`` and ``sum(d * d)``. Doubles add these
-exactly, and the ranks hold one value iff ``ranks * sum(d * d) == sum(d)**2`` (Cauchy-Schwarz).
+``2**BITS``, of which the all-reduce brings ``sum(d)`` and ``sum(-ranks * d * d)``. Doubles add
+these exactly, and the ranks hold one value iff the second is ``-sum(d)**2`` (Cauchy-Schwarz).
 All ranks see a difference together, and only then exchange the values to name it.
 """
 
@@ -21,9 +21,8 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.messages import by_rank, warn
 
-BITS = 16  # ranks * sum(d * d) < ranks**2 * 2**32 is an exact int64 for up to 2**15 ranks
-MASK = (1 << BITS) - 1
-OPTION_DIGESTS = 2  # of BITS each; one more is of requires_grad, where a difference is no error
+BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
+DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
 ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
 REMEDY = (
@@ -52,6 +51,8 @@ class OptionCheck:
     ) -> None:
         self._names = tuple(dict.fromkeys((*names, "max_grad_norm")))
         self._process_groups, self._device = process_groups, device
+        ranks = process_groups.dp.size
+        self._mask = (1 << min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)) - 1
         self._arguments: Mapping[str, Any] = {}
         self._objects: list[Any] = []  # of the last step
         self._changing = True  # some of these may change in place
@@ -59,6 +60,7 @@ class OptionCheck:
         self._on_device: list[Tensor] = []
         self._numbers: tuple[int, ...] = ()
         self._digests = torch.empty(0)  # these numbers on the device
+        self._pairs = self._paired(torch.zeros(3, dtype=torch.int64, device=device))
         self._warned = False
 
     def pairs(self, groups: Groups, arguments: Mapping[str, Any]) -> Tensor:
@@ -80,17 +82,20 @@ class OptionCheck:
         if self._changing or not same or trained != self._trained:
             self._objects, self._trained = objects, trained
             self._digest()
-        digests = self._digests
         if self._on_device:
+            digests = self._digests.clone()
             values = torch.stack([value.detach().double().reshape(()) for value in self._on_device])
             bits = values.view(torch.int64)
             # The prefix sums tell two values that changed places apart.
             mixed = ((bits ^ (bits >> 2 * BITS)) * ODD).cumsum(0).sum()
-            digests = digests.clone()
-            digests[0] += mixed >> 3 * BITS
-            digests[1] += mixed >> 2 * BITS
-            digests &= MASK
-        return torch.cat([digests, digests * digests]).double()
+            digests[1] += mixed >> 3 * BITS
+            digests[2] += mixed >> 2 * BITS
+            digests &= self._mask
+            return self._paired(digests)
+        return self._pairs
+
+    def _paired(self, digests: Tensor) -> Tensor:
+        return torch.cat([digests, -self._process_groups.dp.size * digests * digests]).double()
 
     def _digest(self) -> None:
         plain = [_plain(value) for value in self._objects]
@@ -99,25 +104,26 @@ class OptionCheck:
             value for value, text in zip(self._objects, plain, strict=True) if text is ON_DEVICE
         ]
         digest = zlib.crc32(repr(plain).encode())
-        numbers = (digest >> BITS, digest & MASK, zlib.crc32(self._trained) & MASK)
+        digests = zlib.crc32(self._trained), digest, digest >> BITS
+        numbers = tuple(number & self._mask for number in digests)
         if numbers != self._numbers:
             self._numbers, self._digests = numbers, to_device(numbers, torch.int64, self._device)
+            self._pairs = self._paired(self._digests)
 
     def differing(self, sums: Tensor) -> Tensor:
-        """Whether the ranks differ in what they train, and in options: 1-d bool of two elements.
+        """Not 0 where ranks differ in what they train, in options, and in options: 1-d fp64.
 
         Args:
             sums: of :meth:`pairs` over the data-parallel ranks.
         """
         if not sums.numel():
-            return torch.zeros(2, dtype=torch.bool, device=self._device)
-        digests, squares = sums.long().chunk(2)
-        differing = self._process_groups.dp.size * squares != digests * digests
-        return torch.stack([differing[OPTION_DIGESTS:].any(), differing[:OPTION_DIGESTS].any()])
+            return torch.zeros_like(self._pairs[:DIGESTS])
+        digests = sums[:DIGESTS]
+        return torch.addcmul(sums[DIGESTS:], digests, digests)
 
     def differing_across(self, sums: Tensor) -> Tensor:
         """Whether model-parallel ranks, of a row of sums each, differ in options: 0-dim bool."""
-        return (sums != sums[0])[:, :OPTION_DIGESTS].any()  # they may train other parameters
+        return (sums != sums[0])[:, 1:DIGESTS].any()  # they may train other parameters
 
     def error(self, groups: Groups, together: bool) -> RuntimeError:
         """Names the options that differ, with groups, ranks and values.
@@ -168,7 +174,7 @@ def _differences(values_by_rank: Sequence[Mapping[str, str]], usual: str) -> str
     return "; ".join(texts)
 
 
-def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host on the device, without waiting for it."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -22,6 +22,7 @@ from shardcast.plan.layout import Slot
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
 
+MISTAKES = 5  # in Decision.report, before those of each rank
 ELSEWHERE = "on other model-parallel ranks, which name it"
 
 
@@ -65,7 +66,7 @@ class SkipReport:
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
-        refuse: raises for ``Decision.mistakes``.
+        refuse: raises for mistakes of ``Decision.report``.
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
     """
@@ -81,53 +82,58 @@ class SkipReport:
     ) -> None:
         self._grads, self._comm, self._device = grads, comm, device
         self._refuse, self._bound, self._usual = refuse, bound, usual
-        # Steps skipped so far and in a row; of the last skipped one Decision.first_nonfinite; of
-        # any step since they were reported Decision.mistakes.
-        sizes = [1, 1, comm.size, 4 + comm.size]
+        # Steps skipped so far and in a row; of the last skipped one the first non-finite
+        # elements; of all steps since they were reported the mistakes. As in Decision.report.
+        ranks, others = comm.size, MISTAKES - 1 + comm.size
+        sizes = [1, 1, ranks, 1 + others]
         self._totals = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self._skipped, self._in_row, self._nonfinite, self._mistakes = self._totals.split(sizes)
+        # By what totals, and by what a report, are multiplied in a step that is skipped, and in one
+        # that is made: in it only the first mistake can be, which skips none.
+        kept, added = [1, 0, *[1] * (ranks + 1 + others)], [0, 0, *[0] * ranks, 1, *[0] * others]
+        self._if_made = to_device([kept, added], torch.float64, device)
+        kept, added = [1, 1, *[0] * ranks, *[1] * (1 + others)], [1] * sum(sizes)
+        self._if_skipped = to_device([kept, added], torch.float64, device)
+        self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._host = HostCopy(device)
         self._reported = 0.0
-        self._starts = torch.empty(0, dtype=torch.float64, device=device)
+        self._back = torch.empty(0, dtype=torch.float64, device=device)
 
-    def first_nonfinite(self, powers: Sequence[Tensor]) -> Tensor | float:
-        """1 + position, counted over all packs, of the first non-finite element; 0 for none.
+    def first_nonfinite(self, powers: Tensor) -> Tensor | float:
+        """The first non-finite element, counted over all packs from the last one; 0 for none.
 
         On CPU the element, on an accelerator (where looking for it would be another pass over
-        the gradients) the first element of the span that holds it.
+        the gradients) the first element of the span that holds it. Counted back, for what comes
+        first is the largest then.
 
         Args:
             powers: of the own span of each pack, see :class:`PNorm`.
         """
-        if not powers:
+        if not powers.numel():
             return 0.0
-        nonfinite = ~torch.stack(list(powers)).isfinite()
         if not _compat.is_host(self._device):
-            if self._starts.numel() != len(self._grads):  # not in every step
-                self._starts = to_device(self._own_starts(), torch.float64, self._device)
-            # Not starts[index]: to index by a tensor of no dimension is to ask for its value.
-            first = torch.where(nonfinite, self._starts, math.inf).amin()
-            return torch.where(nonfinite.any(), first, 0.0)
-        for number, is_nonfinite in enumerate(nonfinite.tolist()):
-            if is_nonfinite:
+            if self._back.numel() != len(self._grads):  # not in every step
+                self._back = to_device(self._own_back(), torch.float64, self._device)
+            # Not back[index]: to index by a tensor of no dimension is to ask for its value.
+            return torch.where(powers < math.inf, self._none, self._back).amax()
+        for number, power in enumerate(powers.tolist()):
+            if not math.isfinite(power):
                 own = self._grads[number].own
-                return self._own_starts()[number] + int(
-                    torch.argmax((~own.isfinite()).to(torch.uint8))
-                )
+                index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
+                return self._own_back()[number] - index
         return 0.0
 
-    def _own_starts(self) -> list[float]:
-        """Per pack, 1 + the position of the first element of its own span."""
-        ends = accumulate((grads.pack.layout.numel for grads in self._grads), initial=1)
-        return [end + g.pack.own.start for end, g in zip(ends, self._grads, strict=False)]
+    def _own_back(self) -> list[float]:
+        """Per pack, elements of all packs from the first one of its own span on."""
+        numels = [grads.pack.layout.numel for grads in self._grads]
+        before = accumulate(numels, initial=0)
+        total = float(sum(numels))
+        return [total - n - g.pack.own.start for n, g in zip(before, self._grads, strict=False)]
 
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
-        skip = decision.skip
-        self._skipped += skip
-        self._in_row.copy_((self._in_row + 1) * skip)
-        self._nonfinite.copy_(torch.where(skip, decision.first_nonfinite, self._nonfinite))
-        self._mistakes.copy_(torch.maximum(self._mistakes, decision.mistakes))
+        kept, added = torch.where(decision.skip, self._if_skipped, self._if_made)
+        self._totals.mul_(kept).addcmul_(decision.report, added)
         self._host.send(self._totals)
 
     def poll(self) -> None:
@@ -154,7 +160,8 @@ class SkipReport:
         raising = in_row >= self._bound
         if self._usual and not raising:
             return
-        where = self._locate([int(position) - 1 for position in nonfinite]) or ELSEWHERE
+        total = sum(grads.pack.layout.numel for grads in self._grads)
+        where = self._locate([total - int(n) if n else -1 for n in nonfinite]) or ELSEWHERE
         if raising:
             raise RuntimeError(
                 f"{int(in_row)} steps in a row were skipped because of non-finite gradients "

@@ -23,6 +23,8 @@ class TokenCount:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._none = torch.zeros(1, dtype=torch.float64, device=device)
+        self._nothing = torch.zeros((), dtype=torch.float64)
         self.clear()
 
     def check(self) -> None:
@@ -38,7 +40,7 @@ class TokenCount:
     def clear(self) -> None:
         """Forget the counts: their gradients were used, or dropped."""
         self.counted = False
-        self._number, self._on_device = 0.0, torch.zeros((), dtype=torch.float64)
+        self._number, self._on_device = 0.0, self._nothing
 
     def add(self, tokens: Any) -> None:
         """Count the tokens of one micro-batch; see :meth:`shardcast.ShardedOptimizer.count`."""
@@ -57,9 +59,15 @@ class TokenCount:
 
     def local(self) -> Tensor:
         """This rank's sum, 1-d fp64 of one element on the device."""
+        if not self.counted:
+            return self._none
         # Filled by a kernel: a copy from the host would wait, or need pinned memory.
         number = torch.full((1,), self._number, dtype=torch.float64, device=self._device)
         return number + self._on_device
+
+    def missing(self, tokens: Tensor) -> Tensor:
+        """Whether the ``tokens`` of all ranks are none, though they are counted; 1-d fp64."""
+        return (~(tokens > 0)).double() if self.counted else self._none
 
     def __repr__(self) -> str:
         if not self.counted:

@@ -313,7 +313,7 @@ def test_an_exact_norm_is_the_norm_and_has_no_order(size: float):
     powers = []
     for pieces in (1, 3, 7):
         cuts = values.view(-1, 64).tensor_split(pieces)
-        parts = [norm.power(cut.reshape(-1), 64) for cut in cuts][::-1]
+        parts = [norm.powers([cut.reshape(-1)], [64])[0] for cut in cuts][::-1]
         powers.append(norm.agreed(torch.stack(parts).sum(0), 1))
     assert powers[0].equal(powers[1]) and powers[0].equal(powers[2])
     expected = values.double().square().sum()
@@ -322,7 +322,7 @@ def test_an_exact_norm_is_the_norm_and_has_no_order(size: float):
     else:
         torch.testing.assert_close(powers[0][0], expected, rtol=1e-13, atol=0)
     values[70] = torch.inf
-    assert not norm.power(values, 64).sum().isfinite()
+    assert not norm.powers([values], [64]).sum().isfinite()
 
 
 # -- the digest ------------------------------------------------------------------------------------
