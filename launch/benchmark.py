@@ -1,6 +1,7 @@
 """Measure shardcast: its update, the collectives behind it, and whole steps beside other systems.
 
     python launch/benchmark.py update                      # against a copy of the same bytes
+    python launch/benchmark.py averages --ranks 2          # averages= against the usual EMAs
     python launch/benchmark.py flatten                     # packs against tensor by tensor
     python launch/benchmark.py collectives --ranks 2
     python launch/benchmark.py cost                        # per parameter, of more and more
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import (
+    averages,
     collectives,
     cost,
     costmodel,
@@ -66,6 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = args.elements // args.packs, args.packs, args.rounds
         lines = collectives.rows(spawn(collectives.measure, args.ranks, *sizes, timeout=TIMEOUT)[0])
         columns = ("collective", "ms", "x")
+    elif args.command == "averages":
+        numel = averages.LAYERS * averages.WIDTH * (averages.WIDTH + 1)
+        title = f"averages of {numel:,} weights in bf16, {args.ranks} ranks, AdamW, 1 thread"
+        title += ", processor time"
+        lines = spawn(averages.measure, args.ranks, args.rounds, timeout=TIMEOUT)[0]
+        columns = averages.COLUMNS
     elif args.command == "matrix":
         title = f"Muon + AdamW, {WORKLOADS[args.model].title}, {args.ranks} ranks"
         run = args.model, args.rounds
@@ -106,8 +114,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "flatten": 15, "cost": 5, "worlds": 9, "collectives": 9, "costmodel": 15,
-        "matrix": 9, "step": 15, "peers": 15,
+        "update": 9, "averages": 60, "flatten": 15, "cost": 5, "worlds": 9, "collectives": 9,
+        "costmodel": 15, "matrix": 9, "step": 15, "peers": 15,
     }  # fmt: skip
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
@@ -128,6 +136,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 sub.add_argument("--model", choices=WORKLOADS, default="ernie")
             continue
         sub.add_argument("--ranks", type=int, default=2)
+        if name == "averages":
+            continue
         if name == "collectives":
             sub.add_argument("--elements", type=int, default=1 << 25)
             sub.add_argument("--packs", type=int, default=4)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 import shardcast
 from shardcast.memory.codecs import CODECS, ROW, moment_codec
+from shardcast.option_values import AverageOptions
 from shardcast.step.update import rules
+from shardcast.step.update.epilogues import Average, Epilogue
 from shardcast.step.update.fusion import Executor, Fusion, Numbers
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
@@ -26,6 +28,10 @@ CODED = {  # master and moments as in the configuration
     "int8 moments": ("fp32", "int8"),
     "split16, bf16 moments": ("split16", "bf16"),
     "split16, int8 moments": ("split16", "int8"),
+}
+EPILOGUES: dict[str, Epilogue] = {
+    "fp32 average": Average(AverageOptions("ema", 0.999)),
+    "bf16 average": Average(AverageOptions("ema", 0.999, stored="bf16")),
 }
 GROUP = {
     "lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False,
@@ -51,6 +57,9 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     if compiler:
         compiled = Executor(compiled=True, on_host=False)
         candidates["torch.compile"] = runner(compiled, fusion, operands)
+    for name, epilogue in EPILOGUES.items():
+        fusion, held = fused(elements, by_torch=True, epilogues=(epilogue,))
+        candidates[f"{name}, chunks"] = runner(eager, fusion, held)
     for name, (master, moments) in CODED.items():
         fusion, held = fused(elements, master, moments, by_torch=True)
         candidates[f"{name}, chunks"] = runner(eager, fusion, held)
@@ -68,23 +77,27 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
 
 
 def fused(
-    elements: int, master: str = "fp32", moments: str = "fp32", by_torch: bool = False
-) -> tuple[Fusion, list[Tensor]]:
+    elements: int, master: str = "fp32", moments: str = "fp32", by_torch: bool = False,
+    epilogues: tuple[Epilogue, ...] = (),
+) -> tuple[Fusion, list[Tensor]]:  # fmt: skip
     """AdamW; random weights and gradients in whole rows, state of zeros."""
     elements -= elements % ROW
     rule = rules.rule_of(torch.optim.AdamW, GROUP, by_torch)
     config = shardcast.ShardcastConfig(moments=moments)
     state = tuple(moment_codec(config, name) for name in rule.state)
+    state += tuple(epilogue.codec(name) for epilogue in epilogues for name in epilogue.state)
     codec = CODECS[master]()
-    fusion = Fusion(rule, codec, state, not codec.has_published, ROW)
+    fusion = Fusion(rule, codec, state, not codec.has_published, ROW, epilogues)
     weights = torch.randn(elements // ROW, ROW)
     pieces = [weights.bfloat16()] if fusion.casts else []
     for each, values in zip(
-        (codec, *state), (weights, *[torch.zeros_like(weights)] * 2), strict=True
+        (codec, *state), (weights, *[torch.zeros_like(weights)] * len(state)), strict=True
     ):
         pieces += [piece.clone() for piece in each.encode(values, None)]
     if fusion.by_chance:
         pieces.append(torch.arange(elements // ROW, dtype=torch.int32))
+    sums = [name for epilogue in epilogues for name in epilogue.sums]
+    pieces += [torch.zeros(elements // ROW) for _ in sums]
     grad = torch.randn(elements).bfloat16()
     return fusion, [grad, *(piece.flatten() for piece in pieces)]
 
@@ -98,8 +111,12 @@ def runner(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callab
             numbers = fusion.rule.numbers(GROUP, 3.0)
         else:
             numbers = rules.as_tensors(fusion.rule.numbers(GROUP, step.double()), skip)
+        behind = tuple(epilogue.numbers(3.0) for epilogue in fusion.epilogues)
+        if not executor.on_host:
+            behind = tuple(rules.as_tensors(each, skip) for each in behind)
         decided = None if executor.on_host else skip
-        executor(fusion, operands, Numbers(step, numbers), factor, decided)
+        counts = torch.full((len(behind),), 3.0)
+        executor(fusion, operands, Numbers(step, numbers, behind, counts), factor, decided)
 
     return run
 

@@ -16,6 +16,7 @@ class Swallowed:
     """How many masters moved while their published values did not."""
 
     state: tuple[str, ...] = ()
+    compares = True
     sums = ("swallowed",)
 
     def codec(self, _name: str) -> Codec:

@@ -9,7 +9,7 @@ over the own span (:class:`.rules.NoRule`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,12 +31,12 @@ class Updated(NamedTuple):
             compiler leaves out a cast to low precision and back: values would not be rounded.
     """
 
-    grad: Tensor
-    old_master: Tensor
     master: Tensor
     state: tuple[Tensor, ...]
-    old_published: Tensor
-    published: Tensor
+    grad: Any = None  # a Tensor, as what follows, for epilogues that compare
+    old_master: Any = None
+    old_published: Any = None
+    published: Any = None
 
 
 class Epilogue(Protocol):
@@ -46,7 +46,11 @@ class Epilogue(Protocol):
         state: names of the stored tensors that it owns, with a value per element. They begin as
             the masters, at the first step.
         sums: names of the numbers per fragment that it gives.
+        compares: whether it sees more than the new master and state: all else of
+            :class:`Updated` is ``None`` where no epilogue does, for eagerly it is made by passes.
     """
+
+    compares: ClassVar[bool]
 
     @property
     def state(self) -> tuple[str, ...]: ...
@@ -77,6 +81,7 @@ class Average:
 
     options: AverageOptions
     sums: tuple[str, ...] = ()
+    compares: ClassVar[bool] = False
 
     @property
     def state(self) -> tuple[str, ...]:

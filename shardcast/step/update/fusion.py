@@ -136,20 +136,24 @@ def update_(
     # Where nothing can be skipped plain values are updated where they lie. Else the old ones are
     # needed until the end.
     news = olds if skip is None else [old.clone() for old in olds]
-    old_master = news[0].clone() if skip is None and epilogues else olds[0]
-    unscaled = exact.clone() if rule.edits and epilogues else exact
+    compares = any(epilogue.compares for epilogue in epilogues)
+    old_master = news[0].clone() if skip is None and compares else olds[0]
+    unscaled = exact.clone() if rule.edits and compares else exact
     master, state = news[0], tuple(news[1 : 1 + len(rule.state)])
 
     rule.apply_(master, exact, state, numbers.rule)
     encoded = fusion.master.encode(master, None)
     if epilogues:
+        updated = Updated(master, state)
+    if compares:
         old_published, new_published = old_master, master
         if fusion.master.has_published:
             old_published, new_published = stored[0][0], encoded[0]
         elif published is not None:
             old_published, new_published = published, master.to(published.dtype)
         published_bits = _bits(old_published), _bits(new_published)
-        updated = Updated(unscaled, old_master, master, state, *published_bits)
+        updated = Updated(master, state, unscaled, old_master, *published_bits)
+    if epilogues:
         summands: list[Tensor] = []
         start = 1 + len(state)
         for epilogue, its_numbers in zip(epilogues, numbers.epilogues, strict=True):

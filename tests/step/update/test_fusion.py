@@ -252,6 +252,7 @@ class Moved:
     """How far each parameter moved, and how many of its published values did not."""
 
     state: tuple[str, ...] = ()
+    compares = True
     sums = ("moved", "swallowed")
 
     def codec(self, _name: str) -> Codec:
