@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Not forked from the tests' own process, since gloo, once it has been used, hangs in a fork.
     """
     modules = ["shardcast.testing.worker", "torch._dynamo", "pytest"]  # the second: torch.optim
-    if any("adapters" in item.path.parts for item in items):
+    if any("adapters" in item.path.parts or "framework" in item.name for item in items):
         modules += ["shardcast.transformers", "shardcast.lightning"]
     multiprocessing.set_forkserver_preload(modules)
 

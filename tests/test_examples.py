@@ -1,36 +1,60 @@
-"""Every file in examples/ runs on two ranks, and README shows the first one word for word."""
+"""Every file in examples/ runs on two ranks or more, and README shows the first one word for word.
+
+with_trl_grpo is run by tests/ecosystem, with_ray_train only where Ray is installed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from shardcast.testing import SpawnedWorld
+from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+ON_MESHES = ["experts", "pipeline", "tensor_parallel"]
+WITH_FRAMEWORKS = ["with_accelerate", "with_lightning", "with_trainer"]
+ELSEWHERE = ["checkpoints", "unit_test_mock_groups", "with_ray_train", "with_trl_grpo"]
+ON_TWO_RANKS = sorted({*EXAMPLES} - {*ON_MESHES, *WITH_FRAMEWORKS, *ELSEWHERE})
+
+
+def path_of(name: str) -> str:
+    return str(ROOT / "examples" / f"{name}.py")
+
+
+@contextlib.contextmanager
+def in_process_group(name: str, arguments: list[str]) -> Any:
+    """What the script prints; the process group is there already."""
+    printed = io.StringIO()
+    start = dist.init_process_group  # that of a thread starts within
+    with (
+        mock.patch(
+            "torch.distributed.init_process_group",
+            lambda *args, **kwargs: None if dist.is_initialized() else start(*args, **kwargs),
+        ),
+        mock.patch("torch.distributed.destroy_process_group"),
+        mock.patch.object(sys, "argv", [path_of(name), *arguments]),
+        contextlib.redirect_stdout(printed),
+    ):
+        yield printed
 
 
 def run(_group: object, name: str, arguments: list[str]) -> str:
-    """What one rank of an example prints; the process group is there already."""
-    printed = io.StringIO()
-    path = str(ROOT / "examples" / f"{name}.py")
-    with (
-        mock.patch("torch.distributed.init_process_group"),
-        mock.patch("torch.distributed.destroy_process_group"),
-        mock.patch.object(sys, "argv", [path, *arguments]),
-        contextlib.redirect_stdout(printed),
-    ):
-        runpy.run_path(path, run_name="__main__")
+    """What one rank of an example prints."""
+    with in_process_group(name, arguments) as printed:
+        runpy.run_path(path_of(name), run_name="__main__")
     return printed.getvalue()
 
 
@@ -39,7 +63,7 @@ def figure(pattern: str, text: str) -> float:
     return float(re.findall(pattern + r"\D*?([\d.]+)", text)[-1])
 
 
-@pytest.mark.parametrize("name", [e for e in EXAMPLES if e != "checkpoints"])
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_an_example_trains(gloo: SpawnedWorld, name: str):
     text, silent = gloo.run(run, name, [])
     assert not silent, "rank 0 alone prints"
@@ -54,8 +78,50 @@ def test_an_example_trains(gloo: SpawnedWorld, name: str):
     elif name == "lean_memory":
         default, lean = (sum(map(int, re.findall(r"\d+", line))) for line in text.splitlines())
         assert lean < 0.6 * default
+    elif name == "offload":
+        assert figure("in host memory", text) and "198,912 in host memory" in text
     else:
         assert figure("loss", text) < 0.5
+
+
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_an_example_trains_on_a_mesh(name: str):
+    with in_process_group(name, []) as printed:
+        threaded_world({"world": 4}, lambda _: runpy.run_path(path_of(name), run_name="__main__"))
+    assert figure("loss", printed.getvalue()) < 0.5
+
+
+def run_in_framework(_group: object, name: str, folder: str) -> str:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    before = Path.cwd()
+    os.chdir(folder)  # they write below runs/
+    try:
+        return run(None, name, [])
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("name", WITH_FRAMEWORKS)
+@pytest.mark.filterwarnings("ignore")  # advice of Lightning and transformers
+def test_an_example_trains_in_a_framework(gloo: SpawnedWorld, name: str, tmp_path: Path):
+    text, _ = gloo.run(run_in_framework, name, str(tmp_path))
+    assert figure("loss", text) < 1.0
+
+
+def test_the_example_of_ray_train_trains(capfd: pytest.CaptureFixture[str]):
+    pytest.importorskip("ray.train")
+    runpy.run_path(path_of("with_ray_train"), run_name="__main__")
+    assert figure("2 workers, loss", capfd.readouterr().out) < 0.5
+
+
+@pytest.mark.parametrize("test", ["both_ranks", "tensor_parallel", "mean", "one_rank"])
+def test_the_example_of_unit_tests_passes(test: str):
+    names = runpy.run_path(path_of("unit_test_mock_groups"))
+    (function,) = [names[name] for name in names if name.startswith("test_") and test in name]
+    function()
 
 
 def test_the_example_of_checkpoints_goes_on_where_it_ended(gloo: SpawnedWorld, tmp_path: Path):
@@ -67,6 +133,16 @@ def test_the_example_of_checkpoints_goes_on_where_it_ended(gloo: SpawnedWorld, t
 
 def test_readme_shows_the_minimal_example_word_for_word():
     assert (ROOT / "examples" / "minimal.py").read_text() in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["hybrid", "testing"])
+def test_the_fragments_of_a_page_are_those_of_its_examples(page: str):
+    """Where a page names an example, the next fragments are lines of it."""
+    sections = re.split(r"\(\.\./examples/(\w+)\.py\)", (ROOT / f"docs/{page}.md").read_text())
+    for name, text in zip(sections[1::2], sections[2::2], strict=True):
+        fragments = re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+        source = Path(path_of(name)).read_text()
+        assert fragments and all(fragment in source for fragment in fragments), name
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
