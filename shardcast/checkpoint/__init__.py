@@ -14,11 +14,11 @@ and :func:`export` are local.
 """
 
 from shardcast.checkpoint.background import Saving, save_async
+from shardcast.checkpoint.dcp import Stored
 from shardcast.checkpoint.directory import DamagedCheckpointError, Info, inspect, latest
 from shardcast.checkpoint.exporting import export
 from shardcast.checkpoint.foreign import import_dcp, import_deepspeed
 from shardcast.checkpoint.loading import Resumed, load, resume
-from shardcast.checkpoint.parts import Stored
 from shardcast.checkpoint.plain import load_plain
 from shardcast.checkpoint.saving import save
 

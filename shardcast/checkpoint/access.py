@@ -8,19 +8,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.checkpoint import storage
+from shardcast.checkpoint.dcp import Stored
 from shardcast.checkpoint.inventory import Copy, Held, Inventory, merge
-from shardcast.checkpoint.parts import Part, Stored, is_elementwise, model_path, state_path, whole
-from shardcast.checkpoint.region import Region
-from shardcast.checkpoint.source import Source
-from shardcast.comm import Comm
+from shardcast.checkpoint.region import Region, ShardView
+from shardcast.checkpoint.source import Source, model_path, state_path
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
@@ -33,26 +31,6 @@ Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
 RECOMPUTED = "_checkpoint_wrapped_module."
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Those of a save or load, and where they meet; it keeps no model and no optimizer."""
-
-    comm: Comm
-    device: torch.device
-
-    def together(self, act: Callable[[], T], call: str) -> T:
-        """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
-
-        Args:
-            call: what the caller is in; ranks that meet here in different calls all raise.
-        """
-        return self.comm.together(_acknowledging(act, call), self.device, call)
-
-    def collect(self, act: Callable[[], T], call: str) -> list[T]:
-        """:meth:`together`; what it returned on all ranks, which should be small."""
-        return self.comm.collect(_acknowledging(act, call), self.device, call)
 
 
 class Snapshot:
@@ -76,13 +54,8 @@ class Snapshot:
             )
         self._given: Sequence[Any] = model if isinstance(model, (list, tuple)) else [model]
         self._optimizer = optimizer
-        self._process_groups, self._comm = (
-            optimizer.process_groups,
-            optimizer.process_groups.everyone,
-        )
-        self.ranks = Ranks(self._comm, optimizer.device)
-        self.together, self.collect = self.ranks.together, self.ranks.collect
-        self.rank, self.size = self._comm.rank, self._comm.size
+        self._process_groups = optimizer.process_groups
+        self.comm, self.device = self._process_groups.everyone, optimizer.device
         self.partition = optimizer.layout.partition
         self._trained = {
             slot.name: param
@@ -101,6 +74,18 @@ class Snapshot:
             if name.split(".")[-1] == EXTRA_STATE
         }
 
+    def together(self, act: Callable[[], T], call: str) -> T:
+        """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
+
+        Args:
+            call: what the caller is in; ranks that meet here in different calls all raise.
+        """
+        return self.comm.together(act, self.device, call)
+
+    def collect(self, act: Callable[[], T], call: str) -> list[T]:
+        """:meth:`together`; what it returned on all ranks, which should be small."""
+        return self.comm.collect(act, self.device, call)
+
     def meet(self, call: str) -> None:
         """Find out what all ranks hold. Collective.
 
@@ -111,13 +96,13 @@ class Snapshot:
         if self._process_groups.is_data_parallel:  # all ranks hold the same
             self.inventory = merge({0: own})
             return
-        comm, device = self._comm, self._optimizer.device
+        comm, device = self.comm, self.device
         digests = comm.exchange(hashlib.sha256(repr(own).encode()).digest(), device)
-        # Of ranks that hold the same, as data-parallel ones do, the first one tells.
-        tells = digests.index(digests[self.rank]) == self.rank
-        gathered = comm.gather(own if tells else None, device)
+        # The first one of ranks that hold the same, as data-parallel ones do, sends it.
+        is_first = digests.index(digests[comm.rank]) == comm.rank
+        gathered = comm.gather(own if is_first else None, device)
         by_rank = {rank: content for rank, content in enumerate(gathered) if content is not None}
-        merged = self.together(lambda: merge(by_rank) if self.rank == 0 else None, call)
+        merged = self.together(lambda: merge(by_rank) if comm.rank == 0 else None, call)
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
     def _held(self) -> Held:
@@ -156,7 +141,7 @@ class Snapshot:
 
     # -- out --------------------------------------------------------------------------------
 
-    def parts(self, decode: bool = True) -> Iterator[Part]:
+    def views(self, decode: bool = True) -> Iterator[ShardView]:
         """What this rank stores: its masters and state, and its share of the rest.
 
         Args:
@@ -167,33 +152,35 @@ class Snapshot:
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)
             unread = torch.empty(fragment.numel, dtype=MASTER_DTYPE, device="meta")
-            yield Part(model_path(name), region, start, shard.exact(fragment) if decode else unread)
+            yield ShardView(
+                model_path(name), region, start, shard.exact(fragment) if decode else unread
+            )
             state = self._optimizer.update_of(shard).fragment_state(shard, number, decode)
             for key, value in state.items():
                 path = state_path(name, key)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
                 if is_elementwise(value, fragment, self._optimizer.update_of(shard).elementwise):
-                    yield Part(path, region, start, value.detach().reshape(-1))
+                    yield ShardView(path, region, start, value.detach().reshape(-1))
                 elif start == 0 and region.is_first:
-                    yield whole(path, value)
+                    yield ShardView.whole(path, value)
         for shard in self._optimizer.shards:
             if self._stores(shard.pack.layout.pack_groups, 0):
                 for slot in shard.pack.layout.slots:
                     shape = self._regions[slot.name].shape
                     if math.prod(shape) == 0:
-                        yield whole(model_path(slot.name), torch.empty(shape))
+                        yield ShardView.whole(model_path(slot.name), torch.empty(shape))
         for number, (name, param) in enumerate(self._outside.items()):
             if self._stores(self._process_groups.parallel_dims.pack_groups_of(name, param), number):
-                yield self._part(name, param)
+                yield self._view(name, param)
         for name, buffer in self._buffers.items():
-            if self.inventory.buffers[name, self._regions[name]] == self.rank:
-                yield self._part(name, buffer)
+            if self.inventory.buffers[name, self._regions[name]] == self.comm.rank:
+                yield self._view(name, buffer)
 
-    def _part(self, name: str, tensor: Tensor) -> Part:
+    def _view(self, name: str, tensor: Tensor) -> ShardView:
         """A parameter or buffer that the optimizer does not have."""
         flat = _compat.local_tensor(tensor).detach().reshape(-1)
-        return Part(model_path(self.inventory.stored(name)), self._regions[name], 0, flat)
+        return ShardView(model_path(self.inventory.stored(name)), self._regions[name], 0, flat)
 
     def _stores(self, pack_groups: PackGroups, number: int) -> bool:
         """Whether of the ranks with equal copies this one is to store the ``number``th."""
@@ -220,7 +207,7 @@ class Snapshot:
     def extra_state(self) -> dict[str, Any]:
         """What modules have besides tensors, of which this rank stores it."""
         owners = self.inventory.extra
-        return {n: value for n, (_, value) in self._extra.items() if owners[n] == self.rank}
+        return {n: value for n, (_, value) in self._extra.items() if owners[n] == self.comm.rank}
 
     def head(self) -> dict[str, Any]:
         """What is stored once: plain facts, group options and the loss scale."""
@@ -265,20 +252,20 @@ class Snapshot:
         for shard in self._optimizer.shards:
             self._take_pack(shard, source)
         untrained: dict[str, Tensor] = {**self._outside, **self._buffers}
-        parts = [self._part(name, tensor) for name, tensor in untrained.items()]
-        staged = [replace(part, flat=torch.empty_like(part.flat, device="cpu")) for part in parts]
+        views = [self._view(name, tensor) for name, tensor in untrained.items()]
+        staged = [replace(view, flat=torch.empty_like(view.flat, device="cpu")) for view in views]
         source.read(staged)
-        for tensor, part in zip(untrained.values(), staged, strict=True):
+        for tensor, view in zip(untrained.values(), staged, strict=True):
             local = _compat.local_tensor(tensor)
-            local.copy_(part.flat.view(local.shape))
+            local.copy_(view.flat.view(local.shape))
 
     def _take_pack(self, shard: Shard, source: Source) -> None:
-        parts, taken = [], []
+        views, loading = [], []
         for fragment in shard.fragments:
             region, (start, stop) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)
             own, state = shard.exact(fragment), dict(source.state.get(name, {}))
-            parts.append(Part(model_path(name), region, start, own))
+            views.append(ShardView(model_path(name), region, start, own))
             for key, stored in state.items():
                 if isinstance(stored, Stored):
                     path, shape = state_path(name, key), stored.shape
@@ -286,11 +273,12 @@ class Snapshot:
                     widened = stored.dtype.is_floating_point and shape and not source.exact
                     dtype = MASTER_DTYPE if widened else stored.dtype
                     value = torch.empty(stop - start if cut else shape, dtype=dtype)
-                    parts.append(Part(path, region, start, value) if cut else whole(path, value))
+                    flat = ShardView(path, region, start, value)
+                    views.append(flat if cut else ShardView.whole(path, value))
                     state[key] = value.view(fragment.shape) if cut else value
-            taken.append((fragment, own, state))
-        source.read(parts)
-        for number, (fragment, own, state) in enumerate(taken):
+            loading.append((fragment, own, state))
+        source.read(views)
+        for number, (fragment, own, state) in enumerate(loading):
             shard.set_exact(fragment, own)
             self._optimizer.update_of(shard).load_fragment(shard, number, state)
 
@@ -300,13 +288,14 @@ class Snapshot:
         self._optimizer.publish()
 
 
-def _acknowledging(act: Callable[[], T], call: str) -> Callable[[], T]:
-    def acknowledged() -> T:
-        value = act()
-        storage.SYSTEM.reached("acknowledge", call)
-        return value
+def is_elementwise(value: Tensor, fragment: Fragment, flat: bool) -> bool:
+    """Whether a fragment's state tensor has one value per element of the fragment.
 
-    return acknowledged
+    Args:
+        flat: the optimizer keeps such state flat, whatever the shape of the parameter.
+    """
+    shapes = (fragment.shape, (fragment.numel,)) if flat else (fragment.shape,)
+    return value.dim() > 0 and tuple(value.shape) in shapes
 
 
 def state_key(name: str) -> str:

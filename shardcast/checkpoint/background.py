@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from shardcast.checkpoint import saving
-from shardcast.checkpoint.access import Model, Ranks, Snapshot
-from shardcast.checkpoint.parts import Part
+from shardcast.checkpoint.access import Model, Snapshot
+from shardcast.checkpoint.region import ShardView
+from shardcast.comm import Comm
 
 LOG = logging.getLogger("shardcast.checkpoint")
 _running: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()  # by optimizer
@@ -59,14 +60,15 @@ def save_async(
         snapshot, "save_async", (os.path.abspath(directory), step, keep), extra, per_rank
     )
 
-    def copied() -> tuple[saving.Job, list[Part]]:
+    def copied() -> tuple[saving.Job, list[ShardView]]:
         job.look()  # else rank 0 would wait for the others in vain
         own, once = copy.deepcopy((job.own, job.once))
         own_job = dataclasses.replace(job, own=own, once=once, timeout=timeout)
-        return own_job, list(map(_copied, snapshot.parts()))
+        return own_job, list(map(_copied, snapshot.views()))
 
     try:
-        running = Saving(snapshot.ranks, *snapshot.together(copied, "save_async"))
+        own_job, views = snapshot.together(copied, "save_async")
+        running = Saving(snapshot.comm, snapshot.device, own_job, views)
     except Exception:
         job.abandon()
         raise
@@ -74,8 +76,8 @@ def save_async(
     return running
 
 
-def _copied(part: Part) -> Part:
-    return dataclasses.replace(part, flat=part.flat.detach().to("cpu", copy=True))
+def _copied(view: ShardView) -> ShardView:
+    return dataclasses.replace(view, flat=view.flat.detach().to("cpu", copy=True))
 
 
 class Saving:
@@ -85,14 +87,17 @@ class Saving:
         path: the checkpoint's directory, once it is committed.
     """
 
-    def __init__(self, ranks: Ranks, job: saving.Job, parts: list[Part]) -> None:
+    def __init__(
+        self, comm: Comm, device: torch.device, job: saving.Job, views: list[ShardView]
+    ) -> None:
         self.path = job.target
-        self._ranks = ranks  # no more of the snapshot: it would keep its key in _running alive
+        # No more of the snapshot: it would keep its key in _running alive.
+        self._comm, self._device = comm, device
         self._error: Exception | None = None
         self._awaited = False
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(
-            target=self._run, args=(job, parts), name=f"save {self.path.name}"
+            target=self._run, args=(job, views), name=f"save {self.path.name}"
         )
         self._thread.start()
 
@@ -107,8 +112,8 @@ class Saving:
             self._thread.join()
             return None if self._error is None else str(self._error)
 
-        self._ranks.together(lambda: None, call)  # all ranks have begun theirs
-        return self._ranks.collect(outcome, call)
+        self._comm.together(lambda: None, self._device, call)  # all ranks have begun theirs
+        return self._comm.collect(outcome, self._device, call)
 
     def wait(self) -> Path:
         """Wait for the commit. Every rank must call it.
@@ -125,16 +130,16 @@ class Saving:
                 ) from self._error
         return self.path
 
-    def _run(self, job: saving.Job, parts: list[Part]) -> None:
+    def _run(self, job: saving.Job, views: list[ShardView]) -> None:
         try:
             try:
-                job.write(parts)
+                job.write(views)
             except Exception as error:
                 if job.rank != 0:
-                    job.tell({"error": str(error)})  # rank 0 logs it
+                    job.leave({"error": str(error)})  # rank 0 logs it
                 raise
             finally:
-                parts.clear()
+                views.clear()
             job.commit()
         except Exception as error:
             self._error = error

@@ -1,46 +1,57 @@
-"""Ordinary ``torch.distributed.checkpoint`` files, written and read.
+"""``torch.distributed.checkpoint`` on its public planner and storage hooks.
 
-The only place that touches DCP's interfaces, the private one among them: ``_StorageInfo``, the
-entry that says where in which file a chunk lies. A test reads what is written here with torch's
-own functions, and so notices when a release changes the format.
+A rank plans, writes and leaves its plan to rank 0 in a file, where ``dcp.save`` would gather all
+plans in collectives: those grow with model and ranks, and a thread could not use them beside
+training. The files are ordinary DCP files. A test reads them with torch's own functions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
-from shardcast.checkpoint.parts import Part, Stored, whole
-from shardcast.checkpoint.storage import HashingFile, is_plain_name
+from shardcast.checkpoint.region import KeyPath, ShardView
+from shardcast.checkpoint.storage import Files, is_plain_name
 
 METADATA = ".metadata"  # the name that DCP gives it
-Path_ = tuple[str, ...]
-# What metadata is made of, besides dtypes; in files of other writers too.
+ONCE = "once"  # takes the place of a rank in the name of the file with what is stored once
+PLAN = 1 << 20  # bytes of small tensors that are planned and written together
+Value = ShardView | tuple[KeyPath, Any]  # an object has its path beside it
+# What metadata and plans are made of, besides dtypes; in files of other writers too.
 CLASSES = {
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
     *("TensorProperties", "TensorStorageMetadata", "_StorageInfo", "_MEM_FORMAT_ENCODING"),
+    *("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType", "WriteResult"),
 }
 HARMLESS = {
-    (__name__, "Record"),
+    (__name__, "Written"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "Path"),
@@ -50,180 +61,218 @@ HARMLESS = {
 }
 
 
-class Record(NamedTuple):
-    """One chunk, or one object, as it lies in a file; ``dtype`` is ``None`` for an object."""
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One stored tensor: shape, dtype."""
 
-    path: Path_
-    file: str
-    offset: int
-    length: int
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-
-def data_file(rank: int, number: int = 0) -> str:
-    """Name of a file that ``rank`` writes."""
-    return f"__{rank}_{number}.distcp"
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def unpickled(data: bytes) -> Any:
-    """What metadata, or a message from rank to rank, says; unable to run code."""
-    return _Unpickler(io.BytesIO(data)).load()
+@dataclasses.dataclass
+class Written:
+    """What is in one rank's file: planned items, their places, and size and SHA-256 by file."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+    sums: dict[str, tuple[int, str]]
 
 
-def write_part(file: HashingFile, name: str, part: Part) -> list[Record]:
-    """Append the chunks of ``part``; at most one of them is held twice at a time."""
-    records = []
-    for box, piece in part.pieces():
-        begin = file.tell()
-        # A clone, for torch.save stores the whole storage that a view belongs to.
-        file.save(piece.detach().to("cpu", copy=True))
-        place = part.path, name, begin, file.tell() - begin
-        records.append(Record(*place, part.flat.dtype, part.shape, box.offsets, box.sizes))
-    return records
+class Writer(FileSystemWriter):
+    """Writes one rank's file of a checkpoint, tensor by tensor."""
+
+    def __init__(self, folder: Path, owner: int | str) -> None:
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)  # Files flushes
+        self.fs: Files = Files()
+        self._prefix = SimpleNamespace(prefix=f"__{owner}_")
+
+    def write(self, values: Iterable[Value]) -> Written:
+        """Write shards of tensors, and objects with their paths, and flush them.
+
+        In many plans, since DCP holds all tensors of a plan until its end.
+        """
+        items, results, paths = list[WriteItem](), list[WriteResult](), dict[str, KeyPath]()
+        try:
+            for planned in _batches(values):
+                planner = _SavePlanner(planned)
+                plan = dataclasses.replace(planner.create_local_plan(), storage_data=self._prefix)
+                items += plan.items
+                results += self.write_data(plan, planner).wait()
+                paths |= plan.planner_data
+            return Written(SavePlan(items, planner_data=paths), results, self.fs.flush())
+        finally:
+            self.fs.close()
+
+    def write_metadata(self, written: Sequence[Written]) -> dict[str, tuple[int, str]]:
+        """Write ``.metadata`` of all ranks' files; its size and SHA-256 by name.
+
+        Raises:
+            ValueError: the chunks of a tensor do not tile it: a rank is missing or lied.
+        """
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        _, metadata = planner.create_global_plan([rank.plan for rank in written])
+        metadata.planner_data = {
+            k: v for rank in written for k, v in rank.plan.planner_data.items()
+        }
+        self.finish(metadata, [rank.results for rank in written])
+        return self.fs.flush()
+
+    def storage_meta(self) -> None:
+        """Nothing: the directory that is written to gets another name."""
 
 
-def write_object(file: HashingFile, name: str, path: Path_, value: Any) -> Record:
-    """Append an object."""
-    begin = file.tell()
-    file.save(value)
-    return Record(path, name, begin, file.tell() - begin)
+class _SavePlanner(DefaultSavePlanner):
+    """Plans the chunks of tensors, and objects."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._values = values
+
+    def create_local_plan(self) -> SavePlan:
+        self._data: dict[MetadataIndex, Any] = {}
+        items, paths = list[WriteItem](), dict[str, KeyPath]()
+        for value in self._values:
+            path = value.path if isinstance(value, ShardView) else value[0]
+            key = ".".join(path)
+            paths[key] = path
+            if isinstance(value, ShardView):
+                for item, view in value.write_items(key):
+                    self._data[item.index] = view
+                    items.append(item)
+            else:
+                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+                self._data[items[-1].index] = value[1]
+        return SavePlan(items, planner_data=paths)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._data[index]
 
 
-def metadata_of(records: Iterable[Record]) -> bytes:
-    """The contents of ``.metadata``.
-
-    Raises:
-        RuntimeError: the chunks of a tensor do not tile it: a rank is missing or lied.
-    """
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    paths: dict[str, Path_] = {}
-    for record in records:
-        key = ".".join(record.path)
-        paths[key] = record.path
-        place = _StorageInfo(record.file, record.offset, record.length)
-        if record.dtype is None:
-            tensors[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = place
-            continue
-        entry = tensors.setdefault(
-            key,
-            TensorStorageMetadata(TensorProperties(record.dtype), torch.Size(record.shape), []),
-        )
-        offsets, sizes = torch.Size(record.offsets), torch.Size(record.sizes)
-        entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        places[MetadataIndex(key, offsets)] = place
-    for key, entry in tensors.items():
-        if isinstance(entry, TensorStorageMetadata):
-            covered = sum(chunk.sizes.numel() for chunk in entry.chunks)
-            if covered != entry.size.numel():
-                raise RuntimeError(
-                    f"checkpoint: {key!r} has {entry.size.numel()} elements, but the ranks wrote "
-                    f"{covered}; every rank of the optimizer's group must call save()"
-                )
-    return pickle.dumps(Metadata(tensors, planner_data=paths, storage_data=places))
+def _batches(values: Iterable[Value]) -> Iterator[list[Value]]:
+    batch, nbytes = list[Value](), 0
+    for value in values:
+        size = value.flat.nbytes if isinstance(value, ShardView) else 0
+        if batch and nbytes + size > PLAN:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(value)
+        nbytes += size
+    yield batch
 
 
-class Reader:
+class Reader(FileSystemReader):
     """A checkpoint's metadata, and its data on demand. Local.
+
+    Attributes:
+        paths: each stored thing's path in the nested state dict, and its key.
+        stored: shapes and dtypes of the tensors among them.
+        sizes: the files that are referred to, and how many bytes of them.
 
     Raises:
         RuntimeError: the metadata cannot be read, or refers to files elsewhere.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, file_path = folder, folder / METADATA
+        super().__init__(folder)
+        self.folder, file = folder, folder / METADATA
         self.sizes: dict[str, int] = {}
-        """The files that are referred to, and how many bytes of them."""
         try:
-            self._metadata: Metadata = unpickled(file_path.read_bytes())
+            self._metadata = self.read_metadata()
             entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
-            self.paths: dict[Path_, str] = {tuple(paths.get(key, (key,))): key for key in entries}
-            """Each stored thing's path in the nested state dict, and its key."""
-            self.stored: dict[Path_, Stored] = {
-                path: Stored(tuple(entries[key].size), entries[key].properties.dtype)
+            self.paths: dict[KeyPath, str] = {tuple(paths.get(key, (key,))): key for key in entries}
+            self.stored: dict[KeyPath, Stored] = {
+                path: Stored(tuple(entry.size), entry.properties.dtype)
                 for path, key in self.paths.items()
-                if isinstance(entries[key], TensorStorageMetadata)
+                if isinstance(entry := entries[key], TensorStorageMetadata)
             }
-            self._places = self._metadata.storage_data or {}
-            for place in self._places.values():
-                end = place.offset + place.length
-                name = place.relative_path
+            self.set_up_storage_reader(self._metadata, False)
+            for place in self.storage_data.values():
+                name, end = place.relative_path, place.offset + place.length
                 self.sizes[name] = max(end, self.sizes.get(name, 0))
         except Exception as error:  # anything may be in there
-            raise RuntimeError(
-                f"{str(file_path)!r} cannot be read as DCP metadata: {error}"
-            ) from error
+            raise RuntimeError(f"{str(file)!r} cannot be read as DCP metadata: {error}") from error
         for name in self.sizes:
             if not is_plain_name(name):
                 raise RuntimeError(
-                    f"{str(file_path)!r} refers to {name!r}, outside of its directory; this is no "
+                    f"{str(file)!r} refers to {name!r}, outside of its directory; this is no "
                     "checkpoint as it was written"
                 )
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What ``.metadata`` says; unable to run code, unlike DCP's own."""
+        metadata: Metadata = unpickled((self.folder / METADATA).read_bytes())
+        return metadata
 
     def names_in(self, file: str, beyond: int = 0) -> list[str]:
         """Keys with data in ``file`` at or beyond the byte ``beyond``."""
         return sorted(
             {
                 index.fqn
-                for index, place in self._places.items()
+                for index, place in self.storage_data.items()
                 if place.relative_path == file and place.offset + place.length > beyond
             }
         )
 
-    def object(self, path: Path_) -> Any:
+    def object(self, path: KeyPath) -> Any:
         """A stored object; tensors, containers and plain values only.
 
         Raises:
             RuntimeError: there is none of this path.
         """
-        place = self._places.get(MetadataIndex(self.paths.get(path, "")))
-        if place is None:
+        index, nowhere = MetadataIndex(self.paths.get(path, "")), torch.Size((0,))
+        if index not in self.storage_data:
             raise RuntimeError(
                 f"checkpoint {str(self.folder)!r}: it has no {'.'.join(map(str, path))!r}; "
                 "shardcast did not write it, see import_dcp()"
             )
-        with open(self.folder / place.relative_path, "rb") as file:
-            file.seek(place.offset)
-            data = io.BytesIO(file.read(place.length))
-        return torch.load(data, map_location="cpu", weights_only=True)
+        planner = _LoadPlanner()
+        item = ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
+        self.read_data(LoadPlan([item]), planner).wait()
+        return planner.value
 
-    def read(self, parts: Sequence[Part]) -> None:
-        """Fill the memory of ``parts`` from whichever chunks overlap them, cast if need be."""
-        planner = _Targets()
-        items: list[ReadItem] = []
-        for part in parts:
-            key, chunks = self.paths[part.path], []
-            for box, piece in part.pieces():
-                offsets = torch.Size(box.offsets)
-                planner.targets[MetadataIndex(key, offsets)] = piece
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
-            if math.prod(part.shape):
+    def read(self, views: Sequence[ShardView]) -> None:
+        """Fill the memory of ``views`` from whichever chunks overlap them, cast if need be."""
+        planner, items = _LoadPlanner(), list[ReadItem]()
+        for view in views:
+            key, chunks = self.paths[view.path], list[ChunkStorageMetadata]()
+            for chunk, target in view.chunks():
+                planner.targets[MetadataIndex(key, chunk.offsets)] = target
+                chunks.append(chunk)
+            if math.prod(view.region.shape):
                 entry: Any = self._metadata.state_dict_metadata[key]
                 items += create_read_items_for_chunk_list(key, entry, chunks)
-        reader = FileSystemReader(self.folder)
-        reader.set_up_storage_reader(self._metadata, False)
-        reader.read_data(LoadPlan(items), planner).wait()
+        self.read_data(LoadPlan(items), planner).wait()
 
-    def tensor(self, path: Path_) -> Tensor:
+    def tensor(self, path: KeyPath) -> Tensor:
         """A whole stored tensor, on the host."""
         value = torch.empty(self.stored[path].shape, dtype=self.stored[path].dtype)
-        self.read([whole(path, value)])
+        self.read([ShardView.whole(path, value)])
         return value
 
 
-class _Targets(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Hands DCP's reader the memory to write to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.targets: dict[MetadataIndex, Tensor] = {}
+        self.value: Any = None
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.targets[index]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.value = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def unpickled(data: bytes) -> Any:
+    """What metadata, or a message from rank to rank, says; unable to run code."""
+    return _Unpickler(io.BytesIO(data)).load()
 
 
 class _Unpickler(pickle.Unpickler):

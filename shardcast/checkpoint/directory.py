@@ -6,7 +6,7 @@ whether it still is::
 
     step-000000100/
         __0_0.distcp  __1_0.distcp ...   data, one file per rank
-        __0_1.distcp                     what is stored once: groups, extra, per_rank
+        __once_0.distcp                  what is stored once: groups, extra, per_rank
         .metadata                        DCP's: which chunk is where
         shardcast.json                   size and SHA-256 of the files above, and facts
         COMMITTED                        SHA-256 of shardcast.json
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcast.checkpoint import storage
-from shardcast.checkpoint.dcp import METADATA, Reader
-from shardcast.checkpoint.parts import Stored
+from shardcast.checkpoint.dcp import METADATA, Reader, Stored
 from shardcast.messages import warn
 
 FORMAT = 1
@@ -103,10 +103,11 @@ def commit(
     listed = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
     manifest = {"format": FORMAT, **facts, "files": listed}
     data = json.dumps(manifest, indent=1).encode()
-    _, digest = storage.SYSTEM.write(writing / MANIFEST, data)
-    storage.SYSTEM.write(writing / MARKER, digest.encode())
-    storage.SYSTEM.flush_directory(writing)
-    storage.SYSTEM.rename(writing, target)
+    files = storage.Files()
+    _, digest = files.write(writing / MANIFEST, data)
+    files.write(writing / MARKER, digest.encode())
+    storage.flush(writing)
+    files.rename(writing, target)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -316,7 +317,7 @@ def clear_the_way(target: Path) -> None:
         )
     aside = target.with_name(new_name(DAMAGED, target))
     warn(f"{error}; set aside as {aside.name!r}")
-    storage.SYSTEM.rename(target, aside)
+    storage.Files().rename(target, aside)
 
 
 def sweep(directory: Path, *prefixes: str) -> None:
@@ -339,7 +340,7 @@ def retain(directory: Path, step: int, keep: int) -> None:
     for path in older:
         leaving = path.with_name(new_name(LEAVING, path))
         try:
-            storage.SYSTEM.rename(path, leaving)  # first of all no checkpoint any more
+            storage.Files().rename(path, leaving)  # first of all no checkpoint any more
         except OSError as error:
             warn(f"keep: {str(path)!r} could not be deleted: {error}")
             continue
@@ -355,6 +356,6 @@ def _is_as_committed(folder: Path) -> bool:
 
 def _delete(path: Path) -> None:
     try:
-        storage.SYSTEM.remove(path)
+        shutil.rmtree(path)
     except OSError as error:
         warn(f"{str(path)!r} could not be deleted: {error}")

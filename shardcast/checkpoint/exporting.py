@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import chosen
-from shardcast.checkpoint.storage import HashingFile
+from shardcast.checkpoint.region import KeyPath
 from shardcast.optimizer.state_dict import split_state
 from shardcast.step.update.epilogues import AVERAGE
 
 OPTIMIZER = "optimizer.pt"
-Sources = dict[str, tuple[str, ...]]  # names in state_dict, and the paths of what is stored
-DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
-    torch.bool: "BOOL",
-}
+Paths = dict[str, KeyPath]  # of what is stored, by names
 
 
 def export(
@@ -45,10 +36,10 @@ def export(
 
     One process, no process group. The model becomes ``model.safetensors``, or numbered files with
     an index where it is larger than ``max_shard_mb``: trained parameters in fp32, under every name
-    that ``model.state_dict()`` has. It is streamed, one parameter in memory at a time. The
-    optimizer becomes ``optimizer.pt``, which loads into the plain torch optimizer with
-    ``weights_only=True``; its state is in memory as a whole while it is written. Several that were
-    sharded together become ``optimizer-0.pt`` and so on, in the order in which they were given.
+    that ``model.state_dict()`` has. One of them is in memory at a time. The optimizer becomes
+    ``optimizer.pt``, which loads into the plain torch optimizer with ``weights_only=True``; its
+    state is in memory as a whole while it is written. Several that were sharded together become
+    ``optimizer-0.pt`` and so on, in the order in which they were given.
 
     Args:
         out: a directory that is new or empty. It is there with all files, or not at all.
@@ -75,16 +66,20 @@ def export(
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
     storage.check_writable(target, "out")
     writing = target.with_name(f".exporting-{target.name}-{uuid.uuid4().hex[:8]}")
-    storage.SYSTEM.make_directory(writing)
+    storage.make_directory(writing)
+    files = storage.Files()
     try:
-        written = _export_model(reader, paths, head["ties"], writing, int(max_shard_mb * 2**20))
+        written = _export_model(
+            files, reader, paths, head["ties"], writing, int(max_shard_mb * 2**20)
+        )
         if optimizer:
             for name, state in _optimizer_files(reader, head).items():
                 written.append(writing / name)
-                with storage.SYSTEM.create(written[-1]) as file:
-                    file.save(state)
-        storage.SYSTEM.flush_directory(writing)
-        storage.SYSTEM.rename(writing, target)
+                with files.create_stream(written[-1], "wb") as file:
+                    torch.save(state, file)
+        files.flush()
+        storage.flush(writing)
+        files.rename(writing, target)
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
@@ -109,17 +104,16 @@ def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str
 
 def _check_dtypes(reader: Reader) -> None:
     for path, stored in reader.stored.items():
-        # Complex numbers too are refused: only the newest releases of safetensors read them.
-        if path[0] == "model" and stored.dtype not in DTYPES:
+        if path[0] == "model" and stored.dtype.is_complex:  # only new safetensors read them
             raise ValueError(
                 f"directory: buffer {state_key(path[1])!r} has {stored.dtype}, expected a "
-                f"dtype that safetensors files have ({', '.join(DTYPES.values())}); keep complex "
-                "numbers as real ones (torch.view_as_real), or leave the buffer out of checkpoints "
-                "with register_buffer(..., persistent=False), and save again"
+                "dtype that safetensors files have; keep complex numbers as real ones "
+                "(torch.view_as_real), or leave the buffer out of checkpoints with "
+                "register_buffer(..., persistent=False), and save again"
             )
 
 
-def _model_paths(reader: Reader, average: str | None) -> Sources:
+def _model_paths(reader: Reader, average: str | None) -> Paths:
     """Of parameters and buffers; of an average those of parameters that were trained."""
     names = {path[1]: path for path in reader.paths if path[0] == "model"}
     if average is None:
@@ -136,33 +130,41 @@ def _model_paths(reader: Reader, average: str | None) -> Sources:
 
 
 def _export_model(
-    reader: Reader, names: Sources, ties: dict[str, str], out: Path, limit: int
+    files: storage.Files,
+    reader: Reader,
+    names: Paths,
+    ties: Mapping[str, str],
+    out: Path,
+    limit: int,
 ) -> list[Path]:
-    names = dict(names)
-    names.update({name: names[first] for name, first in ties.items() if first in names})
-    sources = {state_key(name): path for name, path in names.items()}
-    shards = list(_split(reader, sources, limit))
-    files = ["model.safetensors"]
+    from safetensors.torch import save_file  # not needed for anything else
+
+    names = names | {name: names[first] for name, first in ties.items() if first in names}
+    paths = {state_key(name): path for name, path in names.items()}
+    shards = list(_split(reader, paths, limit))
+    written = ["model.safetensors"]
     if len(shards) > 1:
         numbers = range(1, len(shards) + 1)
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
-    for name, shard in zip(files, shards, strict=True):
-        with storage.SYSTEM.create(out / name) as file:
-            _write_safetensors(file, reader, shard)
+        written = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+    for name, shard in zip(written, shards, strict=True):
+        tensors = {key: reader.tensor(path) for key, path in shard.items()}
+        save_file(tensors, out / name, metadata={"format": "pt"})
+        storage.flush(out / name)
+        del tensors  # before those of the next file are read
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": sum(reader.stored[p].nbytes for p in sources.values())},
-            "weight_map": {n: f for f, shard in zip(files, shards, strict=True) for n in shard},
+            "metadata": {"total_size": sum(reader.stored[p].nbytes for p in paths.values())},
+            "weight_map": {n: f for f, shard in zip(written, shards, strict=True) for n in shard},
         }
-        files.append("model.safetensors.index.json")
-        storage.SYSTEM.write(out / files[-1], json.dumps(index, indent=2).encode())
-    return [out / name for name in files]
+        written.append("model.safetensors.index.json")
+        files.write(out / written[-1], json.dumps(index, indent=2).encode())
+    return [out / name for name in written]
 
 
-def _split(reader: Reader, sources: Sources, limit: int) -> Iterator[Sources]:
-    shard: Sources = {}
+def _split(reader: Reader, paths: Paths, limit: int) -> Iterator[Paths]:
+    shard: Paths = {}
     filled = 0
-    for name, path in sources.items():
+    for name, path in paths.items():
         size = reader.stored[path].nbytes
         if shard and filled + size > limit:
             yield shard
@@ -170,27 +172,3 @@ def _split(reader: Reader, sources: Sources, limit: int) -> Iterator[Sources]:
         shard[name] = path
         filled += size
     yield shard
-
-
-def _write_safetensors(file: HashingFile, reader: Reader, shard: Sources) -> None:
-    """The safetensors format: length of the header, header, tensors one after the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    # The format wants offsets without gaps; the biggest dtypes first keep them aligned.
-    order = sorted(shard.items(), key=lambda item: -reader.stored[item[1]].dtype.itemsize)
-    for name, path in order:
-        stored, begin = reader.stored[path], end
-        end += stored.nbytes
-        known = DTYPES[stored.dtype]
-        header[name] = {"dtype": known, "shape": stored.shape, "data_offsets": [begin, end]}
-    data = json.dumps(header).encode()
-    data += b" " * (-len(data) % 8)
-    file.write(struct.pack("<Q", len(data)))
-    file.write(data)
-    for _, path in order:
-        _write_bytes(file, reader.tensor(path))  # no name for it: it is gone before the next
-
-
-def _write_bytes(file: HashingFile, tensor: Tensor) -> None:
-    if tensor.nbytes:
-        file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -14,10 +14,9 @@ import torch
 
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
-from shardcast.checkpoint.dcp import Reader
+from shardcast.checkpoint.dcp import Reader, Stored
 from shardcast.checkpoint.directory import DamagedCheckpointError
 from shardcast.checkpoint.inventory import Inventory
-from shardcast.checkpoint.parts import Stored
 from shardcast.checkpoint.source import Source, from_reader
 
 Directory = str | os.PathLike[str]
@@ -101,7 +100,7 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
     """The sound checkpoint to load; each rank verifies a share of the files."""
 
     def check(folder: Path) -> DamagedCheckpointError | None:
-        share = snapshot.rank, snapshot.size
+        share = snapshot.comm.rank, snapshot.comm.size
         errors = snapshot.collect(lambda: folders.damage(folder, *share), "load")
         return next((error for error in errors if error is not None), None)
 
@@ -115,7 +114,7 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
             f"directory: the ranks see different checkpoints in {str(path)!r}; it must be on a "
             "file system that all ranks share"
         )
-    return folders.choose(path, check, loud=snapshot.rank == 0)
+    return folders.choose(path, check, loud=snapshot.comm.rank == 0)
 
 
 def compare(snapshot: Snapshot, source: Source) -> Source:

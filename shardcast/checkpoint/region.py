@@ -17,17 +17,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardcast import _compat
 
 Shape = tuple[int, ...]
+KeyPath = tuple[str, ...]  # in the nested state dict, e.g. ``("model", "wte.weight")``
 
 
 class Run(NamedTuple):
@@ -35,18 +43,6 @@ class Run(NamedTuple):
 
     first: int
     size: int
-
-
-class Box(NamedTuple):
-    """A box of a tensor."""
-
-    offsets: Shape
-    sizes: Shape
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """What a tensor is indexed with for it."""
-        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Region:
         """Whether the local tensor begins where the whole one does."""
         return all(runs and runs[0].first == 0 for runs in self.runs)
 
-    def pieces(self, flat: Tensor, start: int) -> Iterator[tuple[Box, Tensor]]:
+    def pieces(self, flat: Tensor, start: int) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
         """Some elements of the local tensor as boxes of the whole one.
 
         Args:
@@ -103,17 +99,64 @@ class Region:
             Each box with a view of its elements, of the box's shape. The views are contiguous,
             and at most ``2 d - 1``, where each dimension has one run.
         """
-        done, firsts = 0, self._firsts
-        for box in boxes(self.local, start, start + flat.numel()):
-            size = math.prod(box.sizes)
-            view = flat[done : done + size].view(box.sizes)
-            done += size
+        end, firsts = 0, self._firsts
+        for offsets, sizes in boxes(self.local, start, start + flat.numel()):
+            begin, end = end, end + math.prod(sizes)
+            view = flat[begin:end].view(sizes)
             if firsts is not None:
-                yield Box(tuple(map(add, firsts, box.offsets)), box.sizes), view
+                yield _chunk(map(add, firsts, offsets), sizes), view
                 continue
-            for part in itertools.product(*map(_overlaps, self.runs, box.offsets, box.sizes)):
-                offsets, inside = (tuple(x) for x in zip(*part, strict=True)) if part else ((), ())
-                yield Box(offsets, tuple(view[inside].shape)), view[inside]
+            for cuts in itertools.product(*map(_overlaps, self.runs, offsets, sizes)):
+                inside = tuple(within for _, within in cuts)
+                yield _chunk((first for first, _ in cuts), view[inside].shape), view[inside]
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """A flat interval of a rank's share of a stored tensor, in memory to write from or read into.
+
+    Attributes:
+        path: where the tensor stands in the nested state dict.
+        region: what of the tensor the rank has.
+        start: of the interval, in elements of what the rank has.
+        flat: 1-d, the interval's elements.
+    """
+
+    path: KeyPath
+    region: Region
+    start: int
+    flat: Tensor
+
+    @classmethod
+    def whole(cls, path: KeyPath, tensor: Tensor) -> ShardView:
+        """All of a tensor; what is read reaches a contiguous one only."""
+        return cls(path, Region.whole(tensor.shape), 0, tensor.detach().reshape(-1))
+
+    def chunks(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        """The boxes of the interval, each with a view of its elements in the box's shape."""
+        shape = self.region.shape
+        if math.prod(shape) == 0:
+            yield _chunk((0,) * len(shape), shape), self.flat.view(shape)
+        yield from self.region.pieces(self.flat, self.start)
+
+    def write_items(self, key: str) -> Iterator[tuple[WriteItem, Tensor]]:
+        """DCP's plan of writing each box, and the box's elements."""
+        properties, size = TensorProperties(self.flat.dtype), torch.Size(self.region.shape)
+        for chunk, view in self.chunks():
+            index, data = (
+                MetadataIndex(key, chunk.offsets),
+                TensorWriteData(chunk, properties, size),
+            )
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=data), view
+
+
+def slices_of(chunk: ChunkStorageMetadata) -> tuple[slice, ...]:
+    """What a whole tensor is indexed with for a box of it."""
+    return tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def _chunk(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 def _runs(tensor: Tensor, dim: int) -> tuple[Run, ...]:
@@ -137,12 +180,12 @@ def _overlaps(runs: Sequence[Run], offset: int, size: int) -> Iterator[tuple[int
         begin += run.size
 
 
-def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The boxes, in flat order, of elements ``[start, stop)`` of a tensor of ``shape``."""
+def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Offsets and sizes of the boxes, in flat order, of elements ``[start, stop)`` of a tensor."""
     if start >= stop:
         return
     if len(shape) == 0:
-        yield Box((), ())
+        yield (), ()
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows
@@ -152,13 +195,12 @@ def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     if start < first * row:
         yield from _in_row(shape, first - 1, start, first * row)
     if first < last:
-        zeros = (0,) * (len(shape) - 1)
-        yield Box((first, *zeros), (last - first, *shape[1:]))
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
     if last * row < stop:
         yield from _in_row(shape, last, last * row, stop)
 
 
-def _in_row(shape: Shape, number: int, start: int, stop: int) -> Iterator[Box]:
+def _in_row(shape: Shape, number: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     base = number * math.prod(shape[1:])
-    for box in boxes(shape[1:], start - base, stop - base):
-        yield Box((number, *box.offsets), (1, *box.sizes))
+    for offsets, sizes in boxes(shape[1:], start - base, stop - base):
+        yield (number, *offsets), (1, *sizes)

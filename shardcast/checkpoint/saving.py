@@ -25,17 +25,9 @@ import torch
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import Model, Snapshot
-from shardcast.checkpoint.dcp import (
-    METADATA,
-    Record,
-    data_file,
-    metadata_of,
-    unpickled,
-    write_object,
-    write_part,
-)
+from shardcast.checkpoint.dcp import ONCE, Writer, Written, unpickled
 from shardcast.checkpoint.directory import BACKGROUND, LEAVING, WRITING
-from shardcast.checkpoint.parts import Part
+from shardcast.checkpoint.region import KeyPath, ShardView
 
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
 LAG = 60.0  # seconds after which a network file system should show what another rank wrote
@@ -80,7 +72,7 @@ def save(
     job = begin(snapshot, "save", (os.path.abspath(directory), step, keep), extra, per_rank)
     named = _naming(job.target)
     try:
-        snapshot.together(lambda: named(job.write)(snapshot.parts()), "save")
+        snapshot.together(lambda: named(job.write)(snapshot.views()), "save")
         snapshot.together(named(job.commit), "save")
     except Exception:
         job.abandon()  # all ranks have stopped writing
@@ -117,7 +109,7 @@ class Job:
     writing: Path
     target: Path
     own: tuple[Any, dict[str, Any], dict[str, Any]]
-    once: dict[Any, Any]
+    once: dict[KeyPath, Any]
     facts: dict[str, Any]
     keep: int | None
     timeout: float = LAG
@@ -130,20 +122,18 @@ class Job:
                 "it; the directory must be on a file system that all ranks share"
             )
 
-    def write(self, parts: Iterable[Part]) -> None:
-        """Write this rank's file, then tell rank 0 what is in it."""
+    def write(self, views: Iterable[ShardView]) -> None:
+        """Write this rank's file, then leave a message for rank 0 with what is in it."""
         self.look()
-        name, records, own = data_file(self.rank), list[Record](), io.BytesIO()
-        with storage.SYSTEM.create(self.writing / name) as file:
-            for part in parts:
-                records += write_part(file, name, part)
+        written, own = Writer(self.writing, self.rank).write(views), io.BytesIO()
         torch.save(self.own, own)
-        sums = {name: (file.size, file.digest)}
-        self.tell({"records": records, "sums": sums, "own": own.getvalue()})
+        self.leave({"written": written, "own": own.getvalue()})
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Leave a message for rank 0; one with an ``error`` ends the save there."""
-        storage.SYSTEM.tell(self._message(self.rank), pickle.dumps(message))
+    def leave(self, message: dict[str, Any]) -> None:
+        """Leave a message for rank 0, which sees all of it or none; an ``error`` ends the save."""
+        draft = self._message(self.rank).with_suffix(".draft")
+        draft.write_bytes(pickle.dumps(message))
+        os.replace(draft, self._message(self.rank))
 
     def commit(self) -> None:
         """On rank 0: commit what all ranks wrote. Elsewhere nothing.
@@ -154,25 +144,21 @@ class Job:
         if self.rank != 0:
             return
         deadline = time.monotonic() + self.timeout
-        records, sums, owns = list[Record](), {}, []
+        per_rank, objects, extra_state, written = list[Any](), {}, {}, list[Written]()
         for rank in range(self.facts["world_size"]):
-            message = self._answer(rank, deadline)
-            records += message["records"]
-            sums.update(message["sums"])
-            owns.append(torch.load(io.BytesIO(message["own"]), weights_only=True))
-        once = {**self.once, ("per_rank",): [value for value, _, _ in owns]}
-        once["shardcast",] = {
-            **once["shardcast",],
-            "objects": {name: values for _, by_name, _ in owns for name, values in by_name.items()},
-            "extra_state": {
-                name: value for _, _, by_name in owns for name, value in by_name.items()
-            },
-        }
-        name = data_file(0, 1)
-        with storage.SYSTEM.create(self.writing / name) as file:
-            records += [write_object(file, name, path, value) for path, value in once.items()]
-        sums[name] = file.size, file.digest
-        sums[METADATA] = storage.SYSTEM.write(self.writing / METADATA, metadata_of(records))
+            message = self._receive(rank, deadline)
+            written.append(message["written"])
+            own = torch.load(io.BytesIO(message["own"]), weights_only=True)
+            per_rank.append(own[0])
+            objects.update(own[1])
+            extra_state.update(own[2])
+        head = {**self.once["shardcast",], "objects": objects, "extra_state": extra_state}
+        once = {**self.once, ("per_rank",): per_rank, ("shardcast",): head}
+        writer = Writer(self.writing, ONCE)
+        written.append(writer.write(once.items()))
+        sums = writer.write_metadata(written)
+        for rank_written in written:
+            sums |= rank_written.sums
         folders.commit(self.writing, self.target, sums, self.facts)
 
     def retain(self) -> None:
@@ -188,7 +174,7 @@ class Job:
     def _message(self, rank: int) -> Path:
         return self.writing / f"acknowledged-{rank}"
 
-    def _answer(self, rank: int, deadline: float) -> dict[str, Any]:
+    def _receive(self, rank: int, deadline: float) -> dict[str, Any]:
         path = self._message(rank)
         while not path.exists():
             if time.monotonic() > deadline:
@@ -233,7 +219,7 @@ def begin(
             "what get_extra_state() of a module returned": own[2],
         }.items():
             _check_plain(what, value)
-        return head, own, sum(part.flat.nbytes for part in snapshot.parts(decode=False))
+        return head, own, sum(view.flat.nbytes for view in snapshot.views(decode=False))
 
     head, own, nbytes = snapshot.together(check, call)
     everyone = snapshot.collect(lambda: (arguments, nbytes), call)
@@ -245,7 +231,7 @@ def begin(
     target = folders.folder_of(base, step)
 
     def prepare() -> str:
-        if snapshot.rank != 0:
+        if snapshot.comm.rank != 0:
             return ""
         return _prepare(base, target, sum(n for _, n in everyone), call == "save_async")
 
@@ -257,13 +243,13 @@ def begin(
     }
     facts = {
         "step": step,
-        "world_size": snapshot.size,
+        "world_size": snapshot.comm.size,
         "partition": snapshot.partition,
         "optimizer": head["optimizer"],
         "torch": torch.__version__,
     }
-    once = once if snapshot.rank == 0 else {}
-    return Job(snapshot.rank, writing, target, own, once, facts, keep)
+    once = once if snapshot.comm.rank == 0 else {}
+    return Job(snapshot.comm.rank, writing, target, own, once, facts, keep)
 
 
 def _check_arguments(arguments: tuple[str, int, int | None]) -> None:
@@ -294,7 +280,7 @@ def _check_plain(what: str, value: Any) -> None:
 def _prepare(base: Path, target: Path, total: int, background: bool) -> str:
     """Room, permission and a fresh directory, on rank 0; what killed runs left is removed."""
     if not base.exists():
-        storage.SYSTEM.make_directory(base)
+        storage.make_directory(base)
     # A save leaves alone what one in the background is writing meanwhile.
     folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
     folders.clear_the_way(target)
@@ -305,5 +291,5 @@ def _prepare(base: Path, target: Path, total: int, background: bool) -> str:
             "free space or lower keep="
         )
     name = folders.new_name(BACKGROUND if background else WRITING, target)
-    storage.SYSTEM.make_directory(base / name)
+    storage.make_directory(base / name)
     return name

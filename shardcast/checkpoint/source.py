@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.checkpoint.dcp import Reader
-from shardcast.checkpoint.parts import Part, Stored, model_path, state_path
+from shardcast.checkpoint.dcp import Reader, Stored
+from shardcast.checkpoint.region import KeyPath, ShardView, slices_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Source:
     Attributes:
         where: names the source in errors.
         state: by parameter and state name, :class:`Stored` or a plain value.
-        read: fills parts, whose paths are those of our checkpoints.
+        read: fills views, whose paths are those of our checkpoints.
         groups: options of the optimizer's groups with parameter names.
         exact: state has the dtypes to keep; otherwise floats become fp32, as masters are.
         optimizer: name of the class.
@@ -43,12 +43,22 @@ class Source:
     where: str
     weights: Mapping[str, Stored]
     state: Mapping[str, Mapping[str, Any]]
-    read: Callable[[Sequence[Part]], None]
+    read: Callable[[Sequence[ShardView]], None]
     groups: Sequence[Mapping[str, Any]] | None = None
     exact: bool = False
     optimizer: str | None = None
     scaler: Mapping[str, Any] | None = None
     extra_state: Mapping[str, Any] | None = None
+
+
+def model_path(name: str) -> KeyPath:
+    """Where a parameter or buffer is stored."""
+    return ("model", name)
+
+
+def state_path(name: str, state: str) -> KeyPath:
+    """Where a tensor of a parameter's optimizer state is stored."""
+    return ("optimizer", "state", name, state)
 
 
 def from_reader(
@@ -57,7 +67,7 @@ def from_reader(
     """What DCP files hold under two keys, in the dtypes in which it is stored."""
     weights: dict[str, Stored] = {}
     state: dict[str, dict[str, Any]] = {}
-    stored_paths: dict[tuple[str, ...], tuple[str, ...]] = {}
+    stored_paths: dict[KeyPath, KeyPath] = {}
     for path in reader.paths:
         stored = reader.stored.get(path)
         if path[0] == model_key and len(path) == 2 and stored is not None:
@@ -67,8 +77,8 @@ def from_reader(
             state.setdefault(path[2], {})[path[3]] = stored or reader.object(path)
             stored_paths[state_path(path[2], path[3])] = path
 
-    def read(parts: Sequence[Part]) -> None:
-        reader.read([dataclasses.replace(part, path=stored_paths[part.path]) for part in parts])
+    def read(views: Sequence[ShardView]) -> None:
+        reader.read([dataclasses.replace(view, path=stored_paths[view.path]) for view in views])
 
     return Source(where, weights, state, read)
 
@@ -77,7 +87,7 @@ def from_tensors(
     where: str, weights: Mapping[str, Tensor | Lazy], state: Mapping[str, Mapping[str, Any]]
 ) -> Source:
     """What is in memory, or mapped into it."""
-    values: dict[tuple[str, ...], Tensor | Lazy] = {model_path(n): v for n, v in weights.items()}
+    values: dict[KeyPath, Tensor | Lazy] = {model_path(n): v for n, v in weights.items()}
     stored: dict[str, dict[str, Any]] = {}
     for name, known in state.items():
         stored[name] = dict(known)
@@ -86,12 +96,12 @@ def from_tensors(
                 values[state_path(name, key)] = value
                 stored[name][key] = Stored(tuple(value.shape), value.dtype)
 
-    def read(parts: Sequence[Part]) -> None:
-        for part in parts:
-            value = values[part.path]
-            complete = (value.make() if isinstance(value, Lazy) else value).reshape(part.shape)
-            for box, piece in part.pieces():
-                piece.copy_(complete[box.slices])
+    def read(views: Sequence[ShardView]) -> None:
+        for view in views:
+            value = values[view.path]
+            tensor = value.make() if isinstance(value, Lazy) else value
+            for chunk, target in view.chunks():
+                target.copy_(tensor.reshape(view.region.shape)[slices_of(chunk)])
 
     shapes = {name: Stored(tuple(value.shape), value.dtype) for name, value in weights.items()}
     return Source(where, shapes, stored, read)

@@ -1,8 +1,7 @@
-"""The thin layer between checkpoints and the file system: every change on disk goes through it.
+"""Files that survive a power cut, and know what was written to them.
 
-Each method calls :meth:`Files.reached` first, which does nothing here. Tests put an object in
-place of :data:`SYSTEM` whose ``reached`` raises or kills the process, so that a save is cut off
-at every single write, flush, rename and acknowledgement.
+:class:`Files` is what DCP's writer writes through. Tests cut saves off in its methods, at every
+single write, flush and rename.
 """
 
 from __future__ import annotations
@@ -12,139 +11,129 @@ import errno
 import hashlib
 import io
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
 
 
-class Files:
-    """Plain files and directories, with the flushes that make them survive a power cut."""
+class Files(FileSystem):
+    """DCP's file system with files that are new, hashed as they are written, and flushed.
 
-    def reached(self, point: str, path: str) -> None:
-        """Called before each operation ``point`` on ``path``; for tests."""
+    A file that DCP begins stays open until :meth:`flush`, for a rank's file is written in as many
+    plans as the rank has tensors.
+    """
 
-    def make_directory(self, path: Path) -> None:
-        """Make a directory that must not exist yet; parents are made, existing ones kept."""
-        self.reached("mkdir", str(path))
-        missing = [parent for parent in path.parents if not parent.exists()]
-        path.mkdir(parents=True)
-        for made in (path, *missing):
-            self.flush_directory(made.parent)
+    def __init__(self) -> None:
+        self._written: dict[Path, Stream] = {}
 
-    def create(self, path: Path) -> HashingFile:
-        """A new file to write to, hashed as it is written; it must not exist yet."""
-        self.reached("create", str(path))
-        return HashingFile(self, path)
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """A stream to read from, or to append to a file that this object made."""
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        if Path(path) not in self._written:
+            self._written[Path(path)] = Stream(HashingFile(Path(path)), BUFFER)
+        file = self._written[Path(path)]
+        try:
+            yield file
+        except Exception:
+            self.close()
+            if file.raw.error is not None:  # torch's writer says something else
+                raise file.raw.error from None
+            raise
 
     def write(self, path: Path, data: bytes) -> tuple[int, str]:
         """Write a small file and flush it; its size and SHA-256."""
-        with self.create(path) as file:
+        with self.create_stream(path, "wb") as file:
             file.write(data)
-        return file.size, file.digest
+        return self.flush()[path.name]
 
-    def tell(self, path: Path, data: bytes) -> None:
-        """Write a small file for another rank, which sees all of it or none; it is not flushed."""
-        self.reached("tell", str(path))
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(data)
-        os.replace(draft, path)
-
-    def flush_directory(self, path: Path) -> None:
-        """Make the entries of a directory durable."""
-        self.reached("flush", str(path))
-        handle = os.open(path, os.O_RDONLY)
+    def flush(self) -> dict[str, tuple[int, str]]:
+        """Close what was written, safe on the disk; sizes and SHA-256 by name of file."""
+        sums = {}
         try:
-            with naming(path):
-                os.fsync(handle)
+            for path, file in self._written.items():
+                with naming(path):
+                    file.flush()
+                    os.fsync(file.fileno())
+                sums[path.name] = file.tell(), file.raw.sha256.hexdigest()
         finally:
-            os.close(handle)
+            self.close()
+        return sums
 
-    def rename(self, source: Path, target: Path) -> None:
-        """Rename a directory to a name that is free, and make that durable.
+    def close(self) -> None:
+        """Close all files, without a flush."""
+        for file in self._written.values():
+            file.raw.close()
+        self._written = {}
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file or directory to a name that is free, and make that durable.
 
         A race for the name is lost with an error: a directory with files is never replaced.
         """
-        self.reached("rename", str(source))
-        os.replace(source, target)
-        self.flush_directory(target.parent)
-
-    def remove(self, path: Path) -> None:
-        """Delete a directory and what is in it."""
-        self.reached("remove", str(path))
-        shutil.rmtree(path)
+        os.replace(path, new_path)
+        if Path(path) in self._written:
+            self._written[Path(new_path)] = self._written.pop(Path(path))
+        flush(Path(new_path).parent)
 
 
-class HashingFile(io.RawIOBase):
-    """A new binary file whose size and SHA-256 are known once it is closed.
+class HashingFile(io.FileIO):
+    """A new binary file that hashes what is written to it; it must not exist yet.
 
-    Leaving the ``with`` block flushes it to the disk, unless there was an error.
+    Attributes:
+        sha256: of all that was written.
+        error: of the file system, while it was written.
     """
 
-    def __init__(self, files: Files, path: Path) -> None:
-        self._files, self._path = files, path
-        self._file = open(path, "xb")  # noqa: SIM115, closed by close()
-        self._hash = hashlib.sha256()
-        self.size = 0
-        self._error: OSError | None = None
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x")
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Append ``data``."""
-        view = memoryview(data).cast("B")
+        """Append as much of ``data`` as the system takes."""
         try:
-            with naming(self._path):
-                self._files.reached("write", str(self._path))
-                self._file.write(view)
+            with naming(Path(str(self.name))):
+                size = super().write(data)
         except OSError as error:
-            self._error = error
+            self.error = error
             raise
-        self._hash.update(view)
-        self.size += len(view)
-        return len(view)
+        self.sha256.update(memoryview(data)[:size])
+        return size
 
-    def save(self, value: Any) -> None:
-        """Append ``torch.save(value)``.
 
-        Raises:
-            OSError: as the file system said it; torch's writer would say something else.
-        """
-        try:
-            torch.save(value, cast(IO[bytes], self))
-        except Exception:
-            if self._error is not None:
-                raise self._error from None
-            raise
+class Stream(io.BufferedWriter):
+    """What DCP writes to: many small writes become few. It closes it after each plan, in vain."""
 
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self.size
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all that was written."""
-        return self._hash.hexdigest()
+    raw: HashingFile
 
     def close(self) -> None:
-        """Close without flushing to the disk."""
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        with naming(self._path):  # what could not be flushed fails once more when it is closed
-            try:
-                if error is None:
-                    self._files.reached("flush", str(self._path))
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            finally:
-                self.close()
+        """Nothing; see :meth:`Files.flush`."""
 
 
-SYSTEM = Files()
-"""The layer in use."""
+def make_directory(path: Path) -> None:
+    """Make a directory that must not exist yet; parents are made, existing ones kept."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    path.mkdir(parents=True)
+    for made in (path, *missing):
+        flush(made.parent)
+
+
+def flush(path: Path) -> None:
+    """Make the entries of a directory, or the contents of a file, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -27,15 +27,16 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # run as a script, not by pytest
+from faults import at_each_point
 from models import CASES, parts, sharded
 
 from shardcast import checkpoint
-from shardcast.checkpoint import directory, storage
+from shardcast.checkpoint import directory
 
 RANKS = 2
 
 
-class Killing(storage.Files):
+class Killing:
     """Counts the points reached once it is switched on, and kills processes at one of them."""
 
     def __init__(self, at: int = -1, everybody: bool = False) -> None:
@@ -43,7 +44,7 @@ class Killing(storage.Files):
         self.active = False
         self.seen: list[str] = []
 
-    def reached(self, point: str, path: str) -> None:
+    def __call__(self, point: str, path: str) -> None:
         if self.active:
             self.seen.append(point)
             if len(self.seen) == self.at + 1:
@@ -56,21 +57,21 @@ def job(group: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def save_steps(folder: Path, rank: int, steps: range, layer: Killing) -> None:
-    """One rank: save ``steps``; from the second one on ``layer`` counts."""
+def save_steps(folder: Path, rank: int, steps: range, killing: Killing) -> None:
+    """One rank: save ``steps``; from the second one on ``killing`` counts."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}.store", rank=rank, world_size=RANKS
     )
     model, optimizer = job(dist.group.WORLD)
-    storage.SYSTEM = layer
     for step in steps:
         with torch.no_grad():
             for master in optimizer.shards:
                 master.data.fill_(float(step))
         optimizer.publish()  # else the parameters are taken for edits of a script
-        checkpoint.save(folder, model, optimizer, step=step, keep=2)
-        layer.active = True
+        with at_each_point(killing):
+            checkpoint.save(folder, model, optimizer, step=step, keep=2)
+        killing.active = True
 
 
 def start(folder: Path, steps: range, layers: list[Killing]) -> list[int]:

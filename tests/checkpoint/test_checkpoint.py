@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from faults import watch
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardcast import checkpoint
-from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import Snapshot
 from shardcast.comm import Comm
 from shardcast.testing import SpawnedWorld
@@ -97,6 +97,22 @@ def test_n_ranks_to_m_ranks_is_exact_and_goes_on_as_if_nothing_was(
     for m in range(1, 5):
         loaded, _ = run_world(m, loading, str(tmp_path), "gpt", "adamw", fields)
         compare(saved, loaded)
+
+
+def test_a_checkpoint_that_an_earlier_release_wrote_by_hand_loads():
+    torch.manual_seed(0)
+    plain, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for param in plain.parameters():
+        param.grad = torch.ones_like(param)
+    expected.step()
+    optimizer = sharded(model, None, lambda m: torch.optim.AdamW(m.parameters()), param_dtype=BF16)
+    resumed = checkpoint.load(Path(__file__).parent / "data" / "format1", model, optimizer)
+    assert (resumed.step, resumed.extra, resumed.per_rank) == (1, {"a": 1}, ["r"])
+    loaded, state = optimizer.full_parameters(), optimizer.full_state_dict()["state"]
+    torch.testing.assert_close(loaded, {n: p.detach() for n, p in plain.named_parameters()})
+    torch.testing.assert_close(state, expected.state_dict()["state"])
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -339,12 +355,11 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     advance(model, optimizer, 0, 1)
     checkpoint.save(tmp_path / "run", model, optimizer, step=1)
 
-    class Full(storage.Files):
-        def reached(self, point: str, path: str) -> None:
-            if point == "create" and path.endswith("optimizer.pt"):
-                raise OSError(28, "No space left on device", path)
+    def full(point: str, path: str) -> None:
+        if point == "create" and path.endswith("optimizer.pt"):
+            raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(storage, "SYSTEM", Full())
+    watch(monkeypatch, full)
     with pytest.raises(OSError, match="No space left"):
         checkpoint.export(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults import watch
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 
 from shardcast import checkpoint
-from shardcast.checkpoint import background, saving, storage
+from shardcast.checkpoint import background, saving
 from shardcast.checkpoint.background import save_async
 from shardcast.checkpoint.directory import BACKGROUND
 from shardcast.checkpoint.directory import steps as checkpoints
@@ -26,15 +27,15 @@ from shardcast.checkpoint.directory import steps as checkpoints
 pytestmark = pytest.mark.timeout(60)
 
 
-class Gate(storage.Files):
+class Gate:
     """Data is written only when the gate is open; can also fail, on one rank."""
 
     def __init__(self, fails: str = "") -> None:
         self.open = threading.Event()
         self.fails = fails
 
-    def reached(self, point: str, path: str) -> None:
-        if point == "create" and path.endswith(".distcp"):
+    def __call__(self, point: str, path: str) -> None:
+        if point == "create" and BACKGROUND in path and path.endswith(".distcp"):
             assert self.open.wait(20)
             if self.fails and self.fails in path:
                 raise OSError(28, "No space left on device", path)
@@ -73,7 +74,7 @@ def loading(group: Any, folder: str) -> Any:
 
 def test_steps_during_a_save_are_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = Gate()
-    monkeypatch.setattr(storage, "SYSTEM", gate)
+    watch(monkeypatch, gate)
     before, _ = run_world(3, saving_beside, str(tmp_path), gate)
     after, _ = run_world(2, loading, str(tmp_path))
     assert_same_bits(whole(r[0] for r in after), whole(r[0] for r in before))
@@ -86,7 +87,7 @@ def test_steps_during_a_save_are_not_in_it(tmp_path: Path, monkeypatch: pytest.M
 def test_without_the_copy_steps_would_get_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: what the comparison above would see if parts were not copied."""
     gate = Gate()
-    monkeypatch.setattr(storage, "SYSTEM", gate)
+    watch(monkeypatch, gate)
     monkeypatch.setattr(background, "_copied", lambda part: part)
     before, _ = run_world(3, saving_beside, str(tmp_path), gate)
     after, _ = run_world(2, loading, str(tmp_path))
@@ -96,7 +97,7 @@ def test_without_the_copy_steps_would_get_into_it(tmp_path: Path, monkeypatch: p
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = Gate()
-    monkeypatch.setattr(storage, "SYSTEM", gate)
+    watch(monkeypatch, gate)
     model, optimizer = job()
     first = save_async(tmp_path, model, optimizer, step=1)
     timer = threading.Timer(0.2, gate.open.set)
@@ -121,9 +122,8 @@ def test_a_save_that_is_over_keeps_neither_model_nor_optimizer_in_memory(tmp_pat
 def test_a_save_in_between_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = Gate()
     model, optimizer = job()
-    monkeypatch.setattr(storage, "SYSTEM", gate)
+    watch(monkeypatch, gate)
     slow = save_async(tmp_path, model, optimizer, step=1)
-    monkeypatch.setattr(storage, "SYSTEM", storage.Files())
     checkpoint.save(tmp_path, model, optimizer, step=2)
     gate.open.set()
     slow.wait()
@@ -139,7 +139,7 @@ def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
 ):
     gate = Gate(fails=f"__{rank}_0")
     gate.open.set()
-    monkeypatch.setattr(storage, "SYSTEM", gate)
+    watch(monkeypatch, gate)
 
     def three_saves(group: Any) -> None:
         model, optimizer = job(group)
@@ -164,7 +164,7 @@ def test_who_waits_for_a_save_that_fails_is_not_told_by_the_log_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     gate = Gate(fails="__0_0")
-    monkeypatch.setattr(storage, "SYSTEM", gate)
+    watch(monkeypatch, gate)
     model, optimizer = job()
     save = save_async(tmp_path, model, optimizer, step=1)
     timer = threading.Timer(0.2, gate.open.set)
@@ -191,8 +191,8 @@ def test_a_save_beside_a_save_async_is_named_on_all_ranks(tmp_path: Path):
 def test_rank_0_gives_up_on_a_rank_that_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    tell = saving.Job.tell
-    monkeypatch.setattr(saving.Job, "tell", lambda job, message: job.rank or tell(job, message))
+    leave = saving.Job.leave
+    monkeypatch.setattr(saving.Job, "leave", lambda job, message: job.rank or leave(job, message))
 
     def lost(group: Any) -> None:
         model, optimizer = job(group)
@@ -204,12 +204,11 @@ def test_rank_0_gives_up_on_a_rank_that_says_nothing(
 
 
 def begin_and_end(folder: Path) -> None:
-    class Slow(storage.Files):
-        def reached(self, point: str, path: str) -> None:
-            if point == "create" and path.endswith(".distcp"):
-                time.sleep(0.5)
+    def slow(point: str, path: str) -> None:
+        if point == "create" and path.endswith(".distcp"):
+            time.sleep(0.5)
 
-    storage.SYSTEM = Slow()
+    watch(pytest.MonkeyPatch(), slow)
     assert not save_async(folder, *job(), step=1).done()
 
 
@@ -223,13 +222,12 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path: Path):
 
 
 def begin_and_say_so(folder: Path, pipe: int) -> None:
-    class Blocked(storage.Files):
-        def reached(self, point: str, path: str) -> None:
-            if point == "create" and path.endswith(".distcp"):
-                os.write(pipe, b"writing")
-                threading.Event().wait()
+    def blocked(point: str, path: str) -> None:
+        if point == "create" and path.endswith(".distcp"):
+            os.write(pipe, b"writing")
+            threading.Event().wait()
 
-    storage.SYSTEM = Blocked()
+    watch(pytest.MonkeyPatch(), blocked)
     model, optimizer = job()
     save_async(folder, model, optimizer, step=1).wait()
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -18,35 +17,16 @@ from typing import Any
 import kill_saves
 import pytest
 import torch
+from faults import Counting, at_each_point, no_space
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.checkpoint import directory, storage
+from shardcast.checkpoint import directory
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)
 BF16 = torch.bfloat16
-
-
-class Counting(storage.Files):
-    """Counts the points that are reached, and does something at one of them."""
-
-    def __init__(self, at: int = -1, act: Callable[[], None] = lambda: None) -> None:
-        self.at, self.act = at, act
-        self.seen: list[str] = []
-        self._counting = threading.Lock()  # ranks are threads: none may miss that it is its turn
-
-    def reached(self, point: str, path: str) -> None:
-        with self._counting:
-            self.seen.append(f"{point} {Path(path).name}")
-            mine = len(self.seen) == self.at + 1
-        if mine:
-            self.act()
-
-
-def fail() -> None:
-    raise OSError(28, "No space left on device")
 
 
 def job(group: Any = None, steps: int = 1, case: str = "tiny", **fields: Any) -> Any:
@@ -90,26 +70,21 @@ def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: P
     optimizer.step()
     states = first, snapshot(model, optimizer)
 
-    def second_save(name: str, layer: storage.Files) -> Path:
+    def second_save(name: str, reached: Counting) -> Path:
         folder = shutil.copytree(tmp_path / "first", tmp_path / name)
-        before, storage.SYSTEM = storage.SYSTEM, layer
-        try:
+        with at_each_point(reached):
             checkpoint.save(folder, model, optimizer, step=2, keep=1)
-        finally:
-            storage.SYSTEM = before
         return folder
 
     counting = Counting()
     second_save("whole", counting)
-    assert {"create", "write", "flush", "rename", "tell", "acknowledge", "mkdir", "remove"} == {
+    assert {"create", "write", "flush", "rename", "leave", "acknowledge", "mkdir", "remove"} == {
         point.split()[0] for point in counting.seen
     }
     committed = max(n for n, p in enumerate(counting.seen) if p.startswith("rename .writing"))
     found = set()
-    # Chunks are many small writes, which differ in nothing: every twentieth will do.
-    chosen = [
-        n for n, p in enumerate(counting.seen) if not p.startswith("write __0") or n % 20 == 0
-    ]
+    # Chunks are many small writes, which differ in nothing: every third will do.
+    chosen = [n for n, p in enumerate(counting.seen) if not p.startswith("write __0") or n % 3 == 0]
     for number in chosen:
         if how == "exit":
             kill = Counting(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -119,7 +94,7 @@ def test_a_save_cut_off_at_any_point_leaves_the_old_or_the_new_state(tmp_path: P
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a deletion that fails only warns
                 try:
-                    second_save(str(number), Counting(number, fail))
+                    second_save(str(number), Counting(number, no_space))
                 except OSError:
                     pass
                 else:
@@ -180,7 +155,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_one_rank_that_fails_makes_all_raise_and_none_hang(tmp_path: Path, monkeypatch: Any):
+def test_one_rank_that_fails_makes_all_raise_and_none_hang(tmp_path: Path):
     world = ThreadedWorld(2)
     pairs, others = world.run(job, 2), world.run(job, 0)
 
@@ -194,18 +169,17 @@ def test_one_rank_that_fails_makes_all_raise_and_none_hang(tmp_path: Path, monke
     def loading(group: Any) -> int:
         return checkpoint.load(tmp_path, *others[group.rank()]).step
 
-    layer = Counting()
+    points = Counting()
     assert world.run(saving, 1) == ["", ""]
-    monkeypatch.setattr(storage, "SYSTEM", layer)
-    assert world.run(saving, 2) == ["", ""]
-    chosen = [n for n, p in enumerate(layer.seen) if not p.startswith("write __") or n % 15 == 0]
+    with at_each_point(points):
+        assert world.run(saving, 2) == ["", ""]
+    chosen = [n for n, p in enumerate(points.seen) if not p.startswith("write __") or n % 3 == 0]
     for step, number in enumerate(chosen, start=3):
         for left in tmp_path.glob(".writing*"):  # a save removes it; that this fails is no matter
             shutil.rmtree(left)
-        monkeypatch.setattr(storage, "SYSTEM", Counting(number, fail))
-        assert all("No space" in told for told in world.run(saving, step))
+        with at_each_point(Counting(number, no_space)):
+            assert all("No space" in told for told in world.run(saving, step))
         assert_same_sequence(world.logs)
-        monkeypatch.setattr(storage, "SYSTEM", storage.Files())
         # A failed flush of the parent, or acknowledgement, comes after the commit.
         assert world.run(loading) == [max(directory.steps(tmp_path))] * 2
 

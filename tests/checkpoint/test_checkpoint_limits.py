@@ -152,7 +152,8 @@ for name, pair in (("warm", (small, other)), ("run", (model, optimizer))):
     folder = sys.argv[1] + "/" + name
     saved = peak_of(lambda: checkpoint.save(folder, *pair, step=1))
     loaded = peak_of(lambda: checkpoint.load(folder, *pair))
-    exported = peak_of(lambda: checkpoint.export(folder, folder + "-out", optimizer=False))
+    options = {"max_shard_mb": 16, "optimizer": False}
+    exported = peak_of(lambda: checkpoint.export(folder, folder + "-out", **options))
 print(saved, loaded, exported)
 """
 
@@ -161,8 +162,7 @@ print(saved, loaded, exported)
 def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model(tmp_path: Path):
     """192 MB of state are saved and loaded; extra is a chunk, and to load the state of a pack.
 
-    An export takes a parameter, and its chunk of the file: two copies, not the parameter before
-    as well, which would make three.
+    An export takes one of the files that it writes, here two parameters, and a chunk.
     """
     finished = subprocess.run(
         [sys.executable, "-c", SAVE, tmp_path],
@@ -176,4 +176,4 @@ def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model
     assert 0.9 * LARGEST < saved < 2 * LARGEST  # pages are counted in batches
     of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
     assert of_a_pack < loaded < of_a_pack + 2 * LARGEST
-    assert 1.9 * LARGEST < exported < 2.5 * LARGEST
+    assert 1.9 * LARGEST < exported < 3.5 * LARGEST

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardcast.checkpoint.dcp import METADATA, Reader, data_file, metadata_of, write_part
-from shardcast.checkpoint.parts import Part
-from shardcast.checkpoint.region import Region, Run
+from shardcast.checkpoint.dcp import Reader, Writer
+from shardcast.checkpoint.region import Region, Run, ShardView, slices_of
 from shardcast.checkpoint.source import from_tensors
-from shardcast.checkpoint.storage import SYSTEM
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,7 +71,7 @@ def test_an_interval_is_at_most_2d_minus_1_contiguous_boxes(shape: tuple[int, ..
         assert len(found) <= max(1, 2 * len(shape) - 1)
         elements: list[int] = []
         for box, view in found:
-            assert view.is_contiguous() and torch.equal(tensor[box.slices], view)
+            assert view.is_contiguous() and torch.equal(tensor[slices_of(box)], view)
             elements += view.flatten().tolist()
         assert elements == list(range(begin, end))
 
@@ -90,8 +88,8 @@ def test_the_boxes_of_all_ranks_tile_the_whole_tensor(shape: tuple[int, ...], da
         assert region.is_first == (local.numel() > 0 and int(local.view(-1)[0]) == 0)
         for begin, end in cut(data.draw, local.numel()):
             for box, view in region.pieces(local.view(-1)[begin:end], begin):
-                assert torch.equal(whole[box.slices], view)
-                seen[box.slices] += 1
+                assert torch.equal(whole[slices_of(box)], view)
+                seen[slices_of(box)] += 1
     assert torch.equal(seen, torch.ones_like(seen))
 
 
@@ -103,13 +101,13 @@ def test_what_one_grid_writes_any_other_one_reads(
 ):
     folder, path = tmp_path_factory.mktemp("grid"), ("model", "w")
     whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-    records = []
+    written = []
     for rank, region in enumerate(data.draw(grids(shape))):
-        local, name = local_of(whole, region).view(-1), data_file(rank)
-        with SYSTEM.create(folder / name) as file:
-            for begin, end in cut(data.draw, local.numel()):
-                records += write_part(file, name, Part(path, region, begin, local[begin:end]))
-    SYSTEM.write(folder / METADATA, metadata_of(records))
+        local = local_of(whole, region).view(-1)
+        intervals = cut(data.draw, local.numel())
+        views = [ShardView(path, region, begin, local[begin:end]) for begin, end in intervals]
+        written.append(Writer(folder, rank).write(views))
+    Writer(folder, 0).write_metadata(written)
     check(folder, whole)
     stored, plain = Reader(folder), from_tensors("", {"w": whole}, {})
     for region in data.draw(grids(shape)):
@@ -117,7 +115,7 @@ def test_what_one_grid_writes_any_other_one_reads(
         for begin, end in cut(data.draw, local.numel()):
             for read in (stored.read, plain.read):
                 flat = torch.full((end - begin,), -1.0)
-                read([Part(path, region, begin, flat)])
+                read([ShardView(path, region, begin, flat)])
                 assert torch.equal(flat, local[begin:end])
 
 
