@@ -40,10 +40,14 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Worlds with ``start_method="forkserver"`` import once what takes seconds in each process.
+    """Refuse names that differ between processes; import once what takes seconds in each.
 
-    Not forked from the tests' own process, since gloo, once it has been used, hangs in a fork.
+    The latter for worlds with ``start_method="forkserver"``. They are not forked from the tests'
+    own process, since gloo, once it has been used, hangs in a fork.
     """
+    addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if addresses:  # they differ between the workers of pytest-xdist, which then run nothing
+        raise pytest.UsageError(f"names of tests with an address in them: {addresses}")
     modules = ["shardcast.testing.worker", "torch._dynamo", "pytest"]  # the second: torch.optim
     if any("adapters" in item.path.parts or "framework" in item.name for item in items):
         modules += ["shardcast.transformers", "shardcast.lightning"]

@@ -100,7 +100,7 @@ def averaged_by_hand(
     return half
 
 
-@pytest.mark.parametrize(("kind", "worlds", "fields"), CASES_OF, ids=str)
+@pytest.mark.parametrize(("kind", "worlds", "fields"), CASES_OF)
 def test_averages_are_those_of_the_masters_by_hand_to_the_bit_also_on_another_grid(
     kind: Any, worlds: tuple[int, int], fields: dict[str, Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
