@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
+from shardcast.messages import warn
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.frameworks import check_loss_scales, clusters, exact_state
 from shardcast.optimizer.model_hooks import is_marked
@@ -45,7 +46,7 @@ except ImportError as error:
         "pip install 'shardcast-optim[lightning]'"
     ) from error
 
-__all__ = ["ShardcastPrecision", "ShardcastStrategy"]
+__all__ = ["EvaluateAverage", "ShardcastPrecision", "ShardcastStrategy"]
 
 DTYPES = {
     "32-true": torch.float32,
@@ -163,6 +164,27 @@ class ShardcastPrecision(Precision):
             sharded.decider.load_state_dict(scaler)
 
 
+class EvaluateAverage(Callback):
+    """Has an average in the module while Trainer validates within ``fit``.
+
+    Args:
+        name: of an average, as in ``ShardcastStrategy({"averages": {"ema": 0.999}})``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._entered = name, ExitStack()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Publish the average. Collective."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            for sharded in trainer.strategy.precision_plugin.sharded:
+                self._entered.enter_context(sharded.averaged(self._name))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Have the weights back. Collective."""
+        self._entered.close()
+
+
 class ShardcastStrategy(DDPStrategy):
     """Lightning's DDP strategy, with the launching and without the wrapper.
 
@@ -227,6 +249,13 @@ class ShardcastStrategy(DDPStrategy):
         if self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model_to_device()
+        if any(base.__name__ == "WeightAveraging" for callback in trainer.callbacks
+               for base in type(callback).__mro__):  # fmt: skip
+            warn(
+                "WeightAveraging: it averages the weights in param_dtype, holds a copy on every "
+                "rank and writes through .data; use averages={'ema': 0.999} of the shardcast "
+                "configuration and the callback shardcast.lightning.EvaluateAverage('ema')"
+            )
         self.precision_plugin.sharded = []  # of a fit before; its memory is needed now
         self.setup_optimizers(trainer)
         module = self.lightning_module

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -64,6 +65,8 @@ class ShardcastTrainerMixin:
     Args:
         args, kwargs: those of the Trainer.
         shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment.
+        evaluate_average: the name of an average (``averages`` of the configuration), which is in
+            the model while it evaluates and predicts.
     """
 
     accelerator: Any
@@ -74,8 +77,11 @@ class ShardcastTrainerMixin:
     _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
     state: Any
 
-    def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
-        self._shardcast_config = shardcast_config
+    def __init__(
+        self, *args: Any, shardcast_config: ConfigSource = None,
+        evaluate_average: str | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self._shardcast_config, self._evaluate_average = shardcast_config, evaluate_average
         super().__init__(*args, **kwargs)
         if is_cut(self.model):  # every rank takes part when it is saved; Accelerate places nothing
             self.is_distributed_loading_by_transformers = True
@@ -93,6 +99,13 @@ class ShardcastTrainerMixin:
         """As Trainer does; its accelerator then shards what it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         enable(self.accelerator, self._shardcast_config)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer does, with the average ``evaluate_average`` in the model."""
+        with ExitStack() as stack:
+            if self._evaluate_average is not None and _shards(self):
+                stack.enter_context(_pair(self)[1].averaged(self._evaluate_average))
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does; weights of the loss, as sentence-transformers has, are sharded too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,6 +80,10 @@ class ShardcastOptimizer(AcceleratedOptimizer):
             return state
         prefix = f"{self._models.index(model)}." if len(self._models) > 1 else ""
         return exact_state(state, self.optimizer, prefix)
+
+    def averaged(self, name: str) -> AbstractContextManager[None]:
+        """As of ShardedOptimizer: have an average in the model, on every rank."""
+        return self.optimizer.averaged(name)  # type: ignore[no-any-return]
 
     def count(self, tokens: float | Tensor) -> None:
         """As of ShardedOptimizer; the loss is then not divided by the accumulation steps."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardcast import ShardcastConfig
-from shardcast.lightning import ShardcastStrategy
+from shardcast.lightning import EvaluateAverage, ShardcastStrategy
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = [
@@ -87,6 +87,43 @@ def fit(group: Any, folder: str, options: dict[str, Any], resume: str | None = N
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
     weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
     return module.losses, weights, float(trainer.callback_metrics["validation"])
+
+
+class Watching(Net):
+    """Notes which average is in the module, and its weights, as it validates and as it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.training_saw: set[Any] = set()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.training_saw.add(self.trainer.strategy.precision_plugin.sharded[0].average_in_model)
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        (sharded,) = self.trainer.strategy.precision_plugin.sharded
+        expected = sharded.full_parameters("ema")["net.0.weight"]
+        self.seen.append((sharded.average_in_model, torch.equal(expected, self.net[0].weight)))
+        super().validation_step(batch, index)
+
+
+def test_a_callback_validates_with_an_average_and_weight_averaging_is_warned_of(tmp_path: Path):
+    strategy = ShardcastStrategy({"averages": {"ema": 0.5}})
+    options = {"strategy": strategy, "max_epochs": 1, "num_sanity_val_steps": 0}
+    module = Watching()
+    callbacks = [EvaluateAverage("ema"), ModelCheckpoint(str(tmp_path))]
+    trainer = trainer_of(str(tmp_path), 1, **options, callbacks=callbacks)
+    trainer.fit(module, loader(), loader())
+    assert module.seen == [("ema", True)] * len(module.seen) and module.seen
+    assert module.training_saw == {None}
+    ours = importlib.import_module("lightning.pytorch.callbacks")
+    if hasattr(ours, "WeightAveraging"):
+        trainer = trainer_of(
+            str(tmp_path), 1, strategy="shardcast", max_epochs=1, callbacks=[ours.WeightAveraging()]
+        )
+        with pytest.warns(UserWarning, match="WeightAveraging.*averages="):
+            trainer.fit(Net(), loader(), loader())
 
 
 CLIPS = {

@@ -96,6 +96,35 @@ def run(group: Any, folder: str, resume: str | None = None, **options: Any) -> d
     }
 
 
+class Evaluating(ShardcastTrainerMixin, transformers.Trainer):
+    """Notes what is in the model: the trained weights at each evaluation step."""
+
+    def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = (self.optimizer.optimizer.average_in_model, weights(model))
+        return super().prediction_step(model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("average", ["ema", None])
+def test_an_average_is_in_the_model_while_trainer_evaluates(tmp_path: Path, average: str | None):
+    fresh()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=3, report_to="none", disable_tqdm=True,
+        save_strategy="no", learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = Evaluating(
+        model_of(), arguments, train_dataset=Text(), eval_dataset=Text(),
+        shardcast_config={"averages": {"ema": 0.5}}, evaluate_average=average,
+    )  # fmt: skip
+    trainer.train()
+    trained = weights(trainer.model)
+    trainer.evaluate()
+    name, seen = trainer.seen
+    assert name == average and equal(weights(trainer.model), trained)
+    expected = trainer.optimizer.optimizer.full_parameters(average)
+    assert all(torch.equal(seen[name], value.to(seen[name])) for name, value in expected.items())
+    assert equal(seen, trained) == (average is None)
+
+
 def equal(left: dict[Any, Tensor], right: dict[Any, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
