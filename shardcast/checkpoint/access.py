@@ -220,6 +220,17 @@ class Snapshot:
             "ties": dict(self.inventory.ties),
         }
 
+    def digest(self) -> dict[str, str]:
+        """The digest of masters and state, and the forms that they are kept in. Collective."""
+        self.together(self._optimizer.resync_masters, "digest")  # weights that the script wrote
+        return {"digest": self._optimizer.digest(), "digest_of": self.forms()}
+
+    def forms(self) -> str:
+        """The options that decide which state there is, and how exact."""
+        config = self._optimizer.config
+        averages = [(average.name, average.stored) for average in config.averages]
+        return f"moments={config.moments!r}, averages={averages!r}"
+
     # -- in ---------------------------------------------------------------------------------
 
     def by_name(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

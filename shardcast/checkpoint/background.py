@@ -36,6 +36,7 @@ def save_async(
     extra: Any = None,
     per_rank: Any = None,
     keep: int | None = None,
+    digest: bool = False,
     timeout: float = 1800.0,
 ) -> Saving:
     """As :func:`~shardcast.checkpoint.save`, but return once the state is copied to the host.
@@ -57,7 +58,7 @@ def save_async(
     if earlier is not None:
         earlier.end("save_async")
     job = saving.begin(
-        snapshot, "save_async", (os.path.abspath(directory), step, keep), extra, per_rank
+        snapshot, "save_async", (os.path.abspath(directory), step, keep, digest), extra, per_rank
     )
 
     def copied() -> tuple[saving.Job, list[ShardView]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,25 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
 
     source, resumed = snapshot.together(compared, "load")
     take(snapshot, source, "load")
+    _check_digest(snapshot, folders.manifest_of(folder), folder)
     return resumed
+
+
+def _check_digest(snapshot: Snapshot, manifest: Mapping[str, Any], folder: Path) -> None:
+    """Compare what is in memory with what was, if the same is kept in the same forms. Collective.
+
+    Raises:
+        DamagedCheckpointError: on all ranks.
+    """
+    if manifest.get("digest_of") == snapshot.forms():
+        loaded = snapshot.digest()["digest"]
+        if loaded != manifest["digest"]:
+            raise DamagedCheckpointError(
+                f"checkpoint {str(folder)!r}: masters and state had the digest "
+                f"{manifest['digest']} when it was saved and have {loaded} now that it is loaded, "
+                "though its files have their checksums: memory or a copy lost bits, then or now; "
+                "load it again, or the one before"
+            )
 
 
 def _ours(folder: Path, reader: Reader) -> Source:

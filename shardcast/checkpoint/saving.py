@@ -31,6 +31,7 @@ from shardcast.checkpoint.region import KeyPath, ShardView
 
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
 LAG = 60.0  # seconds after which a network file system should show what another rank wrote
+Arguments = tuple[str, int, int | None, bool]  # directory, step, keep, digest
 POLL = 0.02  # seconds between two looks
 
 
@@ -43,6 +44,7 @@ def save(
     extra: Any = None,
     per_rank: Any = None,
     keep: int | None = None,
+    digest: bool = False,
 ) -> Path:
     """Save a checkpoint that is either committed whole or not there at all.
 
@@ -60,6 +62,8 @@ def save(
             ``torch.load(weights_only=True)`` reads them (schedulers, position in the data).
         per_rank: the same for values that differ, such as the state of random generators.
         keep: delete older checkpoints but the newest ``keep`` sound ones, this one included.
+        digest: store ``optimizer.digest()``, which ``load`` compares: bits that memory or a copy
+            lost are seen, for a pass over the own state here and there.
 
     Returns:
         The checkpoint's directory.
@@ -69,7 +73,7 @@ def save(
         RuntimeError, OSError: a rank could not write; nothing was committed.
     """
     snapshot = Snapshot(model, optimizer)
-    job = begin(snapshot, "save", (os.path.abspath(directory), step, keep), extra, per_rank)
+    job = begin(snapshot, "save", (os.path.abspath(directory), step, keep, digest), extra, per_rank)
     named = _naming(job.target)
     try:
         snapshot.together(lambda: named(job.write)(snapshot.views()), "save")
@@ -193,7 +197,7 @@ class Job:
 def begin(
     snapshot: Snapshot,
     call: str,
-    arguments: tuple[str, int, int | None],
+    arguments: Arguments,
     extra: Any,
     per_rank: Any,
 ) -> Job:
@@ -201,9 +205,9 @@ def begin(
 
     Args:
         call: ``"save"`` or ``"save_async"``.
-        arguments: directory, step and keep; equal on all ranks.
+        arguments: equal on all ranks.
     """
-    directory, step, keep = arguments
+    directory, step, keep, digest = arguments
     base = Path(directory)
 
     snapshot.meet(call)
@@ -225,7 +229,7 @@ def begin(
     everyone = snapshot.collect(lambda: (arguments, nbytes), call)
     if any(passed != arguments for passed, _ in everyone):
         raise ValueError(
-            "save: the ranks gave different arguments (directory, step, keep): "
+            "save: the ranks gave different arguments (directory, step, keep, digest): "
             + "; ".join(f"rank {rank}: {passed}" for rank, (passed, _) in enumerate(everyone))
         )
     target = folders.folder_of(base, step)
@@ -248,12 +252,14 @@ def begin(
         "optimizer": head["optimizer"],
         "torch": torch.__version__,
     }
+    if digest:
+        facts |= snapshot.digest()
     once = once if snapshot.comm.rank == 0 else {}
     return Job(snapshot.comm.rank, writing, target, own, once, facts, keep)
 
 
-def _check_arguments(arguments: tuple[str, int, int | None]) -> None:
-    directory, step, keep = arguments
+def _check_arguments(arguments: Arguments) -> None:
+    directory, step, keep, _ = arguments
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: expected a whole number >= 0, got {step!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):

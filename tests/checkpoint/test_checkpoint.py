@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,46 @@ def test_n_ranks_to_m_ranks_is_exact_and_goes_on_as_if_nothing_was(
     for m in range(1, 5):
         loaded, _ = run_world(m, loading, str(tmp_path), "gpt", "adamw", fields)
         compare(saved, loaded)
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async], ids=["save", "async"])
+def test_a_bit_lost_before_it_was_written_is_seen_by_the_digest_on_any_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
+):
+    def saving(group: Any, digest: bool, step: int) -> None:
+        model, optimizer = start(group, "mlp", "adamw", {"averages": {"ema": 0.9}})
+        advance(model, optimizer, 0, 2)
+        saved = save(tmp_path, model, optimizer, step=step, digest=digest)
+        if save is checkpoint.save_async:
+            saved.wait()
+
+    def loading(group: Any, step: int, **fields: Any) -> int:
+        model, optimizer = start(group, "mlp", "adamw", {"averages": {"ema": 0.9}, **fields})
+        return checkpoint.load(tmp_path / f"step-{step:09d}", model, optimizer).step
+
+    run_world(2, saving, True, 1)
+    views = Snapshot.views
+
+    def flipped(snapshot: Snapshot, decode: bool = True) -> Any:
+        for view in views(snapshot, decode):
+            if decode and view.path[-2:] == ("b.weight", "exp_avg"):
+                view = replace(view, flat=view.flat.clone())
+                view.flat.view(torch.int32)[0] ^= 1
+            yield view
+
+    monkeypatch.setattr(Snapshot, "views", flipped)
+    run_world(2, saving, True, 2)
+    run_world(2, saving, False, 3)
+    assert run_world(3, loading, 1)[0] == [1, 1, 1]
+
+    def refused(group: Any) -> None:
+        with pytest.raises(checkpoint.DamagedCheckpointError, match="digest"):
+            loading(group, 2)
+
+    run_world(3, refused)
+    assert run_world(1, loading, 3)[0] == [3], "the control: without it nothing is seen"
+    for other in ({"moments": "bf16"}, {"averages": {}}):  # other bits, rightly
+        assert loading(None, 2, **other) == 2
 
 
 def test_a_checkpoint_that_an_earlier_release_wrote_by_hand_loads():
