@@ -20,7 +20,7 @@ from shardcast.testing import fake_world
 pytestmark = pytest.mark.timeout(60)
 
 BF16 = torch.bfloat16
-LAUNCHES = 47  # of a step without options, beside one for each pack
+LAUNCHES = 25  # of a step without options, beside one for each pack
 
 
 @pytest.fixture
@@ -101,7 +101,8 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not func.is_view and func.namespace == "aten" and not in_a_collective():
+        launches = not func.is_view and "empty" not in str(func) and func.namespace == "aten"
+        if launches and not in_a_collective():
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 

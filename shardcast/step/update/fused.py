@@ -18,7 +18,7 @@ from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, Fusion, Numbers, choose_executor
 from shardcast.step.update.offload import Lanes, StreamLanes, through
-from shardcast.step.update.rules import NoRule, Rule
+from shardcast.step.update.rules import NoRule, Rule, Terms
 from shardcast.step.update.state import EpilogueStates, ShardState
 
 WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
@@ -61,6 +61,7 @@ class FusedUpdate:
         self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards
         self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
         self._uniform = True  # whether all histories are equal
+        self._terms: dict[GroupId, Terms] = {}
         self._execute = Executor(compiled=False, on_host=True)
         self._lanes: Lanes | None = None
 
@@ -85,7 +86,7 @@ class FusedUpdate:
         if not self._states or (on_host and bool(decision.skip)):
             return
         present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
-        taken = 1.0 - decision.skip.to(MASTER_DTYPE)
+        taken = ~decision.skip
         self._count(taken, present)
         if self._epilogues:
             self.epilogues.begin(taken)
@@ -160,7 +161,11 @@ class FusedUpdate:
         group = self._optimizer.param_groups[of.position]
         if not self._execute.on_host:
             rule = rules.rule_of(self._kind, group)
-            return rule, rules.as_tensors(rule.numbers(group, step.double()), step)
+            if rules.has_tensors(group):
+                return rule, rules.as_tensors(rule.numbers(group, step.double()), step)
+            if of not in self._terms:
+                self._terms[of] = Terms()
+            return rule, self._terms[of].numbers(rule.terms(group), step)
         rule = rules.rule_of(self._kind, group, fused=self._by_torch(group))
         numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
         return rule, rule.numbers(numeric, float(step))
@@ -187,7 +192,7 @@ class FusedUpdate:
         for counts, members in itertools.groupby(counted):  # usually one: a launch for each
             stop = start + len(list(members))
             if counts:
-                self._steps[start:stop] += taken
+                self._steps[start:stop].add_(taken)
             start = stop
         if self._uniform and all(counted) and self._histories[0] is not None:
             return

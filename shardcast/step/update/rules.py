@@ -12,9 +12,10 @@ A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,39 @@ STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: ("momentum_buffer",),
 }
 State = tuple[Tensor, ...]  # of one range, fp32, in the order of ``rule.state``
+
+
+class Term(NamedTuple):
+    """A number of a step as ``scale * (1 - base**step) ** exponent``; without a base a constant."""
+
+    scale: float
+    base: float = 0.0
+    exponent: float = 0.0
+
+
+class Terms:
+    """The numbers of the steps of one parameter group, computed on the device in four launches."""
+
+    def __init__(self) -> None:
+        self._terms: list[Term] = []
+        self._on_device = torch.empty(0)  # (3, terms), fp64
+
+    def numbers(self, terms: Sequence[Term], step: Tensor) -> tuple[Tensor, ...]:
+        """They, 0-dim fp32, on the device of ``step``, which is 0-dim, too."""
+        if len(terms) != len(self._terms):
+            self._terms = [Term(math.nan)] * len(terms)
+            self._on_device = step.new_zeros(3, len(terms), dtype=torch.float64)
+        for number, (old, new) in enumerate(zip(self._terms, terms, strict=True)):
+            for place, (value, present) in enumerate(zip(new, old, strict=True)):
+                # By kernels, as a rule one or two for another learning rate: a copy from the host
+                # would wait, or be read again when a captured graph is replayed.
+                if value != present:
+                    self._on_device[place, number].fill_(value)
+        self._terms = list(terms)
+        scales, bases, exponents = self._on_device
+        numbers: Tensor = scales.new_empty(len(terms), dtype=torch.float32)
+        torch.mul(scales, (1.0 - bases**step) ** exponents, out=numbers)
+        return tuple(numbers.unbind())
 
 
 @dataclass(frozen=True)
@@ -55,6 +89,14 @@ class AdamRule:
         root = (1 - beta2**step) ** 0.5
         decay = decay if self.coupled else 1 - lr * decay
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
+
+    def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
+        """:meth:`numbers`, of a group whose options are numbers of the host."""
+        step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
+        return (
+            Term(step_size, group["betas"][0], -1.0), Term(weight1), Term(beta2), Term(weight2),
+            Term(1.0, beta2, 0.5), Term(eps), Term(decay),
+        )  # fmt: skip
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
         """Update master and state in place."""
@@ -98,6 +140,12 @@ class SGDRule:
             -group["lr"], group["weight_decay"], group["momentum"], 1 - group["dampening"],
             step <= 1,
         )  # fmt: skip
+
+    def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
+        """:meth:`numbers`, of a group whose options are numbers of the host."""
+        *constants, _ = self.numbers(group, math.inf)
+        # Whether it is the first step: (-1)**-1022 is 1, (-3)**-1022 is 0.
+        return (*map(Term, constants), Term(1.0, 2.0, -1022.0))
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
         """Update master and state in place."""
@@ -179,7 +227,7 @@ Rule = AdamRule | SGDRule | NoRule
 
 def rule_of(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], fused: bool = False
-) -> Rule:
+) -> AdamRule | SGDRule:
     """What one parameter group of an Adam, AdamW or SGD optimizer does.
 
     Args:
@@ -192,6 +240,13 @@ def rule_of(
     coupled = not group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
     adam = TorchAdamRule if fused else AdamRule
     return adam(coupled, decays, bool(group["amsgrad"]), maximize)
+
+
+def has_tensors(group: Mapping[str, Any]) -> bool:
+    """Whether an option of the group is a tensor, or has one in it."""
+    values = [value for name, value in group.items() if name != "params"]
+    values += [item for value in values if isinstance(value, tuple) for item in value]
+    return any(isinstance(value, Tensor) for value in values)
 
 
 def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:

@@ -170,7 +170,7 @@ class EpilogueStates:
         """Count a step.
 
         Args:
-            taken: 0-dim, 0 if it is skipped, else 1.
+            taken: 0-dim bool, whether it is not skipped.
         """
         for state in self._states.values():
             state.begin()
