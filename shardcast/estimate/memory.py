@@ -58,6 +58,7 @@ class Estimate:
     Attributes:
         world_size: data-parallel ranks.
         layout: the packs that ``shard()`` would make, and how many of the ranks share them.
+        averages: bytes of averages of weights, on the fullest rank.
         outside: parameters that the optimizer does not hold, and buffers; not in the report.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
             parameters and buffers of the model as they are built, the pack that is being made,

@@ -49,11 +49,12 @@ class PackedOptimizer(torch.optim.Optimizer):
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
         edits: of weights, by the script.
         device: of the packs.
+        average_in_model: name of the average that the model has, inside ``averaged()``.
     """
 
     _overlap: Overlap | None = None
     _closed = False
-    average_in_model: str | None = None  # its name, inside averaged()
+    average_in_model: str | None = None
     _ready = False  # torch's own set-up fills in groups and state before ours are there
 
     def __init__(
