@@ -169,7 +169,10 @@ def api_pages() -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The pages of the API, in their order, in the place of ``api/``."""
+    """The pages of the API in the place of ``api/``, and those of docs/ that no section has."""
+    named = re.findall(r"[\w-]+\.md", str(config.nav))
+    guides = next(section["Guides"] for section in config.nav if "Guides" in section)
+    guides += sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {*named})
     pages: list[object] = ["api/index.md"]
     pages += [{m: f"api/{m.partition('.')[2] or m}.md"} for m in API]
 
