@@ -160,11 +160,16 @@ def machine_of(ranks: int, exchanges: Sequence[float], sum_in: float) -> Machine
     """The machine that exchanges :data:`SIZES`, and copies and sums :data:`SPAN` ones, so fast."""
     begin, each = fitted(SIZES, exchanges)
     inside = (ranks - 1) / ranks / each
-    memory = (2 * ranks + ranks + 1) * SPAN * torch.bfloat16.itemsize / sum_in
+    memory = memory_of(ranks, sum_in)
     return Machine(
         "here", ranks, inside, inside, memory, memory, PRESETS["gloo"].flops,
         (Protocol(begin, 0.0, 0.0),), exchanged=1, backend="gloo", launch=0.0,
     )  # fmt: skip
+
+
+def memory_of(ranks: int, sum_in: float) -> float:
+    """Bytes per second of memory, by the seconds of :func:`summed`."""
+    return (2 * ranks + ranks + 1) * SPAN * torch.bfloat16.itemsize / sum_in
 
 
 def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -13,16 +15,18 @@ import benchmark
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import cost, counters, matrix, report, step, systems
+from benchmarks import cost, counters, matrix, report, step, systems, two_hosts
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
 from models import MLP
 from torch import nn
 
+from shardcast.estimate import PRESETS
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
 
 
 def test_casts_of_parameters_are_counted_and_those_of_activations_are_not():
@@ -205,3 +209,25 @@ def test_the_benchmark_of_matrices_compares_each_clock_with_that_of_ddp():
     found = {"shardcast": times(0.1, 0.3), matrix.BASE: times(0.2, 0.1)}
     ratios = [row[3] for row in matrix.rows((found, dict.fromkeys(found, 1.0)))]
     assert ratios == ["0.50", "1.00", "3.00", "1.00"]
+
+
+def test_every_system_on_two_hosts_has_a_prediction() -> None:
+    machine = replace(PRESETS["gloo"], ranks_per_node=2, between=25e6, inside=1e9)
+    predicted = two_hosts.predictions(machine)
+    assert predicted.keys() == {*two_hosts.OWN, *two_hosts.PEERS}
+    assert predicted["shardcast"] < predicted["DDP + autocast"], "the link counts: half the bytes"
+
+
+def test_two_hosts_are_skipped_with_a_message_without_root(tmp_path: Path) -> None:
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    script = ROOT / "launch" / "two_hosts.sh"
+    run = subprocess.run(
+        ["bash", script],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert run.returncode == 0 and run.stdout.startswith("skipped: ")
