@@ -63,7 +63,7 @@ def shard_ranks(
         return asked, f"sharded over {asked} of {size} ranks (as asked)"
     several = topology.backend == "nccl" and 1 < topology.node < size
     saves = config.grads == "sharded" or config.offload or config.moments != "fp32"
-    saves |= config.master != "fp32"
+    saves |= config.master != "fp32" or config.reproducible is not None
     if asked != "auto" or not several or size % topology.node or saves:
         return size, ""
     numel = sum(pack.numel for pack in layout.packs if pack.requires_grad)

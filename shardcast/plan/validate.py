@@ -274,9 +274,8 @@ def check_reproducible(config: ShardcastConfig, plain: bool, ranks: int, draws: 
     refused = {
         f"{ranks} ranks do not divide its {total} micro-batches; use a number of ranks that does, "
         "or another number of micro-batches": total % ranks > 0,
-        "a mesh or a pipeline sums over other ranks too; shard over plain data-parallel ranks": (
-            not plain
-        ),
+        "a mesh, a pipeline and shard_ranks sum over other ranks too; shard over plain "
+        "data-parallel ranks, all of them": not plain or isinstance(config.shard_ranks, int),
         f"reduce {config.reduce!r} leaves the order of sums to others; use 'all_to_all'": (
             config.reduce not in ("auto", "all_to_all")
         ),

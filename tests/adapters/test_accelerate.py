@@ -29,6 +29,7 @@ import shardcast.run
 from shardcast import ShardedOptimizer
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
 from shardcast.config import ShardcastConfig
+from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -59,8 +60,11 @@ def prepared(accelerator: Any, model: nn.Module | None = None) -> tuple[Any, Any
     return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def one_step(accelerator: Any, model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
-    accelerator.backward(model(torch.randn(4, 7)).square().mean() * factor)
+def one_step(
+    accelerator: Any, model: nn.Module, optimizer: Any, factor: float = 1.0, batch: Any = None
+) -> None:
+    batch = torch.randn(4, 7) if batch is None else batch
+    accelerator.backward(model(batch).square().mean() * factor)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -656,3 +660,30 @@ def test_every_way_of_saving_the_model_keeps_every_parameter(tmp_path: Path) -> 
         assert len(starts) == len(state), "no shared storage"
     size = (tmp_path / "plain.pt").stat().st_size
     assert size < 2 * sum(p.numel() for p in model.parameters()) + 6000, "no hidden packs"
+
+
+def test_accumulation_of_accelerate_keeps_the_bits_of_other_numbers_of_ranks() -> None:
+    batches = [torch.randn(4, 7, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    config = {"param_dtype": "bf16", "reproducible": 4, "max_grad_norm": 0.1}
+
+    prototype = MLP()
+
+    def plain(group: Any) -> str:
+        model = copy.deepcopy(prototype)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = shardcast.shard(model, adamw, config, process_group=group)
+        for _ in range(2):
+            for batch in torch.stack(batches).chunk(group.size())[group.rank()]:
+                (model(batch).float().square().mean() * group.size() / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.digest()
+
+    accelerator = accelerator_of("bf16", config, gradient_accumulation_steps=4)
+    model, optimizer = prepared(accelerator, copy.deepcopy(prototype))
+    for _ in range(2):
+        for batch in batches:
+            with accelerator.accumulate(model):
+                one_step(accelerator, model, optimizer, batch=batch)
+    digests = {*threaded_world(2, plain), *threaded_world(4, plain)}
+    assert digests == {optimizer.optimizer.digest()}

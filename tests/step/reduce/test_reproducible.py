@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from oracle import pair
 from torch import Tensor, nn
 
 import shardcast
+from shardcast import checkpoint
 from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.reduce.tree import nodes_of
 
@@ -36,6 +41,16 @@ class Skips(nn.Module):
             if micro is None or (micro + number) % 3 == 0:
                 x = x + torch.tanh(branch(x))
         return self.head(x)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """To be copied: the generator is one for all threads."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+SKIPS, LINEAR = seeded(Skips), seeded(lambda: nn.Linear(3, 5))
 
 
 def adamw(model: nn.Module) -> Any:
@@ -87,8 +102,7 @@ def train(
 ) -> tuple[str, float, int]:
     """Digest, last norm and skipped steps of a run; each rank its block of the micro-batches."""
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    torch.manual_seed(0)
-    model = Skips()
+    model = copy.deepcopy(SKIPS)
     fields, counts = {**fields}, fields.get("counts", False)
     fields.pop("counts", None)
     fp16 = fields["param_dtype"] == FP16
@@ -170,8 +184,7 @@ def test_one_micro_batch_per_rank_is_sent_as_without_the_tree():
 
 
 def linear(group: Any, **fields: Any) -> tuple[nn.Module, shardcast.ShardedOptimizer]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 5)
+    model = copy.deepcopy(LINEAR)
     optimizer = shardcast.shard(
         model, torch.optim.SGD(model.parameters(), lr=1.0), process_group=group,
         **{"param_dtype": "fp32", "reproducible": 4, **fields},
@@ -346,3 +359,41 @@ def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_p
     for ranks in (run_world(1, run)[0], run_world(3, run)[0]):
         for first, again, flipped, swapped in ranks:
             assert first == again and len({first, flipped, swapped}) == 3
+
+
+# -- across a resume -------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_at_other_numbers_of_ranks_keeps_its_bits(tmp_path: Path):
+    fields = {
+        "param_dtype": BF16, "max_grad_norm": 0.5, "moments": "bf16", "master": "split16",
+        "averages": {"ema": 0.9}, "reproducible": 4,
+    }  # fmt: skip
+
+    def go_on(group: Any, first: int, last: int) -> tuple[str, str]:
+        model = copy.deepcopy(SKIPS)
+        optimizer = shardcast.shard(
+            model, adamw(model), process_group=group, fuse="eager", **fields
+        )
+        optimizer.divisor = 4.0
+        folder = tmp_path / str(last - first)
+        resumed = checkpoint.resume(folder, model, optimizer)
+        loaded = optimizer.digest()
+        assert resumed is None or resumed.extra == loaded
+        count = 4 // group.size()
+        for step in range(first, last):
+            for index in range(group.rank() * count, (group.rank() + 1) * count):
+                generator = torch.Generator().manual_seed(step * 100 + index)
+                tokens = torch.randint(37, (2, 5), generator=generator)
+                model(tokens, index).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        digest = optimizer.digest()
+        checkpoint.save(folder, model, optimizer, step=last, extra=digest)
+        return loaded, digest
+
+    undisturbed = run_world(2, go_on, 0, 8)[0]
+    parts = [run_world(size, go_on, 2 * n, 2 * n + 2)[0] for n, size in enumerate((4, 2, 1, 4))]
+    assert {digest for _, digest in parts[-1]} == {digest for _, digest in undisturbed}
+    for before, after in itertools.pairwise(parts):
+        assert before[0][1] == after[0][0], "what was saved is what was loaded"
