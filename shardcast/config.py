@@ -24,15 +24,15 @@ import torch
 from shardcast.option_values import (
     ABOVE_0,
     COUNT,
-    DTYPES,
     RANKS,
     READERS,
-    AverageOptions,
     Averages,
     CostFn,
     GroupFn,
+    Guard,
     KeepRule,
     Range,
+    as_yaml,
     nearest,
     one_of,
     parse_yaml,
@@ -159,8 +159,12 @@ class ShardcastConfig:
     loss_scale_growth_interval: int = _option(
         2000, "steps without overflow after which the dynamic loss scale doubles", COUNT
     )
-    max_skipped_steps: int = _option(
-        50, "raise after this many steps in a row with non-finite gradients were skipped", COUNT
+    max_skipped_steps: int = _option(50, "raise after this many steps in a row were skipped", COUNT)
+    guard: Guard | None = _option(
+        None,
+        "against spikes: {norm: 6.0, window: 128} skips steps whose gradient norm exceeds the mean "
+        "of the last accepted ones by so many standard deviations; loss: that of step(loss=...); "
+        "action: clip instead; or a function of both; null: none",
     )
     grads: str = _option(
         "full",
@@ -318,20 +322,6 @@ class ShardcastConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""
-        names = {dtype: name for name, dtype in DTYPES.items()}
-
-        def as_yaml(value: Any) -> Any:
-            if isinstance(value, torch.dtype):
-                return names[value]
-            if isinstance(value, tuple) and any(isinstance(v, AverageOptions) for v in value):
-                return {average.name: average.to_dict() for average in value}
-            if isinstance(value, tuple):
-                return [as_yaml(item) for item in value]
-            if callable(value):
-                named = value if hasattr(value, "__qualname__") else type(value)
-                return f"{named.__module__}.{named.__qualname__}"
-            return value
-
         return {option.name: as_yaml(getattr(self, option.name)) for option in fields(self)}
 
 

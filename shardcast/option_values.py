@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
 CostFn = Callable[[str, torch.nn.Parameter], float]
+GuardFn = Callable[[Tensor, Tensor | None], Tensor]
 Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
@@ -133,10 +135,65 @@ def _average(where: str, key: Any, options: Any) -> AverageOptions:
     return AverageOptions(key, decay, warmup, stored)
 
 
+@dataclass(frozen=True)
+class GuardRule:
+    """Steps whose norm or loss lies far above those of the steps before.
+
+    Attributes:
+        window: how many accepted steps count.
+        norm, loss: standard deviations above their mean beyond which a step is a spike; ``None``:
+            not looked at.
+        action: ``skip`` the step, or ``clip`` its norm to the bound.
+    """
+
+    window: int
+    norm: float | None = None
+    loss: float | None = None
+    action: str = "skip"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+Guard = GuardRule | GuardFn
+
+
+def _guard(name: str, _annotation: str, value: Any) -> Any:
+    if isinstance(value, GuardRule) or callable(value):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected a mapping such as {{'norm': 6.0, 'window': 128}}, a function (norm, "
+            f"loss) -> bool tensor or None, got {value!r} ({type(value).__name__})"
+        )
+    keys = [field.name for field in fields(GuardRule)]
+    for key in value:
+        if key not in keys:
+            raise ValueError(f"{name}: expected keys among {', '.join(keys)}, got {key!r}")
+    if "window" not in value:
+        raise ValueError(f"{name}: expected 'window', how many accepted steps count, got {value!r}")
+    rule = GuardRule(**value)
+    plain(f"{name}['window']", "int", rule.window)
+    if rule.window < 2:
+        raise ValueError(f"{name}: expected a window of at least 2 steps, got {rule.window}")
+    sigmas = {key: sigma for key in ("norm", "loss") if (sigma := value.get(key)) is not None}
+    for key, sigma in sigmas.items():
+        plain(f"{name}[{key!r}]", "float", sigma)
+    if not sigmas or not all(0 < sigma < float("inf") for sigma in sigmas.values()):
+        raise ValueError(
+            f"{name}: expected 'norm' or 'loss', standard deviations above 0, got {value!r}"
+        )
+    if rule.action not in ("skip", "clip") or (rule.action == "clip" and "loss" in sigmas):
+        raise ValueError(
+            f"{name}: expected the action skip, or beside 'norm' alone clip, got {rule.action!r}"
+        )
+    return rule
+
+
 READERS: dict[str, Callable[[str, str, Any], Any]] = {
     "torch.dtype": _dtype, "GroupFn": _function, "CostFn": _function,
     "tuple[KeepRule, ...]": _several, "tuple[str, ...]": _several,
-    "Averages": _averages,
+    "Averages": _averages, "Guard": _guard,
 }  # fmt: skip
 
 
@@ -154,3 +211,19 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {error}") from error
+
+
+def as_yaml(value: Any) -> Any:
+    """A value as it would stand in YAML; callables and classes by qualified name."""
+    if isinstance(value, torch.dtype):
+        return next(name for name, dtype in DTYPES.items() if dtype == value)
+    if isinstance(value, tuple) and any(isinstance(v, AverageOptions) for v in value):
+        return {average.name: average.to_dict() for average in value}
+    if isinstance(value, tuple):
+        return [as_yaml(item) for item in value]
+    if isinstance(value, GuardRule):
+        return value.to_dict()
+    if callable(value):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    return value

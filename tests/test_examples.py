@@ -75,6 +75,8 @@ def test_an_example_trains(gloo: SpawnedWorld, name: str):
         assert figure("^loss", text) < 0.5
     elif name == "accumulation":
         assert figure("micro-batch:", text) < 0.1
+    elif name == "guard":
+        assert figure("guard:", text) == 1 and figure("loss", text) < 0.1
     elif name == "lean_memory":
         default, lean = (sum(map(int, re.findall(r"\d+", line))) for line in text.splitlines())
         assert lean < 0.6 * default

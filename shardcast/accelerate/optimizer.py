@@ -91,12 +91,11 @@ class ShardcastOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, on all ranks, for a non-finite gradient.
+        """Whether the last step was skipped, on all ranks.
 
         Reading it waits for the device; a prepared scheduler reads it in every step.
         """
-        norm = self.optimizer.grad_norm
-        return norm is not None and not bool(norm.isfinite())
+        return bool(self.optimizer.last_step_skipped)
 
 
 class ShardcastHandle(AcceleratedOptimizer):

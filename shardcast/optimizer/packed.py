@@ -238,6 +238,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         report["state"] = sum(update.nbytes() for update in self.updates)
         if self.config.averages:
             report["averages"] = sum(update.epilogues.nbytes() for update in self.updates)
+        if self.decider.guard is not None:
+            report["guard"] = self.decider.guard.nbytes
         return report
 
     def close(self, restore: bool = True) -> None:

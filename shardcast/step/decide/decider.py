@@ -22,6 +22,7 @@ from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
 from shardcast.step.decide.decision import ControlVector, Decision, Presence
 from shardcast.step.decide.exact_norm import ExactNorm
+from shardcast.step.decide.guard import Guard, Verdict
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
 from shardcast.step.decide.options import COUNT, OptionCheck, to_device
@@ -52,6 +53,7 @@ class Decider:
         self._originals, self._divisor, self._edits = originals, divisor, edits
         self._clip_value: float | None = None  # of the coming step
         self.tokens = TokenCount(device)
+        self.guard = None if config.guard is None else Guard(config.guard, device)
         self.loss_scale = LossScale(config, device)
         self._micro_batches, self._alignment = micro_batches, config.alignment
         exact = micro_batches is not None and config.norm_type == 2.0
@@ -69,7 +71,7 @@ class Decider:
         self._options = OptionCheck(originals.option_names(), process_groups, device)
         self.skips = SkipReport(
             grads, process_groups.dp, device, self._refuse, config.max_skipped_steps,
-            self.loss_scale.dynamic,
+            self.loss_scale.dynamic, () if self.guard is None else self.guard.signals,
         )  # fmt: skip
 
     def before_reduce(self, backward: bool) -> None:
@@ -88,7 +90,13 @@ class Decider:
             )
 
     @torch.no_grad()
-    def decide(self, max_norm: float | None, pending: Decision | None = None) -> Decision:
+    def decide(
+        self,
+        max_norm: float | None,
+        pending: Decision | None = None,
+        loss: float | Tensor | None = None,
+        judges: bool = True,
+    ) -> Decision:
         """The decision over all ranks' own spans. Every rank must call it, after the reduction.
 
         Args:
@@ -96,8 +104,11 @@ class Decider:
                 those that have one are clipped by themselves.
             pending: an earlier decision on these gradients: they count as clipped by it, and the
                 new factors hold for both.
+            loss: of this rank, for a guard that takes it.
+            judges: the guard looks at these gradients, unless it did so for ``pending``.
 
         Raises:
+            TypeError: there is a loss that no guard takes.
             RuntimeError: on every rank, if on one of them the loss was not scaled or weights were
                 written unseen, or if they differ in options of groups. On an accelerator the step
                 is skipped for it, and :meth:`SkipReport.poll` raises.
@@ -117,6 +128,7 @@ class Decider:
             "clip_value": self._clip_value,
             "divisor": self._divisor.given,
             COUNT: self.tokens.counted,
+            "loss": loss is not None,
         }
         if self._micro_batches is not None:
             arguments["micro_batches"] = self._micro_batches.count
@@ -131,8 +143,9 @@ class Decider:
             [self._options.pairs(self._originals.groups, arguments)],
             [self._edits.unseen()],
             [self.tokens.local()],
+            self._loss(loss),
         )
-        powers, mistakes = self._agree(control)
+        powers, mistakes, mean_loss = self._agree(control)
         scale, unscale = self.loss_scale.value, self.loss_scale.inverse()
         if self.tokens.counted:
             # Gradients in the own spans are sums over a number of ranks, not over tokens: what
@@ -148,11 +161,22 @@ class Decider:
             self._refuse(norm_and_report[3 + self._process_groups.dp.size :].tolist())
         skip = (norm_and_report * self._skips_if).any()
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
+        verdict: Verdict | None = None
+        bounded = norm  # what max_norm is a bound of
+        if self.guard is not None and judges and pending is None:
+            verdict = self.guard.judge(norm, None if loss is None else mean_loss[0])
+            if verdict.factor is not None:
+                factors = dict.fromkeys(limits, _product(unscale, verdict.factor.float()))
+                powers = self._norm.multiplied(powers, list(factors.values()), scale)
+                bounded = self._norm.root(powers, scale)
         if pending is not None:
+            verdict = pending.verdict
             factors.update(pending.factors)
             powers = self._norm.multiplied(powers, list(factors.values()), scale)
-            norm = self._norm.root(powers, scale)
-        clips = clip_factors(self._norm, powers, scale, max_norm, list(limits.values()), norm)
+            norm = bounded = self._norm.root(powers, scale)
+        if verdict is not None and verdict.factor is None:
+            skip = skip | verdict.is_spike
+        clips = clip_factors(self._norm, powers, scale, max_norm, list(limits.values()), bounded)
         return Decision(
             norm=norm,
             skip=skip,
@@ -161,12 +185,13 @@ class Decider:
                 for (number, factor), clip in zip(factors.items(), clips, strict=True)
             },
             unscale=unscale,
+            verdict=verdict,
             present=self._presence.anywhere(local, control),
             report=norm_and_report[1:],
         )
 
-    def _agree(self, control: ControlVector) -> tuple[Tensor, list[Tensor]]:
-        """Powers per group, and mistakes in pieces, over all ranks.
+    def _agree(self, control: ControlVector) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Powers per group, mistakes in pieces, and the mean loss if any, over all ranks.
 
         Model-parallel ranks, which hold other parameters, have one small all-gather more.
         Mistakes are 1-d fp64, 0 for none: whether ranks differ in what they train (which skips no
@@ -178,13 +203,14 @@ class Decider:
         differing = self._options.differing(control.options)
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
         flags = [differing, control.unseen, self.tokens.missing(control.tokens)]
+        loss = control.loss / self._process_groups.dp.size if len(control.loss) else control.loss
         if comm.size == 1:
-            return powers, [*flags, control.unscaled]
-        parts = [powers, control.options, torch.cat(flags), control.tokens, control.unscaled]
+            return powers, [*flags, control.unscaled], loss
+        parts = [powers, control.options, torch.cat(flags), control.tokens, loss, control.unscaled]
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
-        all_powers, options, all_flags, tokens, unscaled = gathered.split(
+        all_powers, options, all_flags, tokens, losses, unscaled = gathered.split(
             [part.numel() for part in parts], 1
         )
         flag = all_flags.abs().amax(0)
@@ -196,7 +222,7 @@ class Decider:
         if parallel_dims.pipeline in parallel_dims.model:
             by_dim = by_dim.movedim(1 + parallel_dims.model.index(parallel_dims.pipeline), 0)
         unscaled = by_dim.flatten(1, -2).amax(1).amin(0)
-        return self._norm.merge(all_powers), [flag, unscaled]
+        return self._norm.merge(all_powers), [flag, unscaled], losses.mean(0)
 
     def _refuse(self, mistakes: Sequence[float]) -> None:
         """Raise for mistakes of some ranks, and warn where they train other parameters.
@@ -229,6 +255,19 @@ class Decider:
                 f"{by_rank(enumerate(counts, 0 if together else everyone.rank))}; skip steps "
                 "without tokens, and give tensor-parallel ranks and pipeline stages one number"
             )
+
+    def _loss(self, loss: float | Tensor | None) -> list[Tensor]:
+        """This rank's loss for the guard, 1-d; nothing where there is none that takes it."""
+        if self.guard is None or not self.guard.takes_loss:
+            if loss is not None:
+                raise TypeError(
+                    "step: expected no loss=, which only a guard that looks at the loss takes: set "
+                    "guard={'loss': 6.0, 'window': 128} in the configuration"
+                )
+            return []
+        if isinstance(loss, Tensor):
+            return [loss.detach().to(self._device, torch.float64).reshape(1)]
+        return [self._zero.new_full((1,), 0.0 if loss is None else loss)]
 
     def _at_own_rank(self, number: Tensor | float) -> list[Tensor]:
         """A place per data-parallel rank, of which this rank fills in its own; in pieces."""
@@ -278,7 +317,7 @@ class Decider:
         """
         unscale = self.loss_scale.inverse()
         if pending is None and self.tokens.counted:  # on other ranks: pairs with their next one
-            unscale = self.decide(None).unscale
+            unscale = self.decide(None, judges=False).unscale
         self._clip_value = limit
         for grads in self._grads:
             group = grads.pack.layout.group
@@ -289,16 +328,23 @@ class Decider:
         self.tokens.check()
         self.tokens.clear()
         self.skips.count(decision)
-        self.loss_scale.update(decision.skip)
+        skip, verdict = decision.skip, decision.verdict
+        if self.guard is not None and verdict is not None:
+            self.guard.record(verdict, skip)
+            skip = skip & ~verdict.is_spike  # which is no overflow
+        self.loss_scale.update(skip)
 
-    def state_dict(self) -> dict[str, float | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain numbers; waits for the device."""
-        return {**self.loss_scale.state_dict(), **self.skips.state_dict()}
+        state: dict[str, Any] = {**self.loss_scale.state_dict(), **self.skips.state_dict()}
+        return state if self.guard is None else {**state, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.loss_scale.load_state_dict(state)
         self.skips.load_state_dict(state)
+        if self.guard is not None and "guard" in state:
+            self.guard.load_state_dict(state["guard"])
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from shardcast.comm import Comm, ProcessGroups
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.plan.layout import GroupId
+from shardcast.step.decide.guard import Verdict
 from shardcast.step.decide.options import to_device
 
 
@@ -23,10 +24,12 @@ class Decision:
     Attributes:
         norm: 0-dim fp64, the global gradient norm before clipping, without loss scale and
             of the mean over tokens where they are counted.
-        skip: 0-dim bool: some gradient somewhere is not finite, or a rank made a mistake.
+        skip: 0-dim bool: some gradient somewhere is not finite, a rank made a mistake, or the guard
+            skips a spike.
         factors: per optimizer group, 0-dim fp32: what its gradients are to be multiplied with
             (unscale and clip), or ``None`` where that is 1 by construction.
         unscale: the part of these factors that removes loss scale and token count.
+        verdict: of the guard, if there is one.
         present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
             the slots that this rank owns a part of.
         report: 1-d fp64, what :class:`.SkipReport` counts: 1, 1, per data-parallel rank the first
@@ -38,6 +41,7 @@ class Decision:
     skip: Tensor
     factors: Mapping[GroupId, Tensor | None]
     unscale: Tensor | None
+    verdict: Verdict | None
     present: Mapping[Pack, tuple[bool, ...]]
     report: Tensor
 
@@ -57,6 +61,7 @@ class ControlVector(NamedTuple):
         options: pairs of :class:`.options.OptionCheck`.
         unseen: how many ranks have weights that were written unseen; see :class:`WeightEdits`.
         tokens: of all micro-batches; see :class:`.tokens.TokenCount`.
+        loss: the sum of the ranks' losses if a guard takes them, else empty.
     """
 
     powers: Tensor
@@ -67,6 +72,7 @@ class ControlVector(NamedTuple):
     options: Tensor
     unseen: Tensor
     tokens: Tensor
+    loss: Tensor
 
     @classmethod
     def summed(cls, comm: Comm, *parts: Sequence[Tensor]) -> ControlVector:

@@ -69,6 +69,7 @@ class SkipReport:
         refuse: raises for mistakes of ``Decision.report``.
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
+        signals: what a guard judges steps by.
     """
 
     def __init__(
@@ -79,15 +80,20 @@ class SkipReport:
         refuse: Callable[[Sequence[float]], None],
         bound: int,
         usual: bool,
+        signals: Sequence[str] = (),
     ) -> None:
         self._grads, self._comm, self._device = grads, comm, device
-        self._refuse, self._bound, self._usual = refuse, bound, usual
+        self._refuse, self._bound, self._usual, self._signals = refuse, bound, usual, signals
         # Steps skipped so far and in a row; of the last skipped one the first non-finite
         # elements; of all steps since they were reported the mistakes. As in Decision.report.
         ranks, others = comm.size, MISTAKES - 1 + comm.size
         sizes = [1, 1, ranks, 1 + others]
-        self._totals = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        self._skipped, self._in_row, self._nonfinite, self._mistakes = self._totals.split(sizes)
+        # Of a guard: spikes so far, whether one was the last skipped step, its values and bounds.
+        self._counted = sum(sizes)
+        guarded = 2 + 2 * len(signals) if signals else 0
+        self._sent = torch.zeros(self._counted + guarded, dtype=torch.float64, device=device)
+        self._totals, self._guarded = self._sent.split([self._counted, guarded])
+        self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
         # By what totals, and by what a report, are multiplied in a step that is skipped, and in one
         # that is made: in it only the first mistake can be, which skips none.
         kept, added = [1, 0, *[1] * (ranks + 1 + others)], [0, 0, *[0] * ranks, 1, *[0] * others]
@@ -134,7 +140,13 @@ class SkipReport:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
         kept, added = torch.where(decision.skip, self._if_skipped, self._if_made)
         self._totals.mul_(kept).addcmul_(decision.report, added)
-        self._host.send(self._totals)
+        if (verdict := decision.verdict) is not None:
+            spikes, by_guard, spike = self._guarded.split([1, 1, len(self._guarded) - 2])
+            latest = torch.cat([verdict.values, verdict.bounds])
+            spikes += verdict.is_spike
+            by_guard.copy_(torch.where(decision.skip, verdict.is_spike, by_guard))
+            spike.copy_(torch.where(verdict.is_spike, latest, spike))
+        self._host.send(self._sent)
 
     def poll(self) -> None:
         """Report skipped steps whose numbers have arrived; never waits for the device.
@@ -148,16 +160,27 @@ class SkipReport:
         if totals is None:
             return
         skipped, in_row = totals[:2]
-        nonfinite, mistakes = totals[2 : 2 + self._comm.size], totals[2 + self._comm.size :]
+        nonfinite = totals[2 : 2 + self._comm.size]
+        mistakes, guarded = totals[2 + self._comm.size : self._counted], totals[self._counted :]
         is_news, self._reported = skipped != self._reported, skipped
-        if any(mistakes) and not _compat.is_host(
-            self._device
-        ):  # on a CPU they were refused at once
+        if any(mistakes) and not _compat.is_host(self._device):  # on a CPU refused at once
             self._mistakes.zero_()
             self._refuse(mistakes)
         if not is_news:
             return
         raising = in_row >= self._bound
+        if guarded and guarded[1]:
+            count = len(self._signals)
+            spike = zip(self._signals, guarded[2 : 2 + count], guarded[2 + count :], strict=True)
+            exceeding = ", ".join(f"{name} {v:.4g} (bound {bound:.4g})" for name, v, bound in spike)
+            if raising:
+                raise RuntimeError(
+                    f"{int(in_row)} steps in a row were skipped (max_skipped_steps), the last one "
+                    f"by the guard: {exceeding}. Lower the learning rate, look at the data of "
+                    "these steps, or widen the guard: its bound does not follow what it skips."
+                )
+            warn(f"step skipped by the guard: {exceeding}")
+            return
         if self._usual and not raising:
             return
         total = sum(grads.pack.layout.numel for grads in self._grads)
@@ -175,15 +198,22 @@ class SkipReport:
         """Steps skipped so far. Reading it waits for the device."""
         return int(self._skipped.item())
 
+    @property
+    def guarded_steps(self) -> int:
+        """Spikes so far that the guard skipped or clipped. Reading it waits for the device."""
+        return int(self._guarded[0]) if self._signals else 0
+
     def state_dict(self) -> dict[str, float]:
         """Plain numbers; waits for the device."""
         skipped, in_row = self._totals[:2].tolist()
-        return {"skipped": skipped, "in_row": in_row}
+        spikes = {"spikes": float(self._guarded[0])} if self._signals else {}
+        return {"skipped": skipped, "in_row": in_row, **spikes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self._skipped.fill_(state["skipped"])
         self._in_row.fill_(state["in_row"])
+        self._guarded[:1].fill_(state.get("spikes", 0))
         self._reported = state["skipped"]
 
     def _locate(self, positions: list[int]) -> str:

@@ -42,8 +42,18 @@ class TokenCount:
         self.counted = False
         self._number, self._on_device = 0.0, self._nothing
 
-    def add(self, tokens: Any) -> None:
-        """Count the tokens of one micro-batch; see :meth:`shardcast.ShardedOptimizer.count`."""
+    def add(self, tokens: Any, backwards: int) -> None:
+        """Count the tokens of one micro-batch; see :meth:`shardcast.ShardedOptimizer.count`.
+
+        Args:
+            backwards: how many of this step came before it.
+        """
+        if backwards and not self.counted:
+            raise RuntimeError(
+                "count: called after a backward of this step that was not counted; count each "
+                "micro-batch before its backward, or call optimizer.zero_grad() to drop gradients "
+                "of another step"
+            )
         is_tensor = isinstance(tokens, Tensor) and tokens.dim() == 0
         if is_tensor and not _compat.is_host(tokens.device):
             self._on_device = tokens.detach().double() + self._on_device

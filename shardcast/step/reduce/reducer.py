@@ -82,6 +82,12 @@ class Reducer:
         return not self._syncs or self.at_step or self.alone or more
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether there is any gradient; within a tree of micro-batches they are not seen."""
+        in_tree = self.micro_batches is not None
+        return in_tree or any(any(grads.presence()) for grads in self.grads)
+
+    @property
     def grad_version(self) -> int:
         """Another number after any gradient came, was edited in place, replaced or cleared."""
         return self.edits.version()

@@ -1,0 +1,134 @@
+"""A guard against spikes: steps whose norm, or loss, lies far above those before them.
+
+As OLMo-core's SkipStepOptimizer a step is skipped beyond the mean plus so many standard deviations
+of a window, here of the accepted steps alone; or it is clipped to that bound, as ZClip does (arXiv
+2504.02507). The window is on the device and equal on all ranks, which judge alike without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardcast.option_values import GuardFn, GuardRule
+
+
+class Verdict(NamedTuple):
+    """What the guard says of one step.
+
+    Attributes:
+        is_spike: 0-dim bool.
+        values, bounds: 1-d fp64, of each signal: of this step, and beyond which it is a spike.
+        factor: 0-dim fp64 that clips the gradients to the bound, or ``None`` where spikes are
+            skipped.
+    """
+
+    is_spike: Tensor
+    values: Tensor
+    bounds: Tensor
+    factor: Tensor | None
+
+
+class Guard:
+    """Judges steps by a rule over a window of accepted steps, or by a function.
+
+    Attributes:
+        signals: names of what is judged.
+        takes_loss: a loss can be given to a step; ``needs_loss``: it must be.
+    """
+
+    def __init__(self, rule: GuardRule | GuardFn, device: torch.device) -> None:
+        self._rule = rule
+        self.signals: Sequence[str] = ("norm",)
+        self.takes_loss, self.needs_loss = True, False
+        sigmas, self._window = [], 0
+        if isinstance(rule, GuardRule):
+            by_signal = {"norm": rule.norm, "loss": rule.loss}
+            self.signals = [name for name, sigma in by_signal.items() if sigma is not None]
+            sigmas = [by_signal[name] for name in self.signals]
+            self.takes_loss = self.needs_loss = rule.loss is not None
+            self._window = rule.window
+        self._sigmas = torch.tensor(sigmas, dtype=torch.float64, device=device)
+        self._places = torch.arange(self._window, device=device)
+        # A ring: the value of the accepted step n is at place n % window.
+        self._history = self._sigmas.new_zeros(len(sigmas), self._window)
+        self._accepted = self._sigmas.new_zeros(())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the window."""
+        return self._history.nbytes
+
+    def judge(self, norm: Tensor, loss: Tensor | None) -> Verdict:
+        """What becomes of the step; equal on all ranks whose arguments are, and waits for nothing.
+
+        Args:
+            norm, loss: 0-dim fp64: of the gradients before clipping, and the mean over ranks.
+
+        Raises:
+            RuntimeError: the loss is needed, and there is none.
+            TypeError: the function of the configuration returns no 0-dim tensor of bool.
+        """
+        if not isinstance(self._rule, GuardRule):
+            answer: Any = self._rule(norm.float(), None if loss is None else loss.float())
+            if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.dim():
+                raise TypeError(
+                    "guard: expected the function to return a 0-dim tensor of bool (True skips the "
+                    f"step), such as norm > 10, got {answer!r}"
+                )
+            values = norm.view(1)
+            return Verdict(answer & norm.isfinite(), values, torch.full_like(values, 0.0), None)
+        if self.needs_loss and loss is None:
+            raise RuntimeError(
+                "step: the guard looks at the loss; call step(loss=loss) on every rank, with the "
+                "loss that is not scaled, and clip by max_grad_norm in the configuration, not by "
+                "clip_grad_norm_, which decides before the loss is known"
+            )
+        by_signal = {"norm": norm, "loss": loss}
+        values = torch.stack([by_signal[name] for name in self.signals])  # type: ignore[misc]
+        is_filled = self._places < self._accepted
+        count = self._accepted.clamp(max=self._window)
+        mean = (self._history * is_filled).sum(1) / count
+        squares = ((self._history - mean[:, None]) * is_filled).square().sum(1)
+        bounds = mean + self._sigmas * (squares / (count - 1)).sqrt()
+        # Half a window first, as OLMo-core: a few steps do not tell what is usual.
+        is_active = self._accepted >= max(2, self._window // 2)
+        is_spike = ((values > bounds) & is_active).any() & norm.isfinite()
+        factor = None
+        if self._rule.action == "clip":
+            factor = torch.where(is_spike, bounds[0] / norm, 1.0)
+            values = torch.where(is_spike, bounds, values)  # what is trained with
+        return Verdict(is_spike, values, bounds, factor)
+
+    def record(self, verdict: Verdict, skip: Tensor) -> None:
+        """Take the step into the window, unless it was skipped."""
+        if self._window:
+            # Not history[:, accepted % window]: to index by a tensor waits for its value.
+            is_place = (self._places == self._accepted.remainder(self._window)) & ~skip
+            self._history = torch.where(is_place, verdict.values[:, None], self._history)
+            self._accepted += ~skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers; waits for the device."""
+        history = dict(zip(self.signals, self._history.tolist(), strict=False))
+        return {"accepted": int(self._accepted), **history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`; of another window the newest steps count.
+
+        The window stays empty where the saved run had none of one of the signals.
+        """
+        if not self._window or any(name not in state for name in self.signals):
+            return
+        rows, accepted = [state[name] for name in self.signals], int(state["accepted"])
+        window = len(rows[0])
+        if window != self._window:
+            newest = range(max(0, accepted - min(window, self._window)), accepted)
+            room = [0.0] * (self._window - len(newest))
+            rows = [[row[number % window] for number in newest] + room for row in rows]
+            accepted = len(newest)
+        self._history.copy_(torch.tensor(rows, dtype=torch.float64))
+        self._accepted.fill_(accepted)

@@ -1,0 +1,302 @@
+"""The guard against spikes, beside the same rule by hand in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Tensors, assert_same_bits, everything, run_world, sharded, values
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import shardcast
+from shardcast import _compat, checkpoint
+from shardcast.testing import threaded_world
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:step skipped")]
+
+STEPS, WINDOW, SIGMA = 24, 8, 3.0
+SPIKES = {1, 12, 18, 19}  # the first one before the window is half full, so that it is trained
+NORM = {"norm": SIGMA, "window": WINDOW}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, spiky: int) -> tuple[Tensor, Tensor]:
+    """The loss, and what is said of it: ranks but ``spiky`` see nothing unusual in any step."""
+    loss = CASES["mlp"].loss(model, CASES["mlp"].batch(10 * step + rank))
+    if step in SPIKES and rank == spiky:
+        loss = loss * 20.0
+    return loss, loss.detach()
+
+
+def by_hand(
+    size: int, rule: dict[str, Any], max_norm: float = math.inf
+) -> tuple[Tensors, set[int]]:
+    """What the guard is to do, with torch's own optimizer on the batches of all ranks."""
+    model = CASES["mlp"].build()
+    optimizer = sgd(model)
+    accepted: dict[str, list[Tensor]] = {"norm": [], "loss": []}
+    guarded = set()
+    for step in range(STEPS):
+        losses = [loss_of(model, step, rank, size - 1)[0] / size for rank in range(size)]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        signals = {"norm": norm.double(), "loss": sum(losses).detach().double()}
+        is_spike, scale = False, 1.0
+        for name, value in signals.items():
+            window = torch.tensor([float(v) for v in accepted[name]][-WINDOW:]).double()
+            if name in rule and len(window) >= WINDOW // 2:
+                bound = window.mean() + rule[name] * window.std()
+                if value > bound:
+                    is_spike = True
+                    if rule.get("action") == "clip":
+                        scale, signals[name] = float(bound / value), bound
+        guarded |= {step} if is_spike else set()
+        if is_spike and rule.get("action") != "clip":
+            continue
+        for name, value in signals.items():
+            accepted[name].append(value)
+        for param in model.parameters():
+            param.grad *= scale
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return values(model), guarded
+
+
+def train(
+    group: Any, guard: Any, how: str, fields: dict[str, Any]
+) -> tuple[Tensors, set[int], set[int]]:
+    """The parameters, the steps that were skipped, and those that the guard counted."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group, sgd, guard=guard, **fields)
+    skipped, guarded, count = set(), set(), 0
+    for step in range(STEPS):
+        loss, given = loss_of(model, step, rank, size - 1)
+        if how == "tokens":
+            optimizer.count(4)
+            loss = loss * 4
+        optimizer.scale_loss(loss).backward()
+        if how == "clip":
+            assert float(optimizer.clip_grad_norm_(0.5)) > 0
+        if how == "closure":
+            optimizer.step(lambda given=given: given)
+        else:
+            optimizer.step(**({"loss": given} if how == "loss" else {}))
+        optimizer.zero_grad()
+        skipped |= {step} if optimizer.last_step_skipped else set()
+        guarded |= {step} if optimizer.guarded_steps > count else set()
+        count = optimizer.guarded_steps
+    return values(model), skipped, guarded
+
+
+CASES_OF_GUARDS: dict[str, tuple[int, dict[str, Any], str, dict[str, Any]]] = {
+    "norm, alone": (1, NORM, "", {}),
+    "norm, two ranks": (2, NORM, "", {}),
+    "norm, three ranks": (3, NORM, "", {"partition": "whole"}),
+    "sharded gradients": (2, NORM, "", {"grads": "sharded"}),
+    "a loss scale": (2, NORM, "", {"loss_scale": 1000.0}),
+    "counted tokens": (2, NORM, "tokens", {}),
+    "beside a clip": (2, NORM, "clip", {}),
+    "beside max_grad_norm": (2, NORM, "", {"max_grad_norm": 0.5}),
+    "loss": (2, {"loss": SIGMA, "window": WINDOW}, "loss", {}),
+    "loss of a closure": (2, {"loss": SIGMA, "window": WINDOW}, "closure", {}),
+    "both": (3, {"loss": 2.0, "norm": 4.0, "window": WINDOW}, "loss", {}),
+    "clipped": (2, {**NORM, "action": "clip"}, "", {}),
+    "clipped, then by max_grad_norm": (
+        2, {**NORM, "action": "clip"}, "", {"max_grad_norm": 0.5}),
+    "clipped twice": (2, {**NORM, "action": "clip"}, "clip", {"loss_scale": 8.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES_OF_GUARDS)
+def test_a_spike_of_one_rank_is_judged_by_all_ranks_as_by_hand(case: str):
+    size, rule, how, fields = CASES_OF_GUARDS[case]
+    clips = how == "clip" or "max_grad_norm" in fields
+    expected, expected_guarded = by_hand(size, rule, 0.5 if clips else math.inf)
+    assert expected_guarded >= SPIKES - {1}, "the control: these steps are spikes"
+    ranks = [train(None, rule, how, fields)] if size == 1 else run_world(
+        size, train, rule, how, fields)[0]  # fmt: skip
+    for trained, skipped, guarded in ranks:
+        assert guarded == expected_guarded
+        assert skipped == (set() if rule.get("action") == "clip" else guarded)
+        torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_accelerators_path_judges_alike_without_waiting(monkeypatch: pytest.MonkeyPatch):
+    expected = run_world(2, train, NORM, "", {})[0]
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    for (trained, *steps), (values_on_host, *steps_on_host) in zip(
+        run_world(2, train, NORM, "", {})[0], expected, strict=True
+    ):
+        assert steps == steps_on_host
+        torch.testing.assert_close(trained, values_on_host)
+
+
+def test_without_the_guard_the_spikes_are_trained():
+    """Negative control."""
+    expected, _ = by_hand(2, NORM)
+    trained, _, _ = run_world(2, train, None, "", {})[0][0]
+    assert any(not torch.allclose(trained[n], expected[n], rtol=1e-2) for n in expected)
+
+
+@pytest.mark.parametrize("how", ["", "loss"])
+def test_a_function_may_judge(how: str):
+    seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def guard(norm: Tensor, loss: Tensor | None) -> Tensor:
+        seen.append((norm, loss))
+        return (norm if loss is None else loss) > 3.0
+
+    for _, skipped, guarded in run_world(2, train, guard, how, {})[0]:
+        assert skipped == guarded == SPIKES
+    assert all(norm.dim() == 0 for norm, _ in seen)
+    assert all((loss is not None) == (how == "loss") for _, loss in seen)
+
+
+def test_ranks_of_a_mesh_judge_alike():
+    def run(mesh: Any) -> list[bool]:
+        model = nn.Linear(4, 4, bias=False)
+        tp = mesh["tp"]
+        parallelize_module(model, tp, ColwiseParallel())
+        optimizer = shardcast.shard(
+            model, sgd(model), mesh=mesh, param_dtype="fp32",
+            guard={"loss": 3.0, "norm": 50.0, "window": 4},
+        )  # fmt: skip
+        skipped = []
+        for step in range(8):
+            x = torch.ones(2, 4) * (1 + 0.1 * (step % 3))
+            model(x).square().sum().backward()
+            is_bad = step == 6 and mesh.get_local_rank("dp") == 1 and tp.get_local_rank() == 0
+            optimizer.step(loss=1.0 + 0.01 * (step % 2) + 9.0 * is_bad)
+            optimizer.zero_grad()
+            skipped.append(bool(optimizer.last_step_skipped))
+        return skipped
+
+    assert threaded_world({"dp": 2, "tp": 2}, run) == [[False] * 6 + [True, False]] * 4
+
+
+# -- what is kept, and what is said ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", ["state_dict", "a checkpoint"])
+@pytest.mark.parametrize("window", [WINDOW, 5, 20])
+def test_a_resumed_guard_goes_on_with_its_window(through: str, window: int, tmp_path: Path):
+    def pair(guard: dict[str, Any]) -> tuple[nn.Module, Any]:
+        model = CASES["mlp"].build()
+        return model, sharded(model, None, sgd, guard=guard)
+
+    def steps(model: nn.Module, optimizer: Any, numbers: range) -> list[bool]:
+        skipped = []
+        for step in numbers:
+            loss_of(model, step, 0, 0)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(bool(optimizer.last_step_skipped))
+        return skipped
+
+    model, optimizer = pair(NORM)
+    steps(model, optimizer, range(14))
+    resumed, again = pair({**NORM, "window": window})
+    if through == "state_dict":
+        again.load_state_dict(optimizer.state_dict())
+    else:
+        checkpoint.save(tmp_path, model, optimizer, step=14)
+        checkpoint.load(tmp_path, resumed, again)
+    assert again.guarded_steps == optimizer.guarded_steps > 0
+    assert steps(resumed, again, range(14, 20)) == steps(model, optimizer, range(14, 20))
+    assert again.skipped_steps == optimizer.skipped_steps
+    if window == WINDOW:
+        assert_same_bits(everything(resumed, again), everything(model, optimizer))
+
+
+def test_a_spike_is_named_and_changes_neither_moments_nor_loss_scale():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, guard=NORM, loss_scale="dynamic", loss_scale_init=4.0)
+    for step in range(12):
+        optimizer.scale_loss(loss_of(model, step, 0, -1)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = everything(model, optimizer)
+    optimizer.scale_loss(loss_of(model, 12, 0, 0)[0]).backward()
+    with pytest.warns(UserWarning, match=r"skipped by the guard: norm [\d.]+ \(bound [\d.]+\)"):
+        optimizer.step()
+    assert_same_bits(everything(model, optimizer), before)
+    assert float(optimizer.loss_scale) == 4.0
+    assert optimizer.memory_report()["guard"] == 8 * WINDOW
+
+
+def test_too_many_spikes_in_a_row_raise_and_name_the_guard():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, guard=lambda norm, loss: norm > -1.0, max_skipped_steps=3)
+    for step in range(3):
+        loss_of(model, step, 0, 0)[0].backward()
+        if step < 2:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match=r"max_skipped_steps.*guard"):
+                optimizer.step()
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "no window": ({"norm": 6.0}, ValueError, "window"),
+    "an unknown key": ({"norm": 6.0, "windows": 128}, ValueError, "windows"),
+    "no signal": ({"window": 128}, ValueError, "'norm' or 'loss'"),
+    "no deviation": ({"norm": 0.0, "window": 128}, ValueError, "above 0"),
+    "an infinite one": ({"norm": math.inf, "window": 128}, ValueError, "above 0"),
+    "text": ({"norm": "six", "window": 128}, TypeError, "norm"),
+    "a window of text": ({"norm": 6.0, "window": "128"}, TypeError, "window"),
+    "a window of one": ({"norm": 6.0, "window": 1}, ValueError, "at least 2"),
+    "another action": ({"norm": 6.0, "window": 8, "action": "stop"}, ValueError, "action"),
+    "a clip by loss": ({"loss": 6.0, "window": 8, "action": "clip"}, ValueError, "action"),
+    "a number": (6.0, TypeError, "guard"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_guard_that_is_none_is_refused_by_name(bad: str):
+    guard, kind, name = BAD[bad]
+    with pytest.raises(kind, match="guard") as error:
+        shardcast.ShardcastConfig(guard=guard)
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("guard", "call", "kind", "names"),
+    [
+        (None, lambda o, rank: o.step(loss=1.0), TypeError, "guard"),
+        (NORM, lambda o, rank: o.step(loss=1.0), TypeError, "guard"),
+        ({"loss": 6.0, "window": 8}, lambda o, rank: o.step(), RuntimeError, "loss=loss"),
+        ({"loss": 6.0, "window": 8}, lambda o, rank: o.step(**({"loss": 1.0} if rank else {})),
+         RuntimeError, "loss differs"),
+        ({"loss": 6.0, "window": 8}, lambda o, rank: o.clip_grad_norm_(1.0), RuntimeError,
+         "max_grad_norm"),
+        (lambda norm, loss: norm > 9, lambda o, rank: (o.clip_grad_norm_(1.0), o.step(loss=1.0)),
+         TypeError, "max_grad_norm"),
+        (lambda norm, loss: True, lambda o, rank: o.step(), TypeError, "0-dim tensor of bool"),
+    ],
+    ids=["no guard", "of the norm", "no loss", "on some ranks", "a clip", "after a clip", "a bool"],
+)  # fmt: skip
+def test_a_loss_that_is_missing_or_of_no_use_is_refused_on_all_ranks(
+    guard: Any, call: Callable[[Any, int], Any], kind: type[Exception], names: str
+):
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, sgd, guard=guard)
+        before = values(model)
+        loss_of(model, 0, 0, 0)[0].backward()
+        with pytest.raises(kind, match=names):
+            call(optimizer, group.rank())
+        assert_same_bits(values(model), before)
+
+    run_world(2, run)
