@@ -6,6 +6,7 @@
     python launch/benchmark.py collectives --ranks 2
     python launch/benchmark.py cost                        # per parameter, of more and more
     python launch/benchmark.py costmodel --ranks 2         # the estimate of times against gloo
+    python launch/benchmark.py predicted                   # the estimate of times beside others
     python launch/benchmark.py worlds                      # the host's part, of 8 to 1,024 ranks
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
@@ -31,6 +32,7 @@ from benchmarks import (
     costmodel,
     flatten,
     matrix,
+    predicted,
     report,
     step,
     update,
@@ -39,6 +41,7 @@ from benchmarks import (
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 
+from shardcast.estimate import PRESETS
 from shardcast.testing import spawn
 
 TIMEOUT = 3600.0
@@ -63,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.command == "worlds":
         title = f"processor time of one rank's step, {worlds.PACKS} packs, nothing is sent, bf16"
         lines, columns = worlds.rows(worlds.measure(args.sizes, args.rounds)), worlds.COLUMNS
+    elif args.command == "predicted":
+        title = f"predicted steps of {args.tokens:,} tokens of one rank; x: over the best of others"
+        lines = predicted.rows(args.machines, args.sizes, args.tokens)
+        columns = predicted.COLUMNS
     elif args.command == "collectives":
         title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
         sizes = args.elements // args.packs, args.packs, args.rounds
@@ -115,7 +122,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "averages": 60, "flatten": 15, "cost": 5, "worlds": 9, "collectives": 9,
-        "costmodel": 15, "matrix": 9, "step": 15, "peers": 15,
+        "costmodel": 15, "matrix": 9, "predicted": 1, "step": 15, "peers": 15,
     }  # fmt: skip
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
@@ -124,6 +131,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if name == "cost":
             sub.add_argument("--most", type=int, default=10**8, help="parameters")
             sub.add_argument("--total", type=int, default=10**8, help="of 10 to 10,000 tensors")
+            continue
+        if name == "predicted":
+            sub.add_argument("--machines", nargs="+", choices=PRESETS, default=["h100"])
+            sub.add_argument("--sizes", type=int, nargs="+", default=[*predicted.SIZES])
+            sub.add_argument("--tokens", type=int, default=8192, help="of one rank in a step")
             continue
         if name == "worlds":
             sub.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])

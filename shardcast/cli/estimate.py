@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import yaml
 from torch import nn
 
 from shardcast import estimate as estimates
 from shardcast.cli.plot import KINDS, PLOTTED, Row, empty_figure, plot
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.parallel import plan_of, stages_of
-from shardcast.plan.algorithms import Topology
 from shardcast.plan.originals import Originals
 from shardcast.plan.partition import ELEMENTWISE
 
@@ -40,6 +40,9 @@ LEGEND = {
     "in_backward": "of reduce, what runs beside the backward",
     "in_forward": "of sync, what runs beside the next forward (overlap_sync)",
     "step": "all of them, less what runs beside others",
+    "latency": "the share of the step that is neither bytes nor operations",
+    "ranking": "whether shardcast stays ahead, or behind, with latencies three times as long, and "
+    "with half of the bandwidth between nodes",
 }
 
 
@@ -54,21 +57,45 @@ def estimate(arguments: list[str]) -> int:
     numel = sum(param.numel() for param in model.parameters())
     title = f"{numel:,} parameters, {originals.name}"
     if parsed.tp > 1 or parsed.pp > 1:
+        if config.shard_ranks == "auto":  # it is for jobs without a mesh
+            config = config.replace(shard_ranks="all")
         title += f", {parsed.tp} x tensor, {parsed.pp} x pipeline parallel"
     plan = dict(parsed.tp_plan or plan_of(model))
     stages = stages_of(model, originals, parsed.tp, parsed.pp, plan)
-    job = (stages, config, machine, parsed.tokens)
-    rows = rows_of(parsed.world_size, *job)
+    job = estimates.Job(stages, machine, parsed.tokens)
+    rows = rows_of(parsed.world_size, job, config)
     if parsed.plot is not None:
-        plot(rows_of(PLOTTED, *job), title, parsed.plot)
+        plot(rows_of(PLOTTED, job, config), title, parsed.plot)
     if parsed.json:
         print(json.dumps(rows, indent=2))
         return 0
-    overlapped = rows_of(parsed.world_size, stages, config.replace(overlap_sync=True), *job[2:])
-    print("\n".join(summary(rows, overlapped, title)))
+    print("\n".join(summary(rows, title)))
     if parsed.details:
         print("\n".join(["", *table(rows, title)]))
+    for row in rows if parsed.advise or parsed.write else ():
+        print("\n".join(["", *_advice(row, job, config, parsed.write)]))
     return 0
+
+
+def _advice(row: Row, job: estimates.Job, config: ShardcastConfig, path: Path | None) -> list[str]:
+    """The better options of one world size as lines, also in the file ``path``."""
+    size = row["world_size"]
+    changes = estimates.advise(job, size, config)
+    better = row_of(estimates.figures(job, size, config.replace(**changes)), job)
+    options = yaml.safe_dump(changes, sort_keys=False).splitlines() if changes else []
+    now, then = (1e3 * each["time"]["step"] for each in (row, better))
+    gain = f"{then:,.0f} ms in place of {now:,.0f} ({1 - then / now:.1%} less)"
+    best = f"{better['ratio']:.2f} of the fastest of the others"
+    lines = [
+        f"{size:,} rank{'s' * (size > 1)}: {', '.join(options) or 'nothing to change'}: predicted "
+        f"step {gain}, {gigabytes(better['total'])} GB per rank; {best}"
+    ]
+    if path is not None:
+        given = {name: config.to_dict()[name] for name in sorted(config.named)}
+        comment = f"# shardcast estimate for {size} ranks of {row['machine']}: {gain}\n"
+        path.write_text(comment + yaml.safe_dump({**given, **changes}, sort_keys=False))
+        lines.append(f"written to {path}")
+    return lines
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -102,11 +129,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "forward and backward take",
     )  # fmt: skip
     parser.add_argument("--details", action="store_true", help="print all tables too")
+    parser.add_argument(
+        "--advise", action="store_true", help="try options, and print the best ones for each size"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="YAML", help="the same, into a file; for one world size"
+    )
     parser.add_argument("--json", action="store_true", help="print it for programs: bytes, seconds")
     parser.add_argument(
         "--plot", type=Path, metavar="PNG|SVG", help="draw it over world sizes 1 to 4096"
     )
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.write is not None and len(parsed.world_size) > 1:
+        parser.error("--write: expected one --world_size beside it, for which the file is")
+    return parsed
 
 
 def _positive(text: str) -> int:
@@ -158,53 +194,29 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
     return model, Originals(optimizers or [getattr(torch.optim, kind)(model.parameters(), lr=0.1)])
 
 
-def rows_of(
-    sizes: Sequence[int],
-    stages: Sequence[tuple[nn.Module, Originals]],
-    config: ShardcastConfig,
-    machine: estimates.Machine,
-    tokens: int,
-) -> list[Row]:
-    """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and seconds.
-
-    Args:
-        stages: of a pipeline, of which each row is of the one that holds most.
-    """
-    rows = []
-    for size in sizes:
-        each = [
-            estimates.estimate(
-                m, o.optimizers, size, config, Topology.of(machine), machine.capacity
-            )
-            for m, o in stages
-        ]
-        fullest = max(each, key=lambda stage: stage.total)
-        model, originals = stages[each.index(fullest)]
-        numel = sum(param.numel() for param in model.parameters())
-        moments, units = _moments(originals), estimates.units_of(model)
-        job = machine.group(size), tokens, sum(fullest.products)
-        peer_times = estimates.peer_times(units, moments, *job)
-        rows.append({
-            "world_size": size,
-            **{name: getattr(fullest, name) for name in (*BYTES, *COUNTS)},
-            "algorithms": _algorithms(fullest),
-            "others": estimates.peers(numel, moments, size),
-            "machine": machine.name,
-            "tokens": tokens,
-            "time": _stages(estimates.step_time(fullest, config, machine, numel, tokens)),
-            "other_times": {name: _stages(time) for name, time in peer_times.items()},
-        })  # fmt: skip
-    return rows
+def rows_of(sizes: Sequence[int], job: estimates.Job, config: ShardcastConfig) -> list[Row]:
+    """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and seconds."""
+    return [row_of(estimates.figures(job, size, config), job) for size in sizes]
 
 
-def _moments(originals: Originals) -> float:
-    """State tensors per parameter, in the mean over all elements."""
-    elements = moments = 0
-    for _, owner, group in originals.numbered():
-        numel = sum(param.numel() for param in group["params"])
-        elements += numel
-        moments += numel * estimates.state_of(owner, group).moments
-    return moments / max(1, elements)
+def row_of(figures: estimates.Figures, job: estimates.Job) -> Row:
+    """One world size, for programs."""
+    held = figures.held
+    return {
+        "world_size": held.world_size,
+        "shard_ranks": held.layout.world_size,
+        **{name: getattr(held, name) for name in (*BYTES, *COUNTS)},
+        "algorithms": _algorithms(held),
+        "sharding": held.layout.sharding,
+        "others": dict(figures.peers),
+        "machine": job.machine.name,
+        "tokens": job.tokens,
+        "time": _stages(figures.time),
+        "other_times": {name: _stages(time) for name, time in figures.peer_times.items()},
+        "latency": figures.latency,
+        "ratio": figures.ratio,
+        "doubts": dict(figures.doubts),
+    }
 
 
 def _algorithms(found: estimates.Estimate) -> list[Row]:
@@ -225,27 +237,27 @@ def _stages(time: estimates.StepTime) -> dict[str, float]:
     return {name: getattr(time, name) for name in STAGES}
 
 
-def summary(rows: Sequence[Row], overlapped: Sequence[Row], title: str) -> list[str]:
-    """A sentence per world size: memory and time of a rank, and those of others.
-
-    Args:
-        overlapped: the same with ``overlap_sync``.
-    """
+def summary(rows: Sequence[Row], title: str) -> list[str]:
+    """A sentence per world size: memory and time of a rank, and those of others."""
     lines = [f"{title}; {rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"]
-    for row, overlapped_row in zip(rows, overlapped, strict=True):
-        size, step, hidden = row["world_size"], row["time"]["step"], overlapped_row["time"]["step"]
+    for row in rows:
+        size, step = row["world_size"], row["time"]["step"]
         memory = ", ".join(f"{name} {gigabytes(n)}" for name, n in row["others"].items())
         times = ", ".join(
             f"{name} {1e3 * time['step']:,.0f}" for name, time in row["other_times"].items()
         )
-        advice = f" ({1e3 * hidden:,.0f} with overlap_sync: true)" if hidden < step else ""
         lines += [
             f"{size:,} rank{'s' * (size > 1)}: {gigabytes(row['total'])} GB per rank, "
-            f"predicted step {1e3 * step:,.0f} ms{advice}",
+            f"predicted step {1e3 * step:,.0f} ms",
             f"    others hold {memory} GB",
             f"    others take {times} ms",
         ]
-    return [*lines, "Memory and traffic are exact, times are predictions. --details has all tables"]
+        lines += [f"    {row['sharding']}"] if row["sharding"] else []
+    return [
+        *lines,
+        "Memory and traffic are exact, times are predictions. --details has all tables, --advise "
+        "tries options",
+    ]
 
 
 def gigabytes(nbytes: float) -> str:
@@ -278,6 +290,15 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
     def milliseconds(values: Mapping[str, float]) -> dict[str, str]:
         return {name: f"{1e3 * value:,.2f}" for name, value in values.items()}
 
+    def sure(row: Row) -> dict[str, str]:
+        ratios = {"predicted": row["ratio"], **row["doubts"]}
+        ranking = {ratio < 1 for ratio in ratios.values()}
+        return {
+            "latency": f"{row['latency']:.1%}",
+            **{name: f"{ratio:.3f}" for name, ratio in ratios.items()},
+            "ranking": "holds" if len(ranking) == 1 else "open",
+        }
+
     holds = f"{title}; GB of the rank that holds most"
     ways = [(row["world_size"], way) for row in rows for way in row["algorithms"]]
     where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
@@ -293,6 +314,7 @@ def table(rows: Sequence[Row], title: str) -> list[str]:
             "predicted milliseconds of others' steps",
             lambda row: milliseconds({n: it["step"] for n, it in row["other_times"].items()}),
         ),
+        *block("how sure that is: step over that of the fastest of the others", sure),
         "",
         *(f"{name:>12}  {text}" for name, text in LEGEND.items()),
     ]

@@ -2,6 +2,7 @@
 
 from .flight import FLIGHTS, Flight, Summed
 from .group import REMEDY_INIT, Comm, Works, copy_strided_, is_dense
+from .network import network_bytes
 from .process_groups import ProcessGroups, redistributed
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "Works",
     "copy_strided_",
     "is_dense",
+    "network_bytes",
     "redistributed",
 ]

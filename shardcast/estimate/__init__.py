@@ -1,11 +1,12 @@
 """Estimate: memory, traffic and time of a job before it starts.
 
 memory      what each rank holds, moves and sends
-network     what a collective costs on a machine
-time        the stages of a step on it
+time        the stages of a step on a machine
 peers       the same of other systems
+advice      both side by side, how sure that is, and better options
 """
 
+from shardcast.estimate.advice import Figures, Job, advise, figures
 from shardcast.estimate.memory import Estimate, StateOf, Traffic, estimate, state_of
 from shardcast.estimate.peers import peer_times, peers, units_of
 from shardcast.estimate.time import StepTime, step_time
@@ -14,13 +15,17 @@ from shardcast.plan.costs import PRESETS, Group, Machine, Protocol
 __all__ = [
     "PRESETS",
     "Estimate",
+    "Figures",
     "Group",
+    "Job",
     "Machine",
     "Protocol",
     "StateOf",
     "StepTime",
     "Traffic",
+    "advise",
     "estimate",
+    "figures",
     "peer_times",
     "peers",
     "state_of",

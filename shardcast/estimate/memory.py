@@ -17,7 +17,7 @@ from shardcast.memory.codecs import CODECS, master_codec, moment_codec, row_of
 from shardcast.memory.shard import FILL
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Algorithms, Topology, syncs_at_once
-from shardcast.plan.costs import PRESETS
+from shardcast.plan.costs import PRESETS, Machine
 from shardcast.plan.layout import Layout, PackLayout, Slot
 from shardcast.plan.originals import Originals
 from shardcast.plan.packing import with_algorithms
@@ -115,11 +115,11 @@ class Estimate:
 
 def estimate(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Originals,
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
     topology: Topology = Topology("nccl", 8),  # noqa: B008, it is a constant
-    capacity: float = PRESETS["h100"].capacity,
+    machine: Machine = PRESETS["h100"],
 ) -> Estimate:
     """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
@@ -129,7 +129,7 @@ def estimate(
             unchanged.
         config: a config or a mapping; ``None`` reads the environment.
         topology: for which algorithms are chosen: the backend, and how many ranks share a node.
-        capacity: bytes of a device's memory, for ``shard_ranks: auto``.
+        machine: for ``shard_ranks: auto``, its network and how much memory a device has.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -151,7 +151,8 @@ def estimate(
     plan = plan_for(model, originals, config, world_size)
     cast_peak, live = _convert_outside(plan)
     topology = Topology(topology.backend, min(world_size, topology.node))
-    size, why = shard_ranks(config, plan.layout, topology, capacity - live, plan.operations)
+    free, joined = machine.capacity - live, topology._replace(between=machine.between)
+    size, why = shard_ranks(config, plan.layout, joined, free, plan.operations)
     if size < world_size:
         plan = plan_for(model, originals, config, size)
         topology = topology._replace(node=min(size, topology.node))

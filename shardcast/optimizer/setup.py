@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, ProcessGroups, is_dense
+from shardcast.comm import Comm, ProcessGroups, is_dense, network_bytes
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_, free_bytes
 from shardcast.memory.local_param import as_packed
@@ -269,11 +269,12 @@ def over_fewer_ranks(
     Raises:
         ValueError: on every rank, for a number of ``shard_ranks`` that does not divide them.
     """
-    comm, free = process_groups.dp, math.inf
-    node = plan.layout.packs[0].algorithms.node
-    topology = Topology(comm.backend(device), node, device.type == "cpu")
-    if plan.config.shard_ranks == "auto" and topology.backend == "nccl" and 1 < node < comm.size:
-        free = min(comm.exchange(free_bytes(device), device))
+    comm, free, between = process_groups.dp, math.inf, 0.0
+    backend, node = comm.backend(device), plan.layout.packs[0].algorithms.node
+    if plan.config.shard_ranks == "auto" and backend == "nccl" and 1 < node < comm.size:
+        facts = comm.exchange((free_bytes(device), network_bytes() / node), device)
+        free, between = (min(of_ranks) for of_ranks in zip(*facts, strict=True))
+    topology = Topology(backend, node, device.type == "cpu", between)
     ranks, why = shard_ranks(plan.config, plan.layout, topology, free, plan.operations)
     return process_groups if ranks == comm.size else ProcessGroups.replicated(comm, ranks), why
 

@@ -41,11 +41,14 @@ class Topology(NamedTuple):
         backend: of the process group, by name.
         node: ranks of each node, numbered one after another; 1 where that is not so, or not known.
         on_host: whether packs are in host memory.
+        between: bytes per second of a rank's share of its node's network cards; a guess, unless
+            it is about ``shard_ranks``.
     """
 
     backend: str = "none"
     node: int = 1
     on_host: bool = True
+    between: float = PRESETS["h100"].between
 
     @classmethod
     def of(cls, machine: Machine) -> Topology:
@@ -180,7 +183,8 @@ def group_of(world_size: int, topology: Topology) -> Group:
     """The ranks on H100 nodes: a choice needs the order of magnitude, and to be one everywhere."""
     machine = PRESETS["h100"]
     call = machine.call if topology.backend in GROUPED else machine.launch
-    return replace(machine, ranks_per_node=topology.node, call=call).group(world_size)
+    machine = replace(machine, ranks_per_node=topology.node, call=call, between=topology.between)
+    return machine.group(world_size)
 
 
 def syncs_at_once(algorithm: str, backend: str, overlaps: bool) -> bool:

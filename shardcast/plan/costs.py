@@ -171,6 +171,22 @@ class Machine:
             fields["protocols"] = (simple._replace(posted=0.0, tree=None, **hops),)
         return dataclasses.replace(self, name=name, **fields)
 
+    def scaled(self, latency: float = 1.0, network: float = 1.0) -> Machine:
+        """A copy with other latencies, of the host too where they are less, and between nodes with
+        another bandwidth."""
+        protocols = tuple(
+            p._replace(
+                begin=latency * p.begin, inside=latency * p.inside, between=latency * p.between,
+                posted=latency * p.posted,
+            )
+            for p in self.protocols
+        )  # fmt: skip
+        host = min(1.0, latency)
+        return dataclasses.replace(
+            self, protocols=protocols, between=network * self.between, launch=host * self.launch,
+            call=host * self.call,
+        )  # fmt: skip
+
     def beside(self, tp: int) -> Machine:
         """As data-parallel ranks see it, of which each has ``tp`` neighbours' accelerators too."""
         return dataclasses.replace(self, ranks_per_node=max(1, self.ranks_per_node // tp))

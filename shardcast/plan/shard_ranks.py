@@ -22,6 +22,7 @@ from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
 HELD = 12  # bytes per element of which each rank of a run has a part: a master and two moments
 MOVED = 28  # and that an update reads and writes, the gradient and the parameter included
 PART = 8  # of the free memory these may take one part in so many, where nobody asked for it
+GAIN = 0.02  # of a step that copies must save, likewise
 FEWEST = 8  # ranks of a run, likewise: 4 + 12 / 8 bytes are a third of DDP's 16
 
 
@@ -46,7 +47,7 @@ def shard_ranks(
 
     Args:
         layout: of a plan over all ranks.
-        topology: of all ranks.
+        topology: of all ranks; with a network of 0 bytes per second it is not known.
         free: bytes of device memory, on the rank that has least.
         costs: operations of the updates that are no elementwise ones.
 
@@ -61,7 +62,7 @@ def shard_ranks(
     check_shard_ranks(config, size)
     if isinstance(asked, int) and asked < size:
         return asked, f"sharded over {asked} of {size} ranks (as asked)"
-    several = topology.backend == "nccl" and 1 < topology.node < size
+    several = topology.backend == "nccl" and 1 < topology.node < size and topology.between > 0
     saves = config.grads == "sharded" or config.offload or config.moments != "fp32"
     saves |= config.master != "fp32" or config.reproducible is not None
     if asked != "auto" or not several or size % topology.node or saves:
@@ -76,11 +77,14 @@ def shard_ranks(
         ranks *= 2
     seconds[size] = sharding_cost(config, layout, size, topology, costs)
     best = min(seconds, key=lambda ranks: seconds[ranks])
-    why = f"{1e3 * seconds[size]:.1f} ms over all"
-    if len(seconds) == 1:
-        why = "fewer would take too much of the free memory"
-    elif best < size:
-        why = f"{1e3 * seconds[best]:.1f} ms over {best} < {why}"
+    computed = sum(compute_times(numel, TOKENS, group_of(size, topology).machine))
+    if seconds[size] - seconds[best] < GAIN * (computed + seconds[size]):
+        best = size
+    fewer = [ranks for ranks in seconds if ranks < size]
+    why = "fewer would take too much of the free memory"
+    if fewer:
+        few, whole = min(fewer, key=seconds.__getitem__), 1e3 * seconds[size]
+        why = f"{1e3 * seconds[few]:.1f} ms over {few}, {whole:.1f} ms over all"
     return best, f"sharded over {best} of {size} ranks ({why})"
 
 
@@ -91,7 +95,8 @@ def sharding_cost(
     """Seconds that a step takes beyond forward and backward: what is not hidden of the reduce,
     the update and the sync.
 
-    On H100s, with :data:`TOKENS` of a rank in a step: neither is known when a job is set up.
+    On H100s, with :data:`TOKENS` of a rank in a step: neither is known when a job is set up. The
+    network is, more or less.
 
     Args:
         layout: for its bytes; its packs may be of another size.

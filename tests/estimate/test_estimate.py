@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from storages import live
 from torch import Tensor, nn
 
 import shardcast
+from shardcast import ShardcastConfig
 from shardcast.cli import estimate as _estimate_command
 from shardcast.cli import main
 from shardcast.cli import plot as drawing
-from shardcast.estimate import PRESETS, estimate, peers
+from shardcast.estimate import PRESETS, Job, advise, estimate, figures, peers
+from shardcast.plan.costs import Machine
 from shardcast.plan.originals import Originals
 from shardcast.testing import Collective, SpawnedWorld
 
@@ -320,6 +323,72 @@ def test_the_command_prints_a_table_and_json(
     assert last["total"] < first["total"]
 
 
+def job_of(layers: int, machine: Machine) -> Job:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
+    return Job([(model, Originals([torch.optim.AdamW(model.parameters())]))], machine, 8192)
+
+
+def test_advice_makes_a_step_faster_and_names_nothing_that_does_not():
+    job, config = job_of(96, PRESETS["h100"]), ShardcastConfig()
+    for size in (8, 512):
+        changes = advise(job, size, config)
+        assert changes["overlap_sync"] is True
+        before, after = (figures(job, size, it) for it in (config, config.replace(**changes)))
+        assert after.ratio < before.ratio and after.held.total <= before.held.total
+        for option in changes:  # each of them is worth its name
+            others = {name: value for name, value in changes.items() if name != option}
+            assert figures(job, size, config.replace(**others)).time.step > after.time.step
+    assert advise(job, 1, config) == {}
+
+
+def test_advice_saves_memory_where_it_is_short_and_only_as_much_as_needed():
+    numel = 96 * 1024 * 1025
+    found = [
+        advise(
+            job_of(96, replace(PRESETS["h100"], capacity=size * numel / 0.7)), 8, ShardcastConfig()
+        )
+        for size in (5.6, 4.0, 3.6, 3.3, 2.9)
+    ]
+    lean = [{k for k in changes if k not in ("overlap_sync", "pack_mb")} for changes in found]
+    assert lean == [
+        set(), {"grads"}, {"grads", "master"}, {"grads", "master", "moments"},
+        {"grads", "master", "moments"},
+    ]  # fmt: skip
+    assert [changes.get("moments") for changes in found[3:]] == ["bf16", "int8"]
+
+
+def test_doubts_are_the_ratio_with_other_constants():
+    job, config = job_of(96, PRESETS["h100"]), ShardcastConfig()
+    found = figures(job, 64, config)
+    slower = replace(job, machine=job.machine.scaled(latency=3.0))
+    assert found.doubts["latency x 3"] == pytest.approx(figures(slower, 64, config).ratio)
+    assert 0 < found.latency < 0.1
+    without = replace(job, machine=job.machine.scaled(latency=0.0))
+    assert figures(without, 64, config).latency == 0
+
+
+def test_advice_is_printed_and_written_as_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "wide.py").write_text(
+        "from torch import nn\n"
+        "def build(): return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))\n"
+    )
+    (tmp_path / "base.yaml").write_text("max_grad_norm: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ["estimate", "wide:build", "--config", str(tmp_path / "base.yaml")]
+    written = tmp_path / "better.yaml"
+    assert main([*arguments, "--world_size", "8", "--write", str(written)]) == 0
+    assert "overlap_sync: true" in capsys.readouterr().out
+    config = ShardcastConfig.load(written)
+    assert config.overlap_sync and config.max_grad_norm == 1.0
+    assert config.named >= {"overlap_sync", "max_grad_norm"}
+    with pytest.raises(SystemExit):
+        main([*arguments, "--world_size", "8", "64", "--write", str(written)])
+    assert "--world_size" in capsys.readouterr().err
+
+
 PAIRS = """
 import torch
 
@@ -436,8 +505,8 @@ def test_the_picture_is_drawn_over_world_sizes(
     times = {line.get_label(): line for line in time.lines}
     assert times.keys() == {"shardcast", "DDP + autocast", "FSDP2", "Megatron"}
     config = shardcast.ShardcastConfig(overlap_sync=True, pack_params=4)
-    job = ([(model, Originals([optimizer]))], config, PRESETS["h100"], 8192)
-    (last,) = _estimate_command.rows_of((4096,), *job)
+    job = Job([(model, Originals([optimizer]))], PRESETS["h100"], 8192)
+    (last,) = _estimate_command.rows_of((4096,), job, config)
     assert last["time"]["in_forward"] > 0 and last["time"]["in_backward"] > 0
     assert times["shardcast"].get_ydata()[-1] == last["time"]["step"]
     assert "seconds" in time.get_ylabel() and time.get_xscale() == "log"

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
 from shardcast import ShardcastConfig, checkpoint
+from shardcast.comm import network, network_bytes
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import ParamInfo
 from shardcast.plan.packing import plan_packs
@@ -138,13 +139,15 @@ def chosen(
     config = ShardcastConfig(**options)
     layout = plan_packs(params, size, "even", config)
     ranks, why = shard_ranks(config, layout, topology, free)
-    assert bool(why) == (topology == NODES and size > 8 and not options)
+    several = topology.node > 1 and topology.backend == "nccl" and topology.between > 0
+    assert bool(why) == (several and size > 8 and not options)
     assert not why or f"sharded over {ranks} of {size} ranks" in why
     return ranks
 
 
 def test_small_models_on_many_nodes_stay_on_a_node_and_others_are_left_alone():
-    assert {chosen(125e6, size) for size in (64, 512, 1024)} <= {8, 16}
+    assert {chosen(125e6, size) for size in (512, 1024)} <= {8, 16}
+    assert chosen(7e9, 512, free=1e12) == 512, "a hundredth of its step is not worth a copy"
     assert chosen(125e6, 8) == 8 and chosen(125e6, 512, NODES._replace(backend="gloo")) == 512
     assert chosen(125e6, 512, NODES._replace(node=1)) == 512
     for saving in ({"master": "split16"}, {"moments": "int8"}, {"offload": True}):
@@ -166,3 +169,26 @@ def test_a_copy_takes_no_more_than_an_eighth_of_the_free_memory():
     assert chosen(125e6, 1024, free=12.1 * 125e6) in (8, 16)
     assert chosen(125e6, 1024, free=11.9 * 125e6) > 8, "12 bytes over eight"
     assert chosen(125e6, 1024, free=1e6) == 1024
+
+
+def test_on_a_slow_or_an_unknown_network_more_ranks_share():
+    """Sums between copies are in fp32: of copies more bytes travel between nodes."""
+    assert chosen(125e6, 512, NODES._replace(between=1.2e9)) > 64
+    assert chosen(125e6, 512, NODES._replace(between=0.0)) == 512
+
+
+def test_the_network_is_what_the_kernel_says_of_its_cards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(network, "DEVICES", tmp_path)
+    assert network_bytes() == 0
+    for card, speed in {"eth0": "100000", "eth1": "25000", "down": "-1", "none": "?"}.items():
+        (tmp_path / "net" / card).mkdir(parents=True)
+        (tmp_path / "net" / card / "speed").write_text(speed)
+    assert network_bytes() == 12.5e9
+    for number, state in enumerate(["4: ACTIVE", "4: ACTIVE", "1: DOWN"]):
+        port = tmp_path / "infiniband" / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)")
+        (port / "state").write_text(state)
+    assert network_bytes() == 100e9
