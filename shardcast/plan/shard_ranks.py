@@ -64,8 +64,9 @@ def shard_ranks(
         return asked, f"sharded over {asked} of {size} ranks (as asked)"
     several = topology.backend == "nccl" and 1 < topology.node < size and topology.between > 0
     saves = config.grads == "sharded" or config.offload or config.moments != "fp32"
-    saves |= config.master != "fp32" or config.reproducible is not None
-    if asked != "auto" or not several or size % topology.node or saves:
+    saves |= config.master != "fp32"
+    exact = config.reproducible is not None  # sums between copies are in no order of ours
+    if asked != "auto" or not several or size % topology.node or saves or exact:
         return size, ""
     numel = sum(pack.numel for pack in layout.packs if pack.requires_grad)
     seconds = {}

@@ -150,8 +150,9 @@ def test_small_models_on_many_nodes_stay_on_a_node_and_others_are_left_alone():
     assert chosen(7e9, 512, free=1e12) == 512, "a hundredth of its step is not worth a copy"
     assert chosen(125e6, 8) == 8 and chosen(125e6, 512, NODES._replace(backend="gloo")) == 512
     assert chosen(125e6, 512, NODES._replace(node=1)) == 512
-    for saving in ({"master": "split16"}, {"moments": "int8"}, {"offload": True}):
-        assert chosen(125e6, 512, **saving) == 512
+    lean = ({"master": "split16"}, {"moments": "int8"}, {"offload": True}, {"grads": "sharded"})
+    for option in (*lean, {"reproducible": 512}):
+        assert chosen(125e6, 512, **option) == 512
 
 
 def test_updates_by_whole_matrices_are_not_computed_eight_times_for_a_little_latency():
