@@ -184,6 +184,12 @@ class ShardcastConfig:
         "int8 (with a scale per block)",
         one_of("fp32", "bf16", "int8"),
     )
+    metrics: bool | int = _option(
+        False,
+        "measure norms of gradient, weight and update of each parameter, for optimizer.metrics(): "
+        "true in every step, n in every n-th one",
+        ("a number of steps >= 0", lambda steps: steps >= 0),
+    )
     offload: bool = _option(
         False, "keep masters and moments in host memory; the update fetches windows of them"
     )

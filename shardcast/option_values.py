@@ -56,7 +56,7 @@ def one_of(*choices: str) -> Range:
 
 PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
-    "str | float": (str, int, float), "str | int": (str, int),
+    "str | float": (str, int, float), "bool | int": (bool, int), "str | int": (str, int),
 }  # fmt: skip
 
 

@@ -31,14 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.report import table
-from codegen.epilogues import Swallowed
 from codegen.kernels import Kernel, examine
 from codegen.trace import SMALL, Pass, Step, trace
 from codegen.values import Difference, compare, interpret, record, slip
 from torch.optim import SGD, Adam, AdamW
 
 from shardcast.option_values import AverageOptions
-from shardcast.step.update.epilogues import Average, Epilogue
+from shardcast.step.update.epilogues import Average, Epilogue, Measures
 
 COLUMNS = (
     "what", "stage", "kernels", "bytes", "goal", "access", "registers", "spills", "fp64",
@@ -56,7 +55,7 @@ class Variant:
     goal: float
     kind: type[torch.optim.Optimizer] = AdamW
     options: tuple[tuple[str, float | bool], ...] = ()
-    fields: tuple[tuple[str, str], ...] = ()
+    fields: tuple[tuple[str, str | int], ...] = ()
     ranks: int = 1
     stage: str = "update"
     epilogues: tuple[Epilogue, ...] = ()
@@ -85,8 +84,8 @@ def variants() -> list[Variant]:
             32.1,
             epilogues=(Average(AverageOptions("ema", 0.999, warmup=True, stored="bf16")),),
         ),
-        # Old published values are read, and a number per row of 64 is read and written.
-        Variant("AdamW, a sum", 30.2, epilogues=(Swallowed(),)),
+        # Old published values are read, and four numbers per row of 64 are read and written.
+        Variant("AdamW, metrics", 30.6, epilogues=(Measures(),), fields=(("metrics", 1),)),
     ]
     rows += [Variant(f"mean of {n} ranks", 2 * n + 2, ranks=n, stage="reduce") for n in range(2, 9)]
     return [*rows, Variant("norm", 2, stage="decide")]

@@ -14,6 +14,7 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard
 from shardcast.messages import warn
+from shardcast.optimizer.metrics import Metrics
 from shardcast.optimizer.model_hooks import watch_copies
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.setup import Plan
@@ -48,6 +49,7 @@ class ShardedOptimizer(StatefulOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(plan, stages, shards, process_groups, originals, dtypes)
         self._clipped_version = 0  # of the gradients that a clip saw
+        self._metrics = Metrics(self) if self.config.metrics else None
         self._last_norm: Tensor | None = None
         self._last_skip: Tensor | None = None
         state: dict[Any, Any] = {}
@@ -120,8 +122,11 @@ class ShardedOptimizer(StatefulOptimizer):
                 )
             self.edits.take()  # what was written after the clip
         self.sync.wait()  # what an overlapped one still sends is what the update writes
+        measured = self._metrics is not None and self._metrics.due()
         for update in self.updates:  # unscale, clip, rule, cast into the packs: one fused pass
-            update(decision)
+            update(decision, measured)
+        if self._metrics is not None and measured:
+            self._metrics.collect()
         self.send()  # owners -> everybody
         self._conclude(decision)
         return result
@@ -383,6 +388,24 @@ class ShardedOptimizer(StatefulOptimizer):
     def grad_norm(self) -> Tensor | None:
         """Of the last step, before clipping; 0-dim, ``None`` before any."""
         return None if self._last_norm is None else self._last_norm.float()
+
+    def metrics(self, pattern: str = "*") -> dict[str, dict[str, Tensor]]:
+        """Norms of the last step that ``metrics`` measured and that was not skipped. Local.
+
+        Args:
+            pattern: of parameter names, as in a shell: ``"*.attn.*"``.
+
+        Returns:
+            By parameter, 0-dim fp32 on the device, of the whole parameter and equal on all ranks
+            that hold it: ``grad_norm`` (as the update has it: unscaled and clipped),
+            ``weight_norm`` (of the new fp32 masters), ``update_norm`` (their change),
+            ``update_to_weight`` (its ratio to the weight), ``swallowed`` (share of elements whose
+            master changed and whose published value did not). Empty before a first such step.
+
+        Raises:
+            RuntimeError: without the option ``metrics``.
+        """
+        return (self._metrics or Metrics(self)).read(pattern)
 
     @property
     def loss_scale(self) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.memory.codecs import Codec, Encoded, row_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan import probe, twins
@@ -20,8 +21,8 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import muon
 from shardcast.step.update.epilogues import Epilogue
-from shardcast.step.update.fusion import Numbers, choose_executor
-from shardcast.step.update.rules import NoRule
+from shardcast.step.update.fusion import choose_executor
+from shardcast.step.update.rules import NoRule, Replace
 from shardcast.step.update.state import EpilogueStates, ShardState
 
 PROBATION = 10  # steps in which a class that torch does not have is watched
@@ -82,7 +83,7 @@ class AnyOptimizerUpdate:
             groups[shard.pack.layout.group.position]["params"] += params
 
     @torch.no_grad()
-    def __call__(self, decision: Decision) -> None:
+    def __call__(self, decision: Decision, measured: bool = False) -> None:
         """See :class:`.fused.FusedUpdate`.
 
         The class decides on the host whether to step, so on an accelerator this waits for the
@@ -92,7 +93,7 @@ class AnyOptimizerUpdate:
             return
         self._read_groups()
         if self._epilogues:
-            self.epilogues.begin(torch.ones((), device=decision.skip.device))
+            self.epilogues.begin(torch.ones((), device=decision.skip.device), measured)
         *early, last = self._turns()
         for shards in early:
             self._update(shards, decision)
@@ -116,6 +117,8 @@ class AnyOptimizerUpdate:
 
     def _update(self, shards: Sequence[Shard], decision: Decision) -> None:
         owned = [shard for shard in shards if shard in self._params]
+        measured = any(epilogue.sums for epilogue in self.epilogues.active)
+        old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
             assert shard.grads is not None
             factor = decision.factors[shard.pack.layout.group]
@@ -137,7 +140,11 @@ class AnyOptimizerUpdate:
         for shard in owned:
             for param in self._params[shard]:
                 param.grad = None  # else the gradients of the pack would live on
-            self._publish(shard, averaging=bool(self._epilogues))
+            self._take_masters(shard)
+            if self.epilogues.active:
+                self._run_epilogues(shard, old.get(shard), decision)
+            else:
+                shard.publish()
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
@@ -180,26 +187,32 @@ class AnyOptimizerUpdate:
                     "another optimizer"
                 )
 
-    def _publish(self, shard: Shard, averaging: bool = False) -> None:
-        """Cast the masters into the pack; takes in what an optimizer put elsewhere.
-
-        Args:
-            averaging: by a pass that has the epilogues too.
-        """
+    def _take_masters(self, shard: Shard) -> None:
+        """Take in what an optimizer put elsewhere."""
         for param, part in zip(self._params[shard], shard.fragments, strict=True):
             flat = shard.data[shard.local(part.start, part.stop)]
             if param.data_ptr() != flat.data_ptr():  # it assigned param.data
                 flat.copy_(param.detach().reshape(-1))
                 param.data = flat.view(param.shape)
-        if not averaging:
-            shard.publish()
-            return
-        execute = choose_executor(self._config, shard.published.device)
-        state, steps = self._states[shard], self.epilogues.steps
-        fusion, span = state.prepare(NoRule()), slice(0, shard.pack.own.numel)
-        behind = self.epilogues.numbers(execute.on_host)
-        numbers = Numbers(steps[0], (), behind, steps)
-        execute(fusion, state.fetch(span, fusion), numbers, None, None)
+
+    def _run_epilogues(self, shard: Shard, old: Tensor | None, decision: Decision) -> None:
+        """Publish the masters by a pass that has the epilogues too.
+
+        Args:
+            old: the masters before the step, where epilogues compare; overwritten.
+        """
+        state, span = self._states[shard], slice(0, shard.pack.own.numel)
+        row, device = row_of(self._config, shard.pack.layout.dtype), shard.published.device
+        old_masters = None
+        if old is not None:  # a pack in fp32 is updated already
+            old_masters = Encoded(Codec(), old.numel(), row, device, first=old)
+            state.stored["new"] = shard.master
+        fusion = state.prepare(NoRule() if old is None else Replace(), self.epilogues.active)
+        operands = state.fetch(span, fusion, old_masters)
+        execute = choose_executor(self._config, device)
+        numbers = self.epilogues.numbers(decision.skip.float(), (), execute.on_host)
+        execute(fusion, operands, numbers, decision.factors[shard.pack.layout.group], None)
+        state.stored.pop("new", None)
 
     def switch(self, mode: str) -> bool:
         """Of schedule-free optimizers; whether masters may have changed and were published."""
@@ -208,7 +221,8 @@ class AnyOptimizerUpdate:
             return False
         self._write_groups()
         for shard in self._params:
-            self._publish(shard)
+            self._take_masters(shard)
+            shard.publish()
         return True
 
     def nbytes(self) -> int:
@@ -220,10 +234,6 @@ class AnyOptimizerUpdate:
             for value in self._inner.state.get(param, {}).values()
             if isinstance(value, Tensor) and value.dim()
         )
-
-    def sums(self, _shard: Shard) -> dict[str, Tensor]:
-        """None: no epilogue is fused into an update that is the class's own."""
-        return {}
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
         """The inner optimizer's own state of one fragment, and averages in the same shape."""

@@ -45,7 +45,8 @@ class Epilogue(Protocol):
     Attributes:
         state: names of the stored tensors that it owns, with a value per element. They begin as
             the masters, at the first step.
-        sums: names of the numbers per fragment that it gives.
+        sums: names of the numbers per fragment that it gives; it runs in the steps alone that are
+            measured.
         compares: whether it sees more than the new master and state: all else of
             :class:`Updated` is ``None`` where no epilogue does, for eagerly it is made by passes.
     """
@@ -104,6 +105,33 @@ class Average:
         return ()
 
 
+@dataclass(frozen=True)
+class Measures:
+    """Sums of squares of gradient, weights and their change, and how many changes were swallowed:
+    the master moved, and what is published of it did not."""
+
+    state: ClassVar[tuple[str, ...]] = ()
+    sums: ClassVar[tuple[str, ...]] = ("grad", "weight", "update", "swallowed")
+    compares: ClassVar[bool] = True
+
+    def codec(self, name: str) -> Codec:
+        """None: it stores nothing."""
+        raise KeyError(name)
+
+    def numbers(self, _step: Any) -> tuple[Any, ...]:
+        """None."""
+        return ()
+
+    def apply_(
+        self, updated: Updated, _state: tuple[Tensor, ...], _numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        """See :class:`Epilogue`."""
+        moved = updated.master - updated.old_master
+        swallowed = (moved != 0) & (updated.published == updated.old_published)
+        return updated.grad.square(), updated.master.square(), moved.square(), swallowed.float()
+
+
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
-    """The epilogues that a configuration asks for."""
-    return tuple(Average(options) for options in config.averages)
+    """The epilogues that a configuration asks for; those with sums stand last."""
+    averages = tuple(Average(options) for options in config.averages)
+    return (*averages, Measures()) if config.metrics else averages

@@ -80,8 +80,12 @@ class FusedUpdate:
             self._uniform = len(set(self._histories)) == 1
 
     @torch.no_grad()
-    def __call__(self, decision: Decision) -> None:
-        """Unscale, clip, update and cast the own spans; leave absent gradients untouched."""
+    def __call__(self, decision: Decision, measured: bool = False) -> None:
+        """Unscale, clip, update and cast the own spans; leave absent gradients untouched.
+
+        Args:
+            measured: whether epilogues with sums run too.
+        """
         on_host = self._execute.on_host
         if not self._states or (on_host and bool(decision.skip)):
             return
@@ -89,7 +93,7 @@ class FusedUpdate:
         taken = ~decision.skip
         self._count(taken, present)
         if self._epilogues:
-            self.epilogues.begin(taken)
+            self.epilogues.begin(taken, measured)
         ranges, skip = self._ranges(decision, present), None if on_host else decision.skip
         if self._lanes is None:
             for one in ranges:
@@ -115,20 +119,19 @@ class FusedUpdate:
         """
         known: dict[tuple[GroupId, Hashable, bool], tuple[Rule, Numbers]] = {}
         on_host = self._execute.on_host
-        behind = self.epilogues.numbers(on_host) if self._epilogues else ()
+        epilogues = self.epilogues.active
         for shard, state in self._states.items():
             group = shard.pack.layout.group
             for run, number, is_present in self._runs(state, present[shard]):
-                if not (is_present or self._epilogues):
+                if not (is_present or epilogues):
                     continue
                 key = group, self._histories[number], is_present
                 if key not in known:
                     step = self._steps[number]
                     rule, of_rule = self._numbers(group, step) if is_present else (NoRule(), ())
-                    numbers = Numbers(step, of_rule, behind, self.epilogues.steps)
-                    known[key] = rule, numbers
+                    known[key] = rule, self.epilogues.numbers(step, of_rule, on_host)
                 rule, numbers = known[key]
-                fusion = state.prepare(rule)
+                fusion = state.prepare(rule, epilogues)
                 size = WINDOW if self._config.offload else max(1, run.stop - run.start)
                 for start in range(run.start, run.stop, size):
                     part = slice(start, min(start + size, run.stop))
@@ -210,13 +213,6 @@ class FusedUpdate:
     def nbytes(self) -> int:
         """Bytes of the state, 0-dim tensors aside."""
         return sum(state.nbytes(averages=False) for state in self._states.values())
-
-    def sums(self, shard: Shard) -> dict[str, Tensor]:
-        """The sums of epilogues by name: per fragment, of its last update; see :class:`.Epilogue`.
-
-        They are of this rank's part of a parameter; a skipped step leaves them as they were.
-        """
-        return self._states[shard].sums() if shard in self._states else {}
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Tensor]:
         """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use.

@@ -185,6 +185,17 @@ class NoRule:
         """See :meth:`AdamRule.apply_`."""
 
 
+@dataclass(frozen=True)
+class Replace(NoRule):
+    """Takes new masters that are there already: a class made them by itself. For epilogues."""
+
+    state: ClassVar[tuple[str, ...]] = ("new",)
+
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+        """See :meth:`AdamRule.apply_`."""
+        master.copy_(state[0])
+
+
 class TorchAdamRule(AdamRule):
     """Adam or AdamW by the fused CPU kernel of torch, for groups with ``fused=True``."""
 

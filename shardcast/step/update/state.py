@@ -14,7 +14,7 @@ from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.shard import Shard
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
-from shardcast.step.update.fusion import Fusion
+from shardcast.step.update.fusion import Fusion, Numbers
 from shardcast.step.update.rules import Rule, as_tensors
 
 
@@ -32,13 +32,14 @@ class ShardState:
     ) -> None:
         self.shard, self.first = shard, first
         self.stored: dict[str, Encoded] = {}
-        self._config, self._epilogues = config, epilogues
+        self._config = config
         self._row = row_of(config, shard.pack.layout.dtype)
         self._codecs = {name: e.codec(name) for e in epilogues for name in e.state}
         # Fragments of which an epilogue has no values yet.
         self._unbegun = {name: {*range(len(shard.fragments))} for name in self._codecs}
         self._keys: Tensor | None = None
-        self._row_sums: dict[str, Tensor] = {}
+        self._row_sums = torch.empty(0)  # (sums, rows), fp32
+        self._segments = torch.empty(0)  # where each sum of each fragment begins, and their end
 
     def encoded(self, name: str) -> Encoded:
         """One state tensor."""
@@ -63,56 +64,66 @@ class ShardState:
         fragment = self.shard.fragments[number]
         return self.shard.local(fragment.start, fragment.stop)
 
-    def prepare(self, rule: Rule) -> Fusion:
+    def prepare(self, rule: Rule, epilogues: tuple[Epilogue, ...]) -> Fusion:
         """What is fused for ``rule``; allocates what it needs."""
         names = (*rule.state, *self._codecs)
         state = tuple(self.encoded(name).codec for name in names)
         master, casts = self.shard.master.codec, self.shard.casts
-        fusion = Fusion(rule, master, state, casts, self._row, self._epilogues)
+        fusion = Fusion(rule, master, state, casts, self._row, epilogues)
         if fusion.by_chance and self._keys is None:
             self._keys = row_keys(self.shard, self._row)
-        for name in (name for epilogue in self._epilogues for name in epilogue.sums):
-            if name not in self._row_sums:
-                rows = -(-self.shard.pack.own.numel // self._row)
-                device = self.shard.published.device
-                self._row_sums[name] = torch.zeros(rows, dtype=MASTER_DTYPE, device=device)
+        sums = sum(len(epilogue.sums) for epilogue in epilogues)
+        if sums and not self._row_sums.numel():
+            rows, device = -(-self.shard.pack.own.numel // self._row), self.shard.published.device
+            self._row_sums = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
+            begins = [self.part(n).start // self._row for n in range(len(self.shard.fragments))]
+            segments = [number * rows + begin for number in range(sums) for begin in begins]
+            self._segments = torch.tensor([*segments, sums * rows]).to(device)
         return fusion
 
-    def fetch(self, part: slice, fusion: Fusion) -> list[Tensor]:
-        """The operands of the update of ``part`` of the own span; see :class:`.Fusion`."""
+    def fetch(self, part: slice, fusion: Fusion, old: Encoded | None = None) -> list[Tensor]:
+        """The operands of the update of ``part`` of the own span; see :class:`.Fusion`.
+
+        Args:
+            old: in place of the masters.
+        """
         shard = self.shard
         assert shard.grads is not None
         operands = [shard.grads.own[part]]
         if fusion.casts:
             operands.append(shard.published[part])
-        for encoded in self._all(fusion):
+        for encoded in self._all(fusion, old):
             operands += encoded.fetch(part)
         rows = slice(part.start // self._row, -(-part.stop // self._row))
         if fusion.by_chance:
             assert self._keys is not None
             operands.append(self._keys[rows])
-        return operands + [sums[rows] for sums in self._row_sums.values()]
+        measured = any(epilogue.sums for epilogue in fusion.epilogues)
+        return operands + [sums[rows] for sums in (self._row_sums if measured else ())]
 
     def send(self, part: slice, fusion: Fusion, operands: Sequence[Tensor]) -> None:
         """Take updated operands back; nothing is done for those that are the memory itself."""
         for encoded, pieces in zip(self._all(fusion), fusion.parts(operands).stored, strict=True):
             encoded.send(part, pieces)
 
-    def _all(self, fusion: Fusion) -> Iterator[Encoded]:
+    def _all(self, fusion: Fusion, old: Encoded | None = None) -> Iterator[Encoded]:
         """Masters and state in the order of operands."""
-        yield self.shard.master
+        yield old or self.shard.master
         for name in (*fusion.rule.state, *self._codecs):
             yield self.stored[name]
 
-    def sums(self) -> dict[str, Tensor]:
-        """By name, for each fragment the sum that an epilogue gave in its last update."""
-        parts = [self.part(number) for number in range(len(self.shard.fragments))]
-        return {
-            name: torch.stack(
-                [rows[p.start // self._row : -(-p.stop // self._row)].sum() for p in parts]
-            )
-            for name, rows in self._row_sums.items()
-        }
+    def sums(self) -> Tensor:
+        """What epilogues summed up in the last update that was measured, fp64 (sums, fragments).
+
+        Two launches, whatever the number of fragments. Padding behind a fragment is zero.
+        """
+        segments = self._segments
+        if not segments.numel():
+            return segments.double()
+        rows = self._row_sums.view(-1).double()
+        # Not checked: that would wait for the device.
+        sums = torch.segment_reduce(rows, "sum", offsets=segments, axis=0, unsafe=True)
+        return sums.view(len(self._row_sums), -1)
 
     def read(self, number: int, names: Sequence[str], decode: bool) -> dict[str, Tensor]:
         """Stored tensors of one fragment, 1-d fp32, those that have begun.
@@ -148,7 +159,7 @@ class ShardState:
         names = [name for name in self.stored if (name in self._codecs) == averages]
         nbytes = sum(self.stored[name].nbytes for name in names)
         if not averages:
-            nbytes += sum(rows.nbytes for rows in self._row_sums.values())
+            nbytes += self._row_sums.nbytes
         if self._keys is not None and averages != moment_codec(self._config, "").by_chance:
             nbytes += self._keys.nbytes
         return nbytes
@@ -165,24 +176,30 @@ class EpilogueStates:
         self._epilogues, self._states = epilogues, states
         self._places = {name: n for n, epilogue in enumerate(epilogues) for name in epilogue.state}
         self.steps = torch.zeros(len(epilogues), dtype=MASTER_DTYPE)  # each has taken part in
+        self.active: tuple[Epilogue, ...] = ()  # in this step
 
-    def begin(self, taken: Tensor) -> None:
+    def begin(self, taken: Tensor, measured: bool) -> None:
         """Count a step.
 
         Args:
             taken: 0-dim bool, whether it is not skipped.
+            measured: whether epilogues with sums run in it.
         """
+        self.active = tuple(e for e in self._epilogues if measured or not e.sums)
         for state in self._states.values():
             state.begin()
         self.steps = self.steps.to(taken.device) + taken
 
-    def numbers(self, on_host: bool) -> tuple[tuple[Any, ...], ...]:
-        """Of this step, of each epilogue; see :class:`.Numbers`."""
+    def numbers(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> Numbers:
+        """Those of this step, beside a rule's."""
+        steps = self.steps[: len(self.active)]  # epilogues with sums stand last
         if on_host:
-            counts = self.steps.tolist()
-            return tuple(e.numbers(n) for e, n in zip(self._epilogues, counts, strict=True))
-        pairs = zip(self._epilogues, self.steps.double().unbind(), strict=True)
-        return tuple(as_tensors(e.numbers(step), step) for e, step in pairs)
+            pairs: Any = zip(self.active, steps.tolist(), strict=True)
+            behind = tuple(epilogue.numbers(count) for epilogue, count in pairs)
+        else:
+            pairs = zip(self.active, steps.double().unbind(), strict=True)
+            behind = tuple(as_tensors(e.numbers(count), count) for e, count in pairs)
+        return Numbers(step, rule, behind, steps if self.active else None)
 
     def average(self, shard: Shard, number: int, name: str) -> Tensor:
         """Of one fragment, 1-d fp32; the masters before its first step, and where it is frozen."""
@@ -211,6 +228,10 @@ class EpilogueStates:
         if shard in self._states:
             self._states[shard].take(number, [AVERAGE + name], {AVERAGE + name: values})
         self.steps[self._places[AVERAGE + name]] = steps
+
+    def sums(self, shard: Shard) -> Tensor:
+        """See :meth:`ShardState.sums`."""
+        return self._states[shard].sums()
 
     def nbytes(self) -> int:
         """Bytes of all averages."""
