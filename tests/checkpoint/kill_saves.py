@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # run as a script, not by pytest
-from faults import at_each_point
+from faults import Counting, at_each_point
 from models import CASES, parts, sharded
 
 from shardcast import checkpoint
@@ -36,19 +36,9 @@ from shardcast.checkpoint import directory
 RANKS = 2
 
 
-class Killing:
-    """Counts the points reached once it is switched on, and kills processes at one of them."""
-
-    def __init__(self, at: int = -1, everybody: bool = False) -> None:
-        self.at, self.everybody = at, everybody
-        self.active = False
-        self.seen: list[str] = []
-
-    def __call__(self, point: str, path: str) -> None:
-        if self.active:
-            self.seen.append(point)
-            if len(self.seen) == self.at + 1:
-                os.kill(0 if self.everybody else os.getpid(), signal.SIGKILL)
+def killing(at: int = -1, everybody: bool = False) -> Counting:
+    """Kills this process, or all of its group, at one of the points."""
+    return Counting(at, lambda: os.kill(0 if everybody else os.getpid(), signal.SIGKILL))
 
 
 def job(group: Any) -> tuple[nn.Module, Any]:
@@ -57,8 +47,8 @@ def job(group: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def save_steps(folder: Path, rank: int, steps: range, killing: Killing) -> None:
-    """One rank: save ``steps``; from the second one on ``killing`` counts."""
+def save_steps(folder: Path, rank: int, steps: range, points: Counting) -> None:
+    """One rank: save ``steps``; from the second one on ``points`` counts."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}.store", rank=rank, world_size=RANKS
@@ -69,23 +59,25 @@ def save_steps(folder: Path, rank: int, steps: range, killing: Killing) -> None:
             for master in optimizer.shards:
                 master.data.fill_(float(step))
         optimizer.publish()  # else the parameters are taken for edits of a script
-        with at_each_point(killing):
+        watched = at_each_point(points) if step > steps[0] else contextlib.nullcontext()
+        with watched:
             checkpoint.save(folder, model, optimizer, step=step, keep=2)
-        killing.active = True
 
 
-def start(folder: Path, steps: range, layers: list[Killing]) -> list[int]:
+def start(folder: Path, steps: range, points_of_ranks: list[Counting]) -> list[int]:
     """Fork the ranks into one process group of the system; their process ids."""
     ranks: list[int] = []
-    for rank, layer in enumerate(layers):
+    for rank, points in enumerate(points_of_ranks):
         child = os.fork()
         if child == 0:
             try:
                 os.setpgid(0, ranks[0] if ranks else 0)
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, 2)
-                save_steps(folder, rank, steps, layer)
-                (folder / f".seen-{rank}").write_text("\n".join(layer.seen))
+                save_steps(folder, rank, steps, points)
+                (folder / f".seen-{rank}").write_text(
+                    "\n".join(point.split()[0] for point in points.seen)
+                )
                 os._exit(0)
             except BaseException:
                 os._exit(1)
@@ -127,7 +119,7 @@ def at_random_times(base: Path, count: int) -> list[int]:
     wheel, found = random.Random(0), []
     for number in range(count):
         folder = base / str(number)
-        ranks = start(folder, range(1, 10_000), [Killing() for _ in range(RANKS)])
+        ranks = start(folder, range(1, 10_000), [killing() for _ in range(RANKS)])
         wait_for_first(folder, ranks)
         time.sleep(wheel.uniform(0.0, 0.15))
         for rank in wheel.choice([[0], [1], [0, 1]]):
@@ -145,7 +137,7 @@ def at_points(base: Path, every: int) -> list[int]:
     With ``every`` above 1 each point gets one of the four, in turn.
     """
     folder = base / "whole"
-    ranks = start(folder, range(1, 3), [Killing() for _ in range(RANKS)])
+    ranks = start(folder, range(1, 3), [killing() for _ in range(RANKS)])
     for child in ranks:
         if os.waitpid(child, 0)[1] != 0:
             raise AssertionError("a save without kills failed")
@@ -159,9 +151,9 @@ def at_points(base: Path, every: int) -> list[int]:
             if kind == "write" and at % every:  # chunks are many small writes, much alike
                 continue
             folder = base / f"{rank}-{everybody}-{at}"
-            layers = [Killing() for _ in range(RANKS)]
-            layers[rank] = Killing(at, everybody)
-            ranks = start(folder, range(1, 3), layers)
+            points_of_ranks = [killing() for _ in range(RANKS)]
+            points_of_ranks[rank] = killing(at, everybody)
+            ranks = start(folder, range(1, 3), points_of_ranks)
             status = os.waitpid(ranks[rank], 0)[1]
             if not os.WIFSIGNALED(status):
                 raise AssertionError(f"rank {rank} was not killed at point {at}")

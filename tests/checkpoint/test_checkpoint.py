@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from faults import watch
-from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -39,13 +39,6 @@ def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     half = len(params) // 2
     groups = [{"params": params[half:], "weight_decay": 0.0}, {"params": params[:half]}]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, amsgrad=kind == "amsgrad")
-
-
-def advance(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
-    for step in range(first, last):
-        install(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def start(group: Any, case: str, kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
@@ -195,18 +188,6 @@ def test_other_param_dtypes_have_the_same_masters(tmp_path: Path, dtypes: Any):
             first_name = "wte.weight" if name == "head.weight" else name
             exact = before[f"{first_name}/master"].view(tensor.shape)
             assert torch.equal(tensor, exact.to(tensor.dtype))
-
-
-def test_the_comparison_sees_one_ulp(tmp_path: Path):
-    """Negative control."""
-    fields = {"param_dtype": BF16}
-    saved, _ = run_world(2, saving, str(tmp_path), "mlp", "adamw", fields)
-    loaded, _ = run_world(3, loading, str(tmp_path), "mlp", "adamw", fields)
-    found = loaded[0][0][0]
-    flat = next(value for key, value in found.items() if key[-1] == "exp_avg_sq").view(-1)
-    flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
-    with pytest.raises(AssertionError):
-        compare(saved, loaded)
 
 
 class Mixed(nn.Module):

@@ -202,6 +202,14 @@ def install(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> No
         param.grad = (grad * 10.0**power).to(dtype or param.grad_dtype or param.dtype)
 
 
+def advance(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    """Steps ``[first, last)`` with the gradients of their numbers."""
+    for step in range(first, last):
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def values(model: nn.Module) -> Tensors:
     """Copies of all parameters and buffers."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
