@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,10 +123,9 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
 
     def look() -> str:
         state = path.exists(), path.is_file(), folders.is_checkpoint(path)
-        seen = *state, list(map(str, folders.steps(path).values()))
-        return hashlib.sha256(repr(seen).encode()).hexdigest()  # small, however many there are
+        return repr((*state, list(map(str, folders.steps(path).values()))))
 
-    if len(set(snapshot.collect(look, "load"))) > 1:
+    if not snapshot.comm.agree(snapshot.together(look, "load"), snapshot.device, "load"):
         raise RuntimeError(
             f"directory: the ranks see different checkpoints in {str(path)!r}; it must be on a "
             "file system that all ranks share"

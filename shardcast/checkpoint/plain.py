@@ -19,7 +19,7 @@ from shardcast import _compat
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.loading import import_from
 from shardcast.checkpoint.source import Source, from_tensors
-from shardcast.optimizer.state_dict import join_states
+from shardcast.optimizer.state_dict import check_groups, join_states
 
 Values = str | os.PathLike[str] | Mapping[str, Any]
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
@@ -79,14 +79,7 @@ def _named(
     else:
         loaded = join_states([_plain_state(each) for each in state], head["places"])
     groups, loaded_groups = head["groups"], loaded["param_groups"]
-    sizes, loaded_sizes = (
-        [len(group["params"]) for group in group_list] for group_list in (groups, loaded_groups)
-    )
-    if sizes != loaded_sizes:
-        raise ValueError(
-            f"state: expected groups with {sizes} parameters, got {loaded_sizes}; build the "
-            "optimizer with the same groups as when the state was saved"
-        )
+    check_groups(groups, loaded_groups)
     names: dict[Any, str] = {}
     for group, loaded_group in zip(groups, loaded_groups, strict=True):
         names.update(zip(loaded_group["params"], group["params"], strict=True))

@@ -246,14 +246,14 @@ def test_a_load_sends_every_span_once_frozen_ones_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run_world(2, mixed, str(tmp_path), False)
-    sent, gather, loading = [], Comm.all_gather, Snapshot.publish
+    sent, gather, loading = [], Comm.all_gather_all, Snapshot.publish
 
-    def counting(comm: Comm, output: torch.Tensor, mine: torch.Tensor, *more: Any) -> Any:
-        sent.append(mine.data_ptr())  # of every pack this rank's span
-        return gather(comm, output, mine, *more)
+    def counting(comm: Comm, pairs: Any, *more: Any) -> Any:
+        sent.extend(span.data_ptr() for _, span in pairs)  # of every pack this rank's span
+        return gather(comm, pairs, *more)
 
     def publish(snapshot: Snapshot) -> None:  # what comes before are the values at the start
-        monkeypatch.setattr(Comm, "all_gather", counting)
+        monkeypatch.setattr(Comm, "all_gather_all", counting)
         loading(snapshot)
 
     monkeypatch.setattr(Snapshot, "publish", publish)
