@@ -6,7 +6,7 @@ import gc
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 BACKEND = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > 1 else "gloo"
 FORMS: list[dict[str, Any]] = [
     {}, {"fuse": "eager"}, {"moments": "bf16"}, {"moments": "int8"}, {"offload": True},
+    {"guard": {"norm": 6.0, "window": 4}},
 ]  # fmt: skip
 
 
@@ -74,6 +75,19 @@ def test_a_step_waits_for_nothing(fields: dict[str, Any]) -> None:
     backward(model, 3)
     with no_waiting():
         optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tokens", [32, torch.tensor(32)], ids=["a number", "a tensor"])
+def test_a_step_of_counted_tokens_waits_for_nothing(tokens: int | Tensor) -> None:
+    model, tokens = network(), tokens.cuda() if isinstance(tokens, Tensor) else tokens
+    optimizer = sharded(model)
+    for step in range(4):
+        with no_waiting() if step == 3 else nullcontext():
+            optimizer.count(tokens)
+        backward(model, step)
+        with no_waiting() if step == 3 else nullcontext():
+            optimizer.step()
         optimizer.zero_grad()
 
 

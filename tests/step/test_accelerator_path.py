@@ -131,3 +131,22 @@ def test_a_step_makes_one_launch_for_each_pack_and_few_others(monkeypatch: pytes
     few, many = (launches_of_a_step(packs, monkeypatch, param_dtype=BF16) for packs in (3, 15))
     assert len(many) - len(few) == 12 * 1
     assert len(many) - 15 <= LAUNCHES, sorted(many)
+
+
+@pytest.mark.filterwarnings("ignore:step skipped by the guard")
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize(
+    ("guard", "waits"),
+    [
+        ({"norm": 6.0, "window": 8}, False),
+        ({"norm": 6.0, "window": 8, "action": "clip"}, False),
+        (lambda norm, _loss: norm > 1.0, False),
+        (lambda norm, _loss: torch.tensor(bool(norm > 1.0)), True),
+    ],
+    ids=["a window", "a clip", "a function", "one that waits"],
+)
+def test_a_guard_asks_for_no_value_of_the_device(
+    guard: Any, waits: bool, monkeypatch: pytest.MonkeyPatch
+):
+    names = launches_of_a_step(2, monkeypatch, param_dtype=BF16, guard=guard)
+    assert ("aten._local_scalar_dense.default" in names) == waits

@@ -7,6 +7,7 @@ of a window, here of the accepted steps alone; or it is clipped to that bound, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         is_spike: 0-dim bool.
-        values, bounds: 1-d fp64, of each signal: of this step, and beyond which it is a spike.
+        values, bounds: 1-d fp64, of each signal: of this step, and beyond which it is a spike;
+            infinite where a function knows it.
         factor: 0-dim fp64 that clips the gradients to the bound, or ``None`` where spikes are
             skipped.
     """
@@ -80,7 +82,9 @@ class Guard:
                     f"step), such as norm > 10, got {answer!r}"
                 )
             values = norm.view(1)
-            return Verdict(answer & norm.isfinite(), values, torch.full_like(values, 0.0), None)
+            return Verdict(
+                answer & norm.isfinite(), values, torch.full_like(values, math.inf), None
+            )
         if self.needs_loss and loss is None:
             raise RuntimeError(
                 "step: the guard looks at the loss; call step(loss=loss) on every rank, with the "
@@ -108,7 +112,8 @@ class Guard:
         if self._window:
             # Not history[:, accepted % window]: to index by a tensor waits for its value.
             is_place = (self._places == self._accepted.remainder(self._window)) & ~skip
-            self._history = torch.where(is_place, verdict.values[:, None], self._history)
+            # In place, so that a captured step goes on where the last one ended.
+            self._history.copy_(torch.where(is_place, verdict.values[:, None], self._history))
             self._accepted += ~skip
 
     def state_dict(self) -> dict[str, Any]:

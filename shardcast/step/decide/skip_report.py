@@ -172,7 +172,10 @@ class SkipReport:
         if guarded and guarded[1]:
             count = len(self._signals)
             spike = zip(self._signals, guarded[2 : 2 + count], guarded[2 + count :], strict=True)
-            exceeding = ", ".join(f"{name} {v:.4g} (bound {bound:.4g})" for name, v, bound in spike)
+            exceeding = ", ".join(
+                f"{name} {value:.4g}" + f" (bound {bound:.4g})" * math.isfinite(bound)
+                for name, value, bound in spike
+            )
             if raising:
                 raise RuntimeError(
                     f"{int(in_row)} steps in a row were skipped (max_skipped_steps), the last one "
