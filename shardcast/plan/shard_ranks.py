@@ -86,6 +86,7 @@ def shard_ranks(
     if fewer:
         few, whole = min(fewer, key=seconds.__getitem__), 1e3 * seconds[size]
         why = f"{1e3 * seconds[few]:.1f} ms over {few}, {whole:.1f} ms over all"
+        why += "" if best < size else f": not {GAIN:.0%} of a step"
     return best, f"sharded over {best} of {size} ranks ({why})"
 
 

@@ -51,6 +51,20 @@ def test_a_ring_crosses_every_link_once_and_a_node_sends_through_all_its_cards()
     assert one_per_node.group(4).gather(100) == pytest.approx(1 + 3 * 0.5 + 75 / 10)
 
 
+def test_packs_of_one_launch_share_the_channels_and_go_round_again_when_these_are_full():
+    group, hops = PLAIN.group(4), 2 * 0.1 + 0.5
+    assert group.gather(100, packs=1) == group.gather(100)
+    assert group.gather(100, packs=16) == pytest.approx(1 + 2 * hops + 75 / 20)
+    assert group.gather(100, packs=33) == pytest.approx(1 + 4 * hops + 75 / 20)
+
+
+def test_a_message_goes_by_a_protocol_that_takes_its_length():
+    short = Protocol(0.1, 0.0, 0.0, message=10)
+    both = replace(PLAIN, protocols=(short, *PLAIN.protocols))
+    assert both.group(4).exchange(40) == pytest.approx(0.1 + 20 / 10)
+    assert both.group(4).exchange(44) == PLAIN.group(4).exchange(44)
+
+
 def test_an_exchange_sends_to_other_nodes_through_the_own_card_alone():
     # Of 100 bytes a quarter goes to each rank: 25 inside at 100, 50 to the other node at 10.
     assert PLAIN.group(4).exchange(100) == pytest.approx(1 + 0.1 + 2 * 0.5 + 50 / 10)
@@ -210,7 +224,7 @@ def test_the_stages_of_a_step_by_hand():
 def test_options_change_the_stages_that_they_are_about():
     plain = stages(2, sync="broadcast")[1]
     gathered = stages(2, sync="all_gather")[1]
-    assert gathered.sync == pytest.approx(PLAIN.group(2).gather(4000))
+    assert gathered.sync == pytest.approx(PLAIN.group(2).gather(4000, packs=2))
     assert replace(gathered, sync=plain.sync) == plain
     beside = stages(2, overlap_sync=True, sync="broadcast")[1]
     assert beside.sync == pytest.approx(2 * PLAIN.group(2).broadcasts(2000, 2)), "two launches"

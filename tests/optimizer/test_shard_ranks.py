@@ -17,7 +17,7 @@ from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import ParamInfo
 from shardcast.plan.packing import plan_packs
 from shardcast.plan.shard_ranks import shard_ranks
-from shardcast.testing import Collective, threaded_world
+from shardcast.testing import Collective, SpawnedWorld, threaded_world
 
 WORLD = {"runs": 2, "within": 2}
 COPIES = "dp_replicate"
@@ -125,6 +125,21 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(
     by_rank: list[Any], on_mesh: bool, error: str
 ):
     assert threaded_world(WORLD, refused, by_rank, on_mesh) == [error] * 4
+
+
+def on_processes(group: Any) -> tuple[dict[str, torch.Tensor], int]:
+    case = CASES["gpt"]
+    model = case.build()
+    optimizer = shardcast.shard(model, adamw(model), process_group=group, shard_ranks=1)
+    case.loss(model, case.batch(group.rank())).backward()
+    optimizer.step()
+    return values(model), optimizer.layout.world_size
+
+
+def test_processes_over_gloo_make_the_groups_too(gloo: SpawnedWorld):
+    (first, size), (second, _) = gloo.run(on_processes)
+    assert size == 1
+    assert_same_bits(first, second)
 
 
 # -- the choice -----------------------------------------------------------------------------------
