@@ -67,12 +67,12 @@ def install() -> None:
 
         provisional = True
 
-        def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             if "transformers.trainer" in sys.modules:
                 from shardcast.transformers import adapt
 
                 adapt()
-            return super().prepare(*args, device_placement=device_placement)
+            super().__init__(*args, **kwargs)
 
     RunAccelerator.__name__ = ShardcastAccelerator.__name__
     accelerate.Accelerator = RunAccelerator

@@ -23,9 +23,9 @@ Tensor parallelism beside it, by the model's own plan, over neighbouring ranks::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,10 @@ class ShardcastTrainerMixin:
     lr_scheduler: Any
     model: Any
     optimizer: Any
-    _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
     state: Any
+    _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
+    _shardcast_config: ConfigSource = None
+    _evaluate_average: str | None = None
 
     def __init__(
         self, *args: Any, shardcast_config: ConfigSource = None,
@@ -108,8 +110,28 @@ class ShardcastTrainerMixin:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does; weights of the loss, as sentence-transformers has, are sharded too."""
-        return _create_optimizer(self, super().create_optimizer, *args, **kwargs)  # type: ignore[misc]
+        """As Trainer does; weights of the loss, as sentence-transformers has, are sharded too.
+
+        Modules of losses beside the model are prepared as a second model. Stock DDP leaves their
+        gradients as each rank has them.
+        """
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        loss, accelerator = getattr(self, "loss", None), self.accelerator
+        model_params = set(self.model.parameters())
+        for module in loss.values() if isinstance(loss, Mapping) else [loss]:
+            if isinstance(module, nn.Module):
+                beside = nn.Module()
+                for name, child in module.named_children():
+                    if model_params.isdisjoint(child.parameters()):
+                        beside.add_module(name, child)
+                own = dict(module.named_parameters(recurse=False))
+                if own:
+                    beside.add_module("own", nn.ParameterDict(own))
+                if any(param.requires_grad for param in beside.parameters()):
+                    accelerator.prepare_model(beside)
+                    params = {*accelerator.loss_params, *beside.parameters()}
+                    accelerator.loss_params = tuple(params)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As Trainer does; of several optimizers for the groups of all, which are sharded now."""
@@ -134,16 +156,53 @@ class ShardcastTrainerMixin:
         Where rank 0 does so alone it warns after a minute, and saves in ``param_dtype``. Set
         ``trainer.accelerator.save_masters = False`` for that everywhere.
         """
-        _save_model(self, super().save_model, output_dir, _internal_call)  # type: ignore[misc]
+        if _shards(self) and not is_cut(self.model):  # gathered by all, for _save on rank 0
+            self._exact_state = self.accelerator.get_state_dict(self.model)
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._exact_state = None
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        _save_state(self, super()._save, output_dir, state_dict)  # type: ignore[misc]
+        exact = self._exact_state if state_dict is None else None
+        dtypes = {} if exact is None else {name: value.dtype for name, value in exact.items()}
+        # which empties it
+        super()._save(output_dir, state_dict if exact is None else exact)  # type: ignore[misc]
+        folder = Path(output_dir or self.args.output_dir)
+        differ = any(dtypes.get(n, p.dtype) != p.dtype for n, p in self.model.named_parameters())
+        if differ and self.args.should_save and (folder / "config.json").exists():
+            self.model.config.dtype = torch.float32  # of the weights in the file
+            self.model.config.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        _save_shards(self, super()._save_optimizer_and_scheduler, output_dir)  # type: ignore[misc]
+        """Every rank writes its shard, committed as a whole; rank 0 the scheduler."""
+        if not _shards(self):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        folder = Path(output_dir, FOLDER)
+        if self.args.should_save:
+            os.makedirs(output_dir, exist_ok=True)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+        # Trainer may save a step a second time; a committed checkpoint is never overwritten.
+        number = max(steps(folder), default=-1) + 1
+        checkpoint.save(folder, *_pair(self), step=number, keep=1)
+        if self.args.should_save:
+            note = NOTE.format(folder=FOLDER, optimizer=OPTIMIZER)
+            Path(output_dir, f"{OPTIMIZER}.txt").write_text(note)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        _load_shards(self, super()._load_optimizer_and_scheduler, checkpoint)  # type: ignore[misc]
+    def _load_optimizer_and_scheduler(self, directory: str | None) -> None:
+        """From ``shardcast/``; what the stock Trainer saved is taken too."""
+        if directory is None or not _shards(self) or not Path(directory, FOLDER).is_dir():
+            if directory and _shards(self) and not Path(directory, OPTIMIZER).exists():
+                warn(
+                    f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor "
+                    f"{OPTIMIZER!r}: the optimizer begins with fresh state"
+                )
+            super()._load_optimizer_and_scheduler(directory)  # type: ignore[misc]
+            return
+        checkpoint.load(Path(directory, FOLDER), *_pair(self))
+        state = torch.load(Path(directory, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # the sharded optimizer has the norm over all of them
@@ -238,23 +297,22 @@ class Schedulers:
 
 
 def adapt() -> None:
-    """Have the stock Trainer save as :class:`ShardcastTrainer`; ``shardcast.run`` calls it.
+    """Make a Trainer that is none into one that shards when it trains; ``shardcast.run`` calls it.
 
     Trainer itself asks rank 0 alone for the optimizer's state: the other shards would be lost.
     """
     if getattr(Trainer, "_shardcast_adapted", False):
         return
-    for name, method in OVERRIDES.items():
-        if hasattr(Trainer, name):  # not in all releases
-            setattr(Trainer, name, _overriding(method, getattr(Trainer, name)))
-    Trainer._shardcast_adapted = True
+    stock = Trainer.train
 
+    @wraps(stock)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self)
+        if not issubclass(kind, ShardcastTrainerMixin):
+            self.__class__ = type(f"Shardcast{kind.__name__}", (ShardcastTrainerMixin, kind), {})
+        return stock(self, *args, **kwargs)
 
-def _overriding(method: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    def overriding(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(trainer, partial(stock, trainer), *args, **kwargs)
-
-    return overriding
+    Trainer.train, Trainer._shardcast_adapted = train, True
 
 
 def _pair(trainer: Any) -> tuple[nn.Module, Any]:
@@ -264,108 +322,3 @@ def _pair(trainer: Any) -> tuple[nn.Module, Any]:
 def _shards(trainer: Any) -> bool:
     accelerator = trainer.accelerator
     return isinstance(accelerator, ShardcastAccelerator) and accelerator.is_sharding
-
-
-# -- methods of a Trainer, beside its ``stock`` ones; those that write are called on every rank ----
-
-
-def _create_optimizer(trainer: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """Modules of losses beside the model are prepared as a second model, and sharded with it.
-
-    Stock DDP leaves their gradients as each rank has them.
-    """
-    optimizer = stock(*args, **kwargs)
-    loss, accelerator = getattr(trainer, "loss", None), trainer.accelerator
-    model_params = set(trainer.model.parameters())
-    for module in loss.values() if isinstance(loss, Mapping) else [loss]:
-        if isinstance(module, nn.Module) and isinstance(accelerator, ShardcastAccelerator):
-            beside = nn.Module()
-            for name, child in module.named_children():
-                if model_params.isdisjoint(child.parameters()):
-                    beside.add_module(name, child)
-            own = dict(module.named_parameters(recurse=False))
-            if own:
-                beside.add_module("own", nn.ParameterDict(own))
-            if any(param.requires_grad for param in beside.parameters()):
-                accelerator.prepare_model(beside)
-                accelerator.loss_params = tuple({*accelerator.loss_params, *beside.parameters()})
-    return optimizer
-
-
-def _save_model(
-    trainer: Any, stock: Any, output_dir: str | None = None, _internal_call: bool = False
-) -> None:
-    """The masters are gathered on all ranks, for :func:`_save_state` on rank 0."""
-    if _shards(trainer) and not is_cut(trainer.model):
-        trainer._exact_state = trainer.accelerator.get_state_dict(trainer.model)
-    try:
-        stock(output_dir, _internal_call)
-    finally:
-        trainer._exact_state = None
-
-
-def _save_state(
-    trainer: Any, stock: Any, output_dir: str | None = None, state_dict: Any = None
-) -> None:
-    exact = getattr(trainer, "_exact_state", None) if state_dict is None else None
-    dtypes = {} if exact is None else {name: value.dtype for name, value in exact.items()}
-    stock(output_dir, state_dict if exact is None else exact)  # which empties it
-    folder = Path(output_dir or trainer.args.output_dir)
-    differ = any(dtypes.get(n, p.dtype) != p.dtype for n, p in trainer.model.named_parameters())
-    if differ and trainer.args.should_save and (folder / "config.json").exists():
-        trainer.model.config.dtype = torch.float32  # of the weights in the file
-        trainer.model.config.save_pretrained(folder)
-
-
-def _save_shards(trainer: Any, stock: Any, output_dir: str) -> None:
-    """Every rank writes its shard, committed as a whole; rank 0 the scheduler."""
-    if not _shards(trainer):
-        stock(output_dir)
-        return
-    folder = Path(output_dir, FOLDER)
-    if trainer.args.should_save:
-        os.makedirs(output_dir, exist_ok=True)
-        torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
-    # Trainer may save a step a second time; a committed checkpoint is never overwritten.
-    number = max(steps(folder), default=-1) + 1
-    checkpoint.save(folder, *_pair(trainer), step=number, keep=1)
-    if trainer.args.should_save:
-        note = NOTE.format(folder=FOLDER, optimizer=OPTIMIZER)
-        Path(output_dir, f"{OPTIMIZER}.txt").write_text(note)
-
-
-def _load_shards(trainer: Any, stock: Any, directory: str | None) -> None:
-    """From ``shardcast/``; what the stock Trainer saved is taken too."""
-    if directory is None or not _shards(trainer) or not Path(directory, FOLDER).is_dir():
-        if directory and _shards(trainer) and not Path(directory, OPTIMIZER).exists():
-            warn(
-                f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor {OPTIMIZER!r}: "
-                "the optimizer begins with fresh state"
-            )
-        stock(directory)
-        return
-    checkpoint.load(Path(directory, FOLDER), *_pair(trainer))
-    state = torch.load(Path(directory, SCHEDULER), weights_only=True)
-    trainer.lr_scheduler.load_state_dict(state)
-
-
-def _has_mixed_mesh_grads(trainer: Any, stock: Any, model: nn.Module) -> Any:
-    """The sharded optimizer has the norm over all of them."""
-    return False if _shards(trainer) else stock(model)
-
-
-def _sync_replicated(trainer: Any, stock: Any, model: nn.Module) -> None:
-    """They are reduced as all others."""
-    if not _shards(trainer):
-        stock(model)
-
-
-OVERRIDES: Mapping[str, Callable[..., Any]] = {
-    "create_optimizer": _create_optimizer,
-    "save_model": _save_model,
-    "_save": _save_state,
-    "_save_optimizer_and_scheduler": _save_shards,
-    "_load_optimizer_and_scheduler": _load_shards,
-    "_has_mixed_mesh_grads": _has_mixed_mesh_grads,
-    "_sync_replicated_trainable_parameters": _sync_replicated,
-}
