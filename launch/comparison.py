@@ -15,6 +15,7 @@ import shardcast
 from shardcast.estimate import estimate, peers
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+NAMES = {None: "shardcast", "ddp": "DDP + autocast", "bf16": "bf16 without masters"}
 
 
 def compare(directories: list[Path], output: Path) -> None:
@@ -31,8 +32,7 @@ def compare(directories: list[Path], output: Path) -> None:
 
 
 def name_of(records: list[Record]) -> str:
-    baseline = metrics.values_of(records, "run")["arguments"]["baseline"]
-    return "shardcast" if baseline is None else "DDP + autocast"
+    return NAMES[metrics.values_of(records, "run")["arguments"]["baseline"]]
 
 
 def measured_memory(records: list[Record]) -> tuple[int, int]:
@@ -49,7 +49,8 @@ def memory_over_ranks(records: list[Record]) -> dict[int, float]:
         model = GPT(GPTConfig.of(argparse.Namespace(**run["arguments"])))
     if run["arguments"]["baseline"] is not None:
         numel = sum(param.numel() for param in model.parameters())
-        return {size: peers(numel, 2, size)["DDP + autocast"] for size in SIZES}
+        share = 0.5 if run["arguments"]["baseline"] == "bf16" else 1.0
+        return {size: share * peers(numel, 2, size)["DDP + autocast"] for size in SIZES}
     optimizer = torch.optim.AdamW(model.parameters())
     config = shardcast.ShardcastConfig(**run["config"])
     return {size: float(estimate(model, optimizer, size, config).total) for size in SIZES}

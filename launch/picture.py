@@ -1,8 +1,10 @@
-"""Draw docs/memory-and-loss.svg and .png, the picture of README.
+"""Draw docs/memory-and-loss.svg and .png, the picture of README; or docs/bf16-loss.
 
     python launch/picture.py                                    # from the recorded run
     bash launch/quickstart.sh                                   # and after a run of one's own:
     python launch/picture.py --record runs/quickstart/ddp runs/quickstart/shardcast
+
+    python launch/picture.py --bf16-loss            # from recorded runs of launch/bf16_loss.sh
 
 Left: bytes per rank of 6.7 billion parameters, as ``shardcast estimate gpt:gpt_7b`` says. Right:
 the losses of the quickstart, recorded in launch/recorded/quickstart.csv.
@@ -19,19 +21,19 @@ import torch
 from comparison import name_of
 from gpt import gpt_7b
 from metrics import Record
-from plot import memory_and_losses
+from plot import held_out_losses, memory_and_losses
 
 import shardcast
 from shardcast.estimate import estimate, peers
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "launch" / "recorded" / "quickstart.csv"
-PICTURE = ROOT / "docs" / "memory-and-loss"
+BF16_LOSS = RECORDED.with_name("bf16-loss.csv")
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LEAN = ROOT / "configs" / "lean.yaml"
 
 
-def record(directories: list[Path], path: Path = RECORDED) -> None:
+def record(directories: list[Path], path: Path) -> None:
     """Write the losses of runs into one small file."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -69,12 +71,18 @@ def memory_of_7b() -> dict[str, dict[int, float]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw the picture of README.")
-    parser.add_argument("--record", nargs=2, type=Path, metavar="DIR", help="take these runs")
-    directories = parser.parse_args(arguments).record
-    if directories:
-        record(directories)
-    paths = [PICTURE.with_suffix(suffix) for suffix in (".svg", ".png")]
+    parser = argparse.ArgumentParser(description="Draw a picture of the documentation.")
+    parser.add_argument("--record", nargs="+", type=Path, metavar="DIR", help="take these runs")
+    parser.add_argument("--bf16-loss", action="store_true", help="that of docs/bf16-loss.md")
+    parsed = parser.parse_args(arguments)
+    source = BF16_LOSS if parsed.bf16_loss else RECORDED
+    if parsed.record:
+        record(parsed.record, source)
+    name = "bf16-loss" if parsed.bf16_loss else "memory-and-loss"
+    paths = [ROOT / "docs" / f"{name}{suffix}" for suffix in (".svg", ".png")]
+    if parsed.bf16_loss:
+        print(held_out_losses(recorded(source), *paths))
+        return
     titles = "6.7 B parameters, AdamW: memory", "quickstart, 0.9 M parameters, 2 ranks: loss"
     print(memory_and_losses(memory_of_7b(), {}, recorded(), titles, *paths))
 

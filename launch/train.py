@@ -44,12 +44,16 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
 
     torch.manual_seed(args.seed)
     network = GPT(GPTConfig.of(args)).to(device)
+    if args.baseline == "bf16":
+        network.bfloat16()  # the optimizer's state is then bf16, too
     adamw = torch.optim.AdamW(
         network.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
     )
-    if args.baseline == "ddp":
+    if args.baseline:
         optimizer = Baseline(network, adamw, config.max_grad_norm)
-        model, autocast = optimizer.model, torch.autocast(device.type, torch.bfloat16)
+        model, autocast = optimizer.model, nullcontext()
+        if args.baseline == "ddp":
+            autocast = torch.autocast(device.type, torch.bfloat16)
     else:
         optimizer = shardcast.shard(network, adamw, config)
         model, autocast = network, nullcontext()
@@ -172,7 +176,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     run = parser.add_argument_group("run")
     run.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
-    run.add_argument("--baseline", choices=["ddp"], help="train with DDP and bf16 autocast instead")
+    run.add_argument(
+        "--baseline", choices=["ddp", "bf16"],
+        help="train instead with DDP: bf16 autocast, or a bf16 model without fp32 masters",
+    )  # fmt: skip
     run.add_argument("--output", type=Path, help="directory of metrics and pictures (runs/NAME)")
     run.add_argument(
         "--compare", nargs=2, type=Path, metavar="DIR", help="compare two finished runs"

@@ -278,6 +278,18 @@ def test_the_picture_of_the_readme_shows_its_table(tmp_path: Path) -> None:
     assert path.read_text().startswith("<?xml")
 
 
+def test_a_bf16_model_without_masters_trains_worse_as_its_page_says(tmp_path: Path) -> None:
+    runs = picture.recorded(picture.BF16_LOSS)
+    page = (ROOT / "docs" / "bf16-loss.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (\d\.\d+) \| \d+ \|$", page, re.MULTILINE)
+    losses = {name: metrics.curve(records, "validation")[600] for name, records in runs.items()}
+    assert {name: f"{loss:.3f}" for name, loss in losses.items()} == dict(rows)
+    assert losses["bf16 without masters"] > 1.1 * losses["DDP + autocast"]
+    main([*TINY_RUN, "--baseline", "bf16", "--output", str(tmp_path)])
+    memory = metrics.values_of(check_run(tmp_path, world=1), "memory")
+    assert memory["state"] == 2 * memory["parameters"] == 2 * 2 * 30_176
+
+
 def test_a_slurm_job_gives_each_task_the_cores_that_it_asked_for(tmp_path: Path) -> None:
     for name, line in (("scontrol", "echo node1"), ("srun", 'printf "%s\\n" "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
