@@ -27,7 +27,7 @@ __all__ = [
     "shard",
 ]
 
-_LAZY = ("accelerate", "checkpoint", "estimate", "lightning", "testing", "transformers")
+_LAZY = ("accelerate", "checkpoint", "estimate", "lightning", "metrics", "testing", "transformers")
 
 
 if _namesake := namesake():

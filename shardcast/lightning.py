@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.messages import warn
+from shardcast.metrics import flat
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.frameworks import check_loss_scales, clusters, exact_state
 from shardcast.optimizer.model_hooks import is_marked
@@ -46,7 +47,7 @@ except ImportError as error:
         "pip install 'shardcast-optim[lightning]'"
     ) from error
 
-__all__ = ["EvaluateAverage", "ShardcastPrecision", "ShardcastStrategy"]
+__all__ = ["EvaluateAverage", "LogMetrics", "ShardcastPrecision", "ShardcastStrategy"]
 
 DTYPES = {
     "32-true": torch.float32,
@@ -183,6 +184,23 @@ class EvaluateAverage(Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Have the weights back. Collective."""
         self._entered.close()
+
+
+class LogMetrics(Callback):
+    """Logs the metrics of parameters in every ``log_every_n_steps``-th step.
+
+    Args:
+        pattern: of their names; needs ``ShardcastStrategy({"metrics": True})``.
+    """
+
+    def __init__(self, pattern: str = "*") -> None:
+        self._pattern = pattern
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log what the last step measured."""
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            for sharded in trainer.strategy.precision_plugin.sharded:
+                pl_module.log_dict(flat(sharded.metrics(self._pattern)))
 
 
 class ShardcastStrategy(DDPStrategy):

@@ -39,6 +39,7 @@ from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
 from shardcast.messages import warn
+from shardcast.metrics import flat
 
 try:
     from transformers import Trainer
@@ -67,6 +68,8 @@ class ShardcastTrainerMixin:
         shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment.
         evaluate_average: the name of an average (``averages`` of the configuration), which is in
             the model while it evaluates and predicts.
+        log_metrics: a pattern of names of parameters, ``"*"`` for all, of which ``metrics()`` of
+            the optimizer is logged beside the loss (``metrics`` of the configuration).
     """
 
     accelerator: Any
@@ -81,8 +84,9 @@ class ShardcastTrainerMixin:
 
     def __init__(
         self, *args: Any, shardcast_config: ConfigSource = None,
-        evaluate_average: str | None = None, **kwargs: Any,
+        evaluate_average: str | None = None, log_metrics: str | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
+        self._log_metrics = log_metrics
         self._shardcast_config, self._evaluate_average = shardcast_config, evaluate_average
         super().__init__(*args, **kwargs)
         if is_cut(self.model):  # every rank takes part when it is saved; Accelerate places nothing
@@ -101,6 +105,12 @@ class ShardcastTrainerMixin:
         """As Trainer does; its accelerator then shards what it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         enable(self.accelerator, self._shardcast_config)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As Trainer does, with the metrics of parameters that ``log_metrics`` names."""
+        if self._log_metrics is not None and "loss" in logs and _shards(self):
+            logs = {**logs, **flat(_pair(self)[1].metrics(self._log_metrics))}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does, with the average ``evaluate_average`` in the model."""

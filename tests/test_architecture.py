@@ -17,7 +17,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"step"}),
     frozenset({"optimizer"}),
     frozenset({"checkpoint", "estimate", "testing"}),
-    frozenset({"accelerate", "transformers", "lightning", "run"}),
+    frozenset({"accelerate", "metrics", "transformers", "lightning", "run"}),
     frozenset({"cli", "__main__"}),
 )
 # torch's and other packages' private interfaces are used here only, so that a new release of

@@ -85,6 +85,10 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         """As of ShardedOptimizer: have an average in the model, on every rank."""
         return self.optimizer.averaged(name)  # type: ignore[no-any-return]
 
+    def metrics(self, pattern: str = "*") -> dict[str, dict[str, Tensor]]:
+        """As of ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
+        return self.optimizer.metrics(pattern)  # type: ignore[no-any-return]
+
     def count(self, tokens: float | Tensor) -> None:
         """As of ShardedOptimizer; the loss is then not divided by the accumulation steps."""
         self.optimizer.count(tokens)

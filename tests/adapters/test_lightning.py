@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardcast import ShardcastConfig
-from shardcast.lightning import EvaluateAverage, ShardcastStrategy
+from shardcast.lightning import EvaluateAverage, LogMetrics, ShardcastStrategy
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = [
@@ -109,14 +109,15 @@ class Watching(Net):
 
 
 def test_a_callback_validates_with_an_average_and_weight_averaging_is_warned_of(tmp_path: Path):
-    strategy = ShardcastStrategy({"averages": {"ema": 0.5}})
+    strategy = ShardcastStrategy({"averages": {"ema": 0.5}, "metrics": True})
     options = {"strategy": strategy, "max_epochs": 1, "num_sanity_val_steps": 0}
     module = Watching()
-    callbacks = [EvaluateAverage("ema"), ModelCheckpoint(str(tmp_path))]
-    trainer = trainer_of(str(tmp_path), 1, **options, callbacks=callbacks)
+    callbacks = [EvaluateAverage("ema"), LogMetrics("net.0.*"), ModelCheckpoint(str(tmp_path))]
+    trainer = trainer_of(str(tmp_path), 1, **options, callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(module, loader(), loader())
     assert module.seen == [("ema", True)] * len(module.seen) and module.seen
     assert module.training_saw == {None}
+    assert float(trainer.callback_metrics["weight_norm/net.0.weight"]) > 0
     ours = importlib.import_module("lightning.pytorch.callbacks")
     if hasattr(ours, "WeightAveraging"):
         trainer = trainer_of(

@@ -113,9 +113,15 @@ def test_an_average_is_in_the_model_while_trainer_evaluates(tmp_path: Path, aver
     )  # fmt: skip
     trainer = Evaluating(
         model_of(), arguments, train_dataset=Text(), eval_dataset=Text(),
-        shardcast_config={"averages": {"ema": 0.5}}, evaluate_average=average,
+        shardcast_config={"averages": {"ema": 0.5}, "metrics": True}, evaluate_average=average,
+        log_metrics="*.q_proj.*",
     )  # fmt: skip
+    trainer.args.logging_steps = trainer.state.logging_steps = 1
     trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    key = "update_norm/model.layers.0.self_attn.q_proj.weight"
+    assert entries and all(entry[key] > 0 for entry in entries)
+    assert not any("k_proj" in key for entry in entries for key in entry)
     trained = weights(trainer.model)
     trainer.evaluate()
     name, seen = trainer.seen

@@ -156,6 +156,20 @@ def test_swallowed_tells_that_bf16_eats_the_learning_rate_and_fp32_does_not():
     assert shares[FP32, 1e-6] < 0.1
 
 
+def test_the_worst_parameters_are_shown_first_and_loggers_get_plain_numbers():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, metrics=True)
+    install(model, 0)
+    optimizer.step()
+    values = shardcast.metrics.flat(optimizer.metrics())
+    assert values["weight_norm/a.weight"] == pytest.approx(float(model.a.weight.norm()), rel=1e-6)
+    table = shardcast.metrics.worst(optimizer.metrics(), "weight_norm", 2).splitlines()
+    largest = sorted(dict(model.named_parameters()), key=lambda n: -values[f"weight_norm/{n}"])
+    assert [row.split()[0] for row in table] == ["parameter", *largest[:2]]
+    with pytest.raises(ValueError, match="update_to_weight"):
+        shardcast.metrics.worst(optimizer.metrics(), "update")
+
+
 def test_metrics_without_the_option_are_refused_by_name():
     with pytest.raises(RuntimeError, match="metrics=True"):
         sharded(CASES["mlp"].build()).metrics()
