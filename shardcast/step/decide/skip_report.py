@@ -86,8 +86,8 @@ class SkipReport:
         self._refuse, self._bound, self._usual, self._signals = refuse, bound, usual, signals
         # Steps skipped so far and in a row; of the last skipped one the first non-finite
         # elements; of all steps since they were reported the mistakes. As in Decision.report.
-        ranks, others = comm.size, MISTAKES - 1 + comm.size
-        sizes = [1, 1, ranks, 1 + others]
+        ranks, skipping = comm.size, MISTAKES - 1 + comm.size  # mistakes that skip a step
+        sizes = [1, 1, ranks, 1 + skipping]
         # Of a guard: spikes so far, whether one was the last skipped step, its values and bounds.
         self._counted = sum(sizes)
         guarded = 2 + 2 * len(signals) if signals else 0
@@ -96,10 +96,10 @@ class SkipReport:
         self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
         # By what totals, and by what a report, are multiplied in a step that is skipped, and in one
         # that is made: in it only the first mistake can be, which skips none.
-        kept, added = [1, 0, *[1] * (ranks + 1 + others)], [0, 0, *[0] * ranks, 1, *[0] * others]
-        self._if_made = to_device([kept, added], torch.float64, device)
-        kept, added = [1, 1, *[0] * ranks, *[1] * (1 + others)], [1] * sum(sizes)
-        self._if_skipped = to_device([kept, added], torch.float64, device)
+        made = [[1, 0, *[1] * (ranks + 1 + skipping)], [0, 0, *[0] * ranks, 1, *[0] * skipping]]
+        skipped = [[1, 1, *[0] * ranks, *[1] * (1 + skipping)], [1] * sum(sizes)]
+        self._if_made = to_device(made, torch.float64, device)
+        self._if_skipped = to_device(skipped, torch.float64, device)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._host = HostCopy(device)
         self._reported = 0.0
@@ -132,14 +132,14 @@ class SkipReport:
     def _own_back(self) -> list[float]:
         """Per pack, elements of all packs from the first one of its own span on."""
         numels = [grads.pack.layout.numel for grads in self._grads]
-        before = accumulate(numels, initial=0)
+        starts = accumulate(numels, initial=0)
         total = float(sum(numels))
-        return [total - n - g.pack.own.start for n, g in zip(before, self._grads, strict=False)]
+        return [total - n - g.pack.own.start for n, g in zip(starts, self._grads, strict=False)]
 
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
-        kept, added = torch.where(decision.skip, self._if_skipped, self._if_made)
-        self._totals.mul_(kept).addcmul_(decision.report, added)
+        of_totals, of_report = torch.where(decision.skip, self._if_skipped, self._if_made)
+        self._totals.mul_(of_totals).addcmul_(decision.report, of_report)
         if (verdict := decision.verdict) is not None:
             spikes, by_guard, spike = self._guarded.split([1, 1, len(self._guarded) - 2])
             latest = torch.cat([verdict.values, verdict.bounds])
