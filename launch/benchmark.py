@@ -11,6 +11,7 @@
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
     python launch/benchmark.py matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
+    python launch/benchmark.py reproducible --ranks 2      # the same bits at any number of ranks
 
 Everything of a command runs in one process per rank, in interleaved rounds: each round runs every
 candidate once, in a rotated order. Times are medians over rounds of the slowest rank; ratios (`x`)
@@ -34,6 +35,7 @@ from benchmarks import (
     matrix,
     predicted,
     report,
+    reproducible,
     step,
     update,
     worlds,
@@ -86,6 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = args.model, args.rounds
         lines = matrix.rows(spawn(matrix.measure, args.ranks, *run, timeout=TIMEOUT)[0])
         columns = matrix.COLUMNS
+    elif args.command == "reproducible":
+        plan = step.Plan(args.model, (), args.rounds, args.micros, args.clock)
+        title = f"{WORKLOADS[args.model].title}, {args.ranks} ranks x {args.micros} micro-batches"
+        title += "" if args.clock == "wall" else f", {args.clock} time"
+        lines = reproducible.rows(spawn(reproducible.measure, args.ranks, plan, timeout=TIMEOUT)[0])
+        columns = reproducible.COLUMNS
     elif args.command == "costmodel":
         title = f"predicted and measured: {WORKLOADS[args.model].title}, {args.ranks} ranks"
         title += "" if args.clock == "wall" else f", {args.clock} time"
@@ -122,7 +130,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "averages": 60, "flatten": 15, "cost": 5, "worlds": 9, "collectives": 9,
-        "costmodel": 15, "matrix": 9, "predicted": 1, "step": 15, "peers": 15,
+        "costmodel": 15, "matrix": 9, "predicted": 1, "reproducible": 15, "step": 15, "peers": 15,
     }  # fmt: skip
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
@@ -163,7 +171,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )  # fmt: skip
         if name == "costmodel":
             continue
-        sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
+        many = 4 if name == "reproducible" else 1
+        sub.add_argument("--micros", type=int, default=many, help="micro-batches per step")
+        if name == "reproducible":
+            continue
         sub.add_argument("--plot", type=Path, help="also draw the steps, as a PNG")
         sub.add_argument(
             "--systems", nargs="+", metavar="PART", help="only systems with a PART in their name"

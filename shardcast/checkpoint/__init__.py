@@ -9,8 +9,8 @@
 
 :func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group,
 which is that of the whole mesh if it has one, must call them, and so are :func:`save_async`,
-:func:`load_plain`, :func:`import_dcp` and :func:`import_deepspeed`. :func:`latest`, :func:`inspect`
-and :func:`export` are local.
+:func:`load_plain`, :func:`replay`, :func:`import_dcp` and :func:`import_deepspeed`. :func:`latest`,
+:func:`inspect` and :func:`export` are local.
 """
 
 from shardcast.checkpoint.background import Saving, save_async
@@ -20,10 +20,12 @@ from shardcast.checkpoint.exporting import export
 from shardcast.checkpoint.foreign import import_dcp, import_deepspeed
 from shardcast.checkpoint.loading import Resumed, load, resume
 from shardcast.checkpoint.plain import load_plain
+from shardcast.checkpoint.replay import Difference, replay
 from shardcast.checkpoint.saving import save
 
 __all__ = [
     "DamagedCheckpointError",
+    "Difference",
     "Info",
     "Resumed",
     "Saving",
@@ -35,6 +37,7 @@ __all__ = [
     "latest",
     "load",
     "load_plain",
+    "replay",
     "resume",
     "save",
     "save_async",

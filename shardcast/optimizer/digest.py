@@ -58,14 +58,19 @@ def _hashes(optimizer: PackedOptimizer, shard: Shard) -> Iterator[Tensor]:
 
 def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:
     """0-dim int64 of the bits of ``values``, of any dtype, each at its ``index``."""
-    flat = values.detach().reshape(-1)
-    bits = flat.view(INTEGERS[flat.element_size()])
+    bits = bits_of(values)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         places = _mixed(index[part].to(bits.device) * GOLDEN + key)
         total += _mixed(places ^ (bits[part].long() * GOLDEN)).sum()
     return total
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """The bits of each element as an integer, 1-d."""
+    flat = values.detach().reshape(-1)
+    return flat.view(INTEGERS[flat.element_size()])
 
 
 def _mixed(numbers: Tensor) -> Tensor:

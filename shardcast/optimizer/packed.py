@@ -232,7 +232,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for shard in self.shards:
             report["parameters"] += shard.pack.data.nbytes
             if shard.grads is not None:
-                report["gradients"] += shard.grads.nbytes
+                report["gradients"] += self.reduce.nbytes(shard.pack)
             if not shard.in_place:
                 report["masters"] += shard.master.nbytes
         report["state"] = sum(update.nbytes() for update in self.updates)

@@ -199,6 +199,8 @@ class Bucket:
         mean(pieces, divisor, self.carry, grads.own)
         self._flight = self.carry = None
         self.state = State.REDUCED
+        if self.tree is not None:
+            self.tree.landed()
         grads.landed(pieces if flight.by_rank else pieces[:1])
         return flight.received
 

@@ -130,6 +130,11 @@ class Reducer:
                 bucket.send([])
         return grads
 
+    def nbytes(self, pack: Pack) -> int:
+        """Bytes of the gradients of ``pack``, sums of micro-batches among them."""
+        bucket = self._buckets[pack]
+        return bucket.grads.nbytes + (bucket.tree.nbytes if bucket.tree is not None else 0)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it, backwards accumulate locally and no collective is issued.

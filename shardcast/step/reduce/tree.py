@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.comm import Comm, Flight
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.step.reduce.mean import CHUNK
 
 
 class Node(NamedTuple):
@@ -129,14 +131,22 @@ class PartialSums:
     def __init__(self, micro_batches: MicroBatches, wire: torch.dtype) -> None:
         self._micro_batches, self._wire = micro_batches, wire
         self._sums: dict[Node, Tensor] = {}
+        self._sent: list[Tensor] = []  # until they have arrived
+        self._free: list[Tensor] = []  # memory for sums: to allocate it anew costs a pass on a CPU
         self._nodes = [nodes_of(own) for own in micro_batches.ranges]  # of each rank
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._sums.values())
+        return sum(tensor.nbytes for tensor in (*self._sums.values(), *self._free))
 
     def clear(self) -> None:
+        self._free += self._sums.values()
         self._sums.clear()
+
+    def landed(self) -> None:
+        """What was sent has arrived."""
+        self._free += self._sent
+        self._sent = []
 
     def discard(self, elements: slice) -> None:
         """Elements whose gradients were cleared."""
@@ -147,11 +157,17 @@ class PartialSums:
         """The gradient of the current micro-batch, 1-d."""
         node, total = Node(0, self._micro_batches.current), gradient.to(self._wire)
         while (sibling := Node(node.level, node.number ^ 1)) in self._sums:
-            total = self._sums.pop(sibling).add_(total)
+            addend, total = total, self._sums.pop(sibling)
+            add_(total, addend)
+            if node.level:
+                self._free.append(addend)
             node = Node(node.level + 1, node.number // 2)
         if not node.level:  # the memory of the gradient is used again
-            total = total.to(MASTER_DTYPE, copy=True)
+            total = self._room(gradient).copy_(total)
         self._sums[node] = total
+
+    def _room(self, like: Tensor) -> Tensor:
+        return self._free.pop() if self._free else torch.empty_like(like, dtype=MASTER_DTYPE)
 
     def send(
         self, comm: Comm, pack: PackLayout, gradient: Tensor,
@@ -170,10 +186,9 @@ class PartialSums:
             rows = []
             for node in self._nodes[comm.rank]:
                 total = _sum(self._sums, node)
-                rows.append(
-                    torch.zeros_like(gradient, dtype=MASTER_DTYPE) if total is None else total
-                )
+                rows.append(self._room(gradient).zero_() if total is None else total)
             self._sums.clear()
+            self._sent = rows
         depth = (self._micro_batches.total - 1).bit_length()
         return _Nodes(comm, pack, rows, self._nodes, Node(depth, 0), buffer)
 
@@ -211,7 +226,7 @@ class _Nodes(Flight):
                 start += self._count
         total = _sum(pieces, self._root)
         assert total is not None
-        return [total.to(MASTER_DTYPE) + 0.0]  # -0 becomes 0
+        return [total.to(MASTER_DTYPE).add_(0.0)]  # -0 becomes 0
 
 
 def nodes_of(leaves: range) -> list[Node]:
@@ -235,4 +250,13 @@ def _sum(sums: dict[Node, Tensor], node: Node) -> Tensor | None:
     left, right = (_sum(sums, child) for child in node.children)
     if left is None or right is None:
         return right if left is None else left
-    return left.add_(right) if left.dtype == MASTER_DTYPE else left.to(MASTER_DTYPE).add_(right)
+    total = left.to(MASTER_DTYPE)
+    add_(total, right)
+    return total
+
+
+def add_(total: Tensor, addend: Tensor) -> None:
+    """``total += addend``, which may be of a lower dtype; 1-d."""
+    whole = total.numel() if not _compat.is_host(total.device) else CHUNK
+    for start in range(0, total.numel(), max(1, whole)):  # a CPU casts all of it before it adds
+        total[start : start + whole].add_(addend[start : start + whole])

@@ -364,30 +364,36 @@ def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_p
 # -- across a resume -------------------------------------------------------------------------------
 
 
+def optimizer_of(group: Any, **fields: Any) -> tuple[nn.Module, shardcast.ShardedOptimizer]:
+    model = copy.deepcopy(SKIPS)
+    fields = {"param_dtype": BF16, "max_grad_norm": 0.5, "fuse": "eager", **fields}
+    optimizer = shardcast.shard(model, adamw(model), process_group=group, reproducible=4, **fields)
+    optimizer.divisor = 4.0
+    return model, optimizer
+
+
+def make_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    comm = optimizer.comm
+    count = 4 // comm.size
+    for index in range(comm.rank * count, (comm.rank + 1) * count):
+        generator = torch.Generator().manual_seed(step * 100 + index)
+        tokens = torch.randint(37, (2, 5), generator=generator)
+        model(tokens, index).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_a_run_that_goes_on_at_other_numbers_of_ranks_keeps_its_bits(tmp_path: Path):
-    fields = {
-        "param_dtype": BF16, "max_grad_norm": 0.5, "moments": "bf16", "master": "split16",
-        "averages": {"ema": 0.9}, "reproducible": 4,
-    }  # fmt: skip
+    fields = {"moments": "bf16", "master": "split16", "averages": {"ema": 0.9}}
 
     def go_on(group: Any, first: int, last: int) -> tuple[str, str]:
-        model = copy.deepcopy(SKIPS)
-        optimizer = shardcast.shard(
-            model, adamw(model), process_group=group, fuse="eager", **fields
-        )
-        optimizer.divisor = 4.0
+        model, optimizer = optimizer_of(group, **fields)
         folder = tmp_path / str(last - first)
         resumed = checkpoint.resume(folder, model, optimizer)
         loaded = optimizer.digest()
         assert resumed is None or resumed.extra == loaded
-        count = 4 // group.size()
         for step in range(first, last):
-            for index in range(group.rank() * count, (group.rank() + 1) * count):
-                generator = torch.Generator().manual_seed(step * 100 + index)
-                tokens = torch.randint(37, (2, 5), generator=generator)
-                model(tokens, index).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(model, optimizer, step)
         digest = optimizer.digest()
         checkpoint.save(folder, model, optimizer, step=last, extra=digest)
         return loaded, digest
@@ -397,3 +403,43 @@ def test_a_run_that_goes_on_at_other_numbers_of_ranks_keeps_its_bits(tmp_path: P
     assert {digest for _, digest in parts[-1]} == {digest for _, digest in undisturbed}
     for before, after in itertools.pairwise(parts):
         assert before[0][1] == after[0][0], "what was saved is what was loaded"
+
+
+@pytest.mark.parametrize("flips", [False, True])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_replay_on_other_ranks_finds_the_bit_that_was_flipped(
+    flips: bool, size: int, tmp_path: Path
+):
+    def record(group: Any) -> None:
+        model, optimizer = optimizer_of(group)
+        for step in range(1, 7):
+            make_step(model, optimizer, step)
+            if flips and step == 4 and group.rank() == 1:
+                (shard,) = optimizer.shards
+                _, fragment, _ = list(shard.owned())[-1]
+                values = shard.exact(fragment).clone()
+                values.view(torch.int32)[3] ^= 1
+                shard.set_exact(fragment, values)
+                (tmp_path / "flipped").write_text(
+                    f"{fragment.slot.name} {fragment.param_range[0] + 3}"
+                )
+            if step % 2 == 0:
+                checkpoint.save(tmp_path / "run", model, optimizer, step=step)
+
+    def again(group: Any) -> Any:
+        model, optimizer = optimizer_of(group)
+        return checkpoint.replay(
+            tmp_path / "run", model, optimizer, lambda step: make_step(model, optimizer, step)
+        )
+
+    run_world(2, record)
+    (difference, *others) = run_world(size, again)[0]
+    assert all(other == difference for other in others)
+    if not flips:
+        assert difference is None
+        return
+    name, element = (tmp_path / "flipped").read_text().split()
+    assert (difference.before, difference.after, difference.kind) == (2, 4, "master")
+    assert (difference.parameter, difference.element) == (name, int(element))
+    with pytest.raises(ValueError, match="two checkpoints"):
+        checkpoint.replay(tmp_path, *linear(None), lambda step: None)
