@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast import ShardcastConfig, checkpoint
 from shardcast.comm import network, network_bytes
+from shardcast.estimate import estimate
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import ParamInfo
 from shardcast.plan.packing import plan_packs
@@ -59,11 +60,17 @@ def test_runs_of_ranks_train_as_the_same_mesh_of_copies_does(grads: str):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, "all", "auto"])
 def test_each_rank_holds_one_part_of_so_many(ranks: int | str):
     shared = ranks if isinstance(ranks, int) and ranks < 4 else 4
-    numel = sum(param.numel() for param in CASES["gpt"].build().parameters())
+    model = CASES["gpt"].build()
+    numel = sum(param.numel() for param in model.parameters())
+    options = {"shard_ranks": ranks, "pack_params": 4}
+    found = estimate(model, adamw(model), 4, options, Topology("strict", 4))
     for trained in threaded_world(WORLD, train, {"shard_ranks": ranks}):
         assert trained.held["masters"] == pytest.approx(4 * numel / shared, rel=0.35)
         assert ("sharded over" in trained.layout) == (shared < 4)
         assert any(call.group == COPIES for call in trained.calls) == (shared < 4)
+        assert sum(trained.held.values()) <= found.total, "of the rank that holds most"
+        assert found.collectives == len({(call.group, call.launch) for call in trained.calls})
+    assert found.layout.world_size == shared and found.copies == 4 // shared
 
 
 def test_sums_travel_between_copies_beside_the_backward():
