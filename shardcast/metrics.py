@@ -7,7 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+__all__ = ["Metrics", "flat", "worst"]
+
 Metrics = Mapping[str, Mapping[str, Tensor]]
+"""Per parameter and name of a metric, a 0-dim tensor on the device."""
 
 
 def flat(metrics: Metrics) -> dict[str, float]:

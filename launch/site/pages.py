@@ -24,6 +24,7 @@ PAGES = {
 GALLERY = "examples/index.md"
 API = {
     "shardcast": "What a script needs: `shard()`, its options, and the optimizer that it returns.",
+    "shardcast.metrics": "What `optimizer.metrics()` measured, for loggers and as a table.",
     "shardcast.checkpoint": "Save, load, resume, import and export.",
     "shardcast.accelerate": "Accelerate.",
     "shardcast.transformers": "The Trainer of transformers.",
@@ -36,7 +37,14 @@ TARGET = re.compile(
     r"(?P<before>\]\(|<(?:img|source)\b[^>]*?\b(?:src|srcset)=\"|<a\b[^>]*?\bhref=\")"
     r"(?P<target>[^)\s\"#]+)"
 )
-WORDS = {"ema": "EMA", "gan": "GAN", "adamw": "AdamW", "trl": "TRL", "grpo": "GRPO"}
+WORDS = {
+    "ema": "EMA",
+    "gan": "GAN",
+    "adamw": "AdamW",
+    "trl": "TRL",
+    "grpo": "GRPO",
+    "train": "Train",
+}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".sbatch": "bash"}
 
 
@@ -121,7 +129,7 @@ class Site:
 
 
 def titled(stem: str) -> str:
-    words = " ".join(WORDS.get(word, word) for word in stem.split("_"))
+    words = " ".join(WORDS.get(word, word) for word in stem.removeprefix("with_").split("_"))
     return words if words.startswith("fp16") else words[0].upper() + words[1:]
 
 

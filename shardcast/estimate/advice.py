@@ -69,6 +69,8 @@ class Figures:
     """One world size: shardcast, and others by the same formulas.
 
     Attributes:
+        held: bytes of shardcast.
+        time: of its step.
         peers: bytes per rank that others hold.
         peer_times: of their steps.
         latency: the share of the step that is neither bytes nor operations.
