@@ -67,7 +67,7 @@ start() {
 for rate in ${RATES:-200mbit 1gbit}; do
     for host in 0 1; do
         ip netns exec "shardcast-$host" \
-            tc qdisc replace dev wire root tbf rate "$rate" burst 256kb limit 64mb
+            tc qdisc replace dev wire root tbf rate "$rate" burst 64kb limit 64mb
     done
     start 1 --title "$rate" "$@" &
     start 0 --title "$rate between two hosts of two ranks" "$@"
