@@ -8,6 +8,7 @@
     python launch/benchmark.py costmodel --ranks 2         # the estimate of times against gloo
     python launch/benchmark.py predicted                   # the estimate of times beside others
     python launch/benchmark.py worlds                      # the host's part, of 8 to 1,024 ranks
+    python launch/benchmark.py launches --packs 15         # of a step on an accelerator, by stage
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
     python launch/benchmark.py peers --model gpt --markdown
     python launch/benchmark.py matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
@@ -32,6 +33,7 @@ from benchmarks import (
     cost,
     costmodel,
     flatten,
+    launches,
     matrix,
     predicted,
     report,
@@ -72,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title = f"predicted steps of {args.tokens:,} tokens of one rank; x: over the best of others"
         lines = predicted.rows(args.machines, args.sizes, args.tokens)
         columns = predicted.COLUMNS
+    elif args.command == "launches":
+        title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
+        lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
     elif args.command == "collectives":
         title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
         sizes = args.elements // args.packs, args.packs, args.rounds
@@ -129,8 +134,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "averages": 60, "flatten": 15, "cost": 5, "worlds": 9, "collectives": 9,
-        "costmodel": 15, "matrix": 9, "predicted": 1, "reproducible": 15, "step": 15, "peers": 15,
+        "update": 9, "averages": 60, "flatten": 15, "cost": 5, "worlds": 9, "launches": 200,
+        "collectives": 9, "costmodel": 15, "matrix": 9, "predicted": 1, "reproducible": 15,
+        "step": 15, "peers": 15,
     }  # fmt: skip
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
@@ -147,6 +153,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             continue
         if name == "worlds":
             sub.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
+            continue
+        if name == "launches":
+            sub.add_argument("--packs", type=int, default=15)
             continue
         if name in ("update", "flatten"):
             sub.add_argument("--threads", type=int, default=1)

@@ -251,6 +251,11 @@ class Encoded:
         assert self.codec.plain
         return self._pieces[0]
 
+    @property
+    def first(self) -> Tensor:
+        """The memory of the first piece."""
+        return self._pieces[0]
+
     def move(self, first: Tensor) -> None:
         """Have the first piece in other memory, which holds the same values."""
         self._pieces[0] = first

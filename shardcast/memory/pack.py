@@ -116,7 +116,6 @@ class Pack:
             counts += [local._version for local in self.locals]
         return counts
 
-    @torch.no_grad()
     def take_moved(self) -> bool:
         """Take values that were assigned as ``param.data``; whether there were any.
 

@@ -28,7 +28,8 @@ class State(Enum):
 def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
-        bucket.land()
+        if bucket._flight is not None:
+            bucket.land()
 
 
 @dataclass(eq=False)

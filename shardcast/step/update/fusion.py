@@ -192,6 +192,16 @@ def _write_(memory: Tensor, values: Tensor, skip: Tensor | None) -> None:
         memory.copy_(values)
 
 
+class Operands(list[Tensor]):
+    """Those of one range, 1-d.
+
+    Attributes:
+        in_rows: the same memory in the shape of :func:`update_`, once it was needed.
+    """
+
+    in_rows: list[Tensor] | None = None
+
+
 class Executor:
     """Runs :func:`.fusion.update_` on ranges of any length.
 
@@ -209,6 +219,10 @@ class Executor:
         skip: Tensor | None,
     ) -> None:  # fmt: skip
         """See :func:`.fusion.update_`; operands are 1-d, begin with a row, may end within one."""
+        in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)
+        if in_rows is not None:
+            self._run(fusion, in_rows, numbers, factor, skip)
+            return
         row, counts = fusion.row, fusion.counts
         numel = operands[0].numel()
         if self.compiled:
@@ -223,7 +237,10 @@ class Executor:
         pairs = list(zip(operands, counts, strict=True))
         if rows:
             whole = operands if rows * row == numel else [t[: rows * count] for t, count in pairs]
-            self._run(fusion, self._in_rows(fusion, whole), numbers, factor, skip)
+            in_rows = self._in_rows(fusion, whole)
+            if whole is operands and isinstance(operands, Operands):
+                operands.in_rows = in_rows
+            self._run(fusion, in_rows, numbers, factor, skip)
         if rows * row == numel:
             return
         # The end of the pack of a world of one, or of rows shorter than a vector: a padded copy.
