@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
-import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ import shardcast
 import shardcast.run
 from shardcast import ShardedOptimizer
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
-from shardcast.config import ShardcastConfig
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -80,13 +78,6 @@ def test_importing_shardcast_imports_no_adapter_and_no_accelerate() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_a_missing_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "shardcast.accelerate")
-    with pytest.raises(ImportError, match="pip install accelerate"):
-        importlib.import_module("shardcast.accelerate")
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -226,89 +217,7 @@ def test_run_destroys_the_process_group_that_a_script_leaves(
     assert torch.distributed.is_initialized() == failed
 
 
-# -- configuration ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_mixed_precision_decides_param_dtype(precision: str) -> None:
-    model, _ = prepared(accelerator_of(precision, {"max_grad_norm": 1.0}))
-    assert next(model.parameters()).dtype == {"no": FP32, "bf16": BF16, "fp16": FP16}[precision]
-
-
-def test_an_object_names_what_it_was_made_with_and_no_more() -> None:
-    def resolved(source: Any, precision: str) -> torch.dtype:
-        return guards.resolve_config(precision, source).param_dtype
-
-    for said in (ShardcastConfig(max_grad_norm=1.0), ShardcastConfig().replace(pack_mb=2.0)):
-        assert resolved(said, "no") == resolved({"max_grad_norm": 1.0}, "no") == FP32
-        assert resolved(said, "fp16") == FP16
-    for said in (
-        ShardcastConfig(param_dtype=BF16),  # the default, but named
-        ShardcastConfig(BF16),
-        ShardcastConfig().replace(param_dtype=BF16).replace(pack_mb=2.0),
-        copy.deepcopy(pickle.loads(pickle.dumps(ShardcastConfig(param_dtype=BF16)))),
-        ShardcastConfig.load({"param_dtype": "bf16"}),
-    ):
-        assert resolved(said, "no") == BF16, "fp32 is the default of mixed_precision: it gives way"
-        with pytest.raises(
-            ValueError, match=r"mixed_precision is 'fp16' but .* param_dtype 'bf16'"
-        ):
-            resolved(said, "fp16")
-
-
-def test_param_dtype_may_be_said_in_every_place_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def resolved(source: Any = None, precision: str = "no", **fields: Any) -> torch.dtype:
-        return guards.resolve_config(precision, source, **fields).param_dtype
-
-    path = tmp_path / "bf16.yaml"
-    path.write_text("param_dtype: bf16\n")
-    assert resolved({"param_dtype": "fp16"}) == FP16
-    assert resolved(path) == resolved(str(path)) == BF16
-    assert resolved(ShardcastConfig(), param_dtype="fp16") == FP16
-    assert resolved(path, param_dtype="fp16") == FP16
-    monkeypatch.setenv("SHARDCAST_CONFIG", str(path))
-    assert resolved() == resolved(precision="bf16") == BF16
-    monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "fp16")
-    assert resolved() == FP16
-    with pytest.raises(ValueError, match=r"mixed_precision is 'bf16' but .* param_dtype 'fp16'"):
-        resolved(precision="bf16")
-
-
 # -- guards -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("variable", "name"),
-    [
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_FSDP", "FSDP"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-    ],
-)
-def test_plugins_that_the_launcher_turns_on_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variable: str, name: str
-) -> None:
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(RuntimeError, match=rf"cannot be combined with {name} \({variable}=true\)"):
-        ShardcastAccelerator(cpu=True)
-
-
-@pytest.mark.parametrize("keyword", ["deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"])
-def test_plugins_given_in_code_are_refused(keyword: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"cannot be combined with .* \({keyword}=\)"):
-        ShardcastAccelerator(cpu=True, **{keyword: object()})
-
-
-def test_an_option_of_shardcast_among_the_keywords_says_where_it_goes() -> None:
-    with pytest.raises(TypeError, match=r"shardcast_config={'max_grad_norm': \.\.\.}"):
-        ShardcastAccelerator(cpu=True, max_grad_norm=1.0)
-
-
-def test_fp8_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"cannot be combined with fp8 \(mixed_precision='fp8'"):
-        ShardcastAccelerator(cpu=True, mixed_precision="fp8")
 
 
 def plain(**changes: Any) -> Any:
@@ -325,16 +234,55 @@ def plain(**changes: Any) -> Any:
     return SimpleNamespace(**{**usual, **changes})
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
-def test_other_ways_to_distribute_are_refused(kind: str) -> None:
-    with pytest.raises(RuntimeError, match=f"distributed_type {kind}.*Turn the plug-in off"):
-        guards.refuse_unsupported(plain(distributed_type=SimpleNamespace(value=kind)))
-    with pytest.raises(RuntimeError, match="cannot be combined with fp8"):
-        guards.refuse_unsupported(plain(has_fp8_handler=True))
-    with pytest.raises(RuntimeError, match=r"DeepSpeed's sequence parallelism \(sp_size=2\)"):
-        guards.refuse_unsupported(plain(parallelism_config=SimpleNamespace(sp_size=2)))
+COMPRESSED = DistributedDataParallelKwargs(comm_hook="fp16")
+UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
+SCALER = GradScalerKwargs(init_scale=8.0)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "variable", "names"),
+    [
+        ({}, "ACCELERATE_USE_DEEPSPEED", "DeepSpeed (ACCELERATE_USE_DEEPSPEED=true)"),
+        ({}, "ACCELERATE_USE_FSDP", "FSDP (ACCELERATE_USE_FSDP=true)"),
+        ({}, "ACCELERATE_USE_MEGATRON_LM", "Megatron-LM (ACCELERATE_USE_MEGATRON_LM=true)"),
+        ({"deepspeed_plugin": object()}, "", "(deepspeed_plugin=)"),
+        ({"fsdp_plugin": object()}, "", "(fsdp_plugin=)"),
+        ({"megatron_lm_plugin": object()}, "", "(megatron_lm_plugin=)"),
+        ({"mixed_precision": "fp8"}, "", "fp8 (mixed_precision='fp8')"),
+        ({"kwargs_handlers": [COMPRESSED]}, "", "reduce_dtype"),
+        ({"mixed_precision": "fp16", "kwargs_handlers": [SCALER]}, "", "loss_scale_init"),
+    ],
+)
+def test_what_shards_casts_or_has_no_effect_is_refused(
+    keywords: dict[str, Any], variable: str, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "true")
+    with pytest.raises(RuntimeError, match=re.escape(names)):
+        ShardcastAccelerator(cpu=True, **keywords)
+
+
+def test_an_option_of_shardcast_among_the_keywords_says_where_it_goes() -> None:
+    with pytest.raises(TypeError, match=r"shardcast_config={'max_grad_norm': \.\.\.}"):
+        ShardcastAccelerator(cpu=True, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        *(
+            ({"distributed_type": SimpleNamespace(value=kind)}, f"distributed_type {kind}")
+            for kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+        ),
+        ({"has_fp8_handler": True}, "fp8"),
+        ({"parallelism_config": SimpleNamespace(sp_size=2)}, "sp_size=2"),
+    ],
+)
+def test_other_ways_to_distribute_are_refused(found: dict[str, Any], names: str) -> None:
+    with pytest.raises(RuntimeError, match=names):
+        guards.refuse_unsupported(plain(**found))
     guards.refuse_unsupported(plain(parallelism_config=SimpleNamespace(sp_size=1)))
-    guards.refuse_unsupported(plain())
+    accelerator_of(kwargs_handlers=[UNUSED])
 
 
 def test_two_silent_worlds_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,16 +294,6 @@ def test_two_silent_worlds_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match=r"made before the Accelerator.*Make the Accelerator fi"):
         guards.refuse_unsupported(plain(num_processes=1))
     guards.refuse_unsupported(plain())
-
-
-def test_handlers_without_effect_are_refused() -> None:
-    compress = DistributedDataParallelKwargs(comm_hook="fp16")
-    with pytest.raises(RuntimeError, match=r"comm_hook=fp16.*reduce_dtype"):
-        accelerator_of(kwargs_handlers=[compress])
-    accelerator_of(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(RuntimeError, match=r"GradScalerKwargs\(init_scale\).*loss_scale_init"):
-        accelerator_of("fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
 
 
 def test_model_and_optimizer_may_come_one_after_the_other_but_not_alone() -> None:

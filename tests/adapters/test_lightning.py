@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from test_accelerate import Casts
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardcast import ShardcastConfig
 from shardcast.lightning import EvaluateAverage, LogMetrics, ShardcastStrategy
 from shardcast.testing import SpawnedWorld, spawn_world
 
@@ -392,43 +390,6 @@ def test_the_tensor_parallelism_of_lightning_is_refused_by_name(
     monkeypatch.setattr("shardcast._compat.is_dtensor", lambda param: param.dim() == 2)
     with pytest.raises(ValueError, match=r"got parameter 'net\.0\.weight' is a DTensor; use"):
         trainer_of(str(tmp_path), 1, max_epochs=1).fit(Net(), loader())
-
-
-@pytest.mark.parametrize("place", ["object", "mapping", "file", "variable"])
-def test_a_param_dtype_that_is_named_wins_over_fp32_and_must_agree_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-):
-    path = tmp_path / "bf16.yaml"
-    path.write_text("param_dtype: bf16\n")  # the default, but named
-    if place == "variable":
-        monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "bf16")
-    said = {
-        "object": ShardcastConfig(param_dtype=torch.bfloat16),
-        "mapping": {"param_dtype": "bf16"},
-        "file": path,
-        "variable": None,
-    }
-    strategy, module = ShardcastStrategy(said[place]), Net()
-    with pytest.raises(ValueError, match=r"precision is '16-true' but .* 'bf16'; give"):
-        trainer_of(str(tmp_path), 1, strategy=strategy, precision="16-true").fit(module, loader())
-    strategy = ShardcastStrategy(said[place])
-    trainer_of(str(tmp_path), 1, strategy=strategy, max_epochs=1).fit(module, loader())
-    assert module.net[0].weight.dtype == torch.bfloat16
-
-
-def test_precision_decides_where_param_dtype_is_not_named(tmp_path: Path):
-    for source in (ShardcastConfig(max_grad_norm=1.0), {"max_grad_norm": 1.0}, None):
-        strategy, module = ShardcastStrategy(source), Net()
-        trainer_of(str(tmp_path), 1, strategy=strategy, max_epochs=1).fit(module, loader())
-        assert module.net[0].weight.dtype == torch.float32
-
-
-def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    for module in [name for name in sys.modules if name.split(".")[0] == "lightning"]:
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "shardcast.lightning")
-    with pytest.raises(ImportError, match=r"pip install 'shardcast-optim\[lightning\]'"):
-        importlib.import_module("shardcast.lightning")
 
 
 def test_the_example_script_trains_on_two_processes_that_lightning_starts(tmp_path: Path):

@@ -1,0 +1,100 @@
+"""What all adapters do alike: Accelerate and the Trainer, which uses it, and Lightning."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_lightning
+import torch
+from test_accelerate_processes import fresh
+from torch import nn
+
+from shardcast import ShardcastConfig
+from shardcast.accelerate import ShardcastAccelerator
+from shardcast.lightning import ShardcastStrategy
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]  # Lightning's advice
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+
+
+def in_accelerate(folder: Path, precision: str, source: Any) -> torch.dtype:
+    fresh()
+    mixed = {"fp32": "no"}.get(precision, precision)
+    accelerator = ShardcastAccelerator(cpu=True, mixed_precision=mixed, shardcast_config=source)
+    model = nn.Linear(7, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fresh()
+    return model.weight.dtype
+
+
+def in_lightning(folder: Path, precision: str, source: Any) -> torch.dtype:
+    flag = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}[precision]
+    module, strategy = test_lightning.Net(), ShardcastStrategy(source)
+    trainer = test_lightning.trainer_of(
+        str(folder), 1, strategy=strategy, precision=flag, max_steps=1
+    )
+    trainer.fit(module, test_lightning.loader())
+    return module.net[0].weight.dtype
+
+
+FRAMEWORKS = pytest.mark.parametrize("dtype_in", [in_accelerate, in_lightning])
+Framework = Callable[[Path, str, Any], torch.dtype]
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("precision", DTYPES)
+def test_the_precision_of_a_framework_decides_where_param_dtype_is_not_named(
+    dtype_in: Framework, precision: str, tmp_path: Path
+):
+    unnamed = (ShardcastConfig(max_grad_norm=1.0), ShardcastConfig().replace(pack_mb=2.0), None)
+    for source in (*unnamed, {"max_grad_norm": 1.0}) if precision == "fp32" else (None,):
+        assert dtype_in(tmp_path, precision, source) == DTYPES[precision]
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("place", ["object", "copy", "mapping", "file", "variable", "both"])
+def test_a_param_dtype_that_is_named_wins_over_fp32_and_must_agree_otherwise(
+    dtype_in: Framework, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "named.yaml"
+    path.write_text("param_dtype: bf16\n")  # the default, but named
+    if place in ("variable", "both"):
+        monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "bf16")
+        monkeypatch.setenv("SHARDCAST_CONFIG", str(path))
+    source: Any = {
+        "object": ShardcastConfig(BF16),
+        "copy": copy.deepcopy(
+            pickle.loads(pickle.dumps(ShardcastConfig().replace(param_dtype=BF16)))
+        ).replace(pack_mb=2.0),
+        "mapping": {"param_dtype": "bf16"},
+        "file": path,
+    }.get(place)
+    assert dtype_in(tmp_path, "fp32", source) == BF16
+    with pytest.raises(ValueError, match=r"precision is '(fp)?16.*' but .* param_dtype 'bf16'"):
+        dtype_in(tmp_path, "fp16", source)
+
+
+@pytest.mark.parametrize(
+    ("package", "adapter", "remedy"),
+    [
+        ("accelerate", "accelerate", "pip install accelerate"),
+        ("transformers", "transformers", r"pip install 'shardcast-optim\[transformers\]'"),
+        ("lightning", "lightning", r"pip install 'shardcast-optim\[lightning\]'"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(
+    package: str, adapter: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in [package, *(name for name in sys.modules if name.split(".")[0] == package)]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"shardcast.{adapter}", raising=False)
+    with pytest.raises(ImportError, match=remedy):
+        importlib.import_module(f"shardcast.{adapter}")
