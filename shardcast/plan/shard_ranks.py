@@ -68,25 +68,31 @@ def shard_ranks(
     exact = config.reproducible is not None  # sums between copies are in no order of ours
     if asked != "auto" or not several or size % topology.node or saves or exact:
         return size, ""
+    return _fastest(config, layout, topology, free, costs)
+
+
+def _fastest(
+    config: ShardcastConfig, layout: Layout, topology: Topology, free: float,
+    costs: Mapping[str, float],
+) -> tuple[int, str]:  # fmt: skip
+    """What ``auto`` takes on several nodes; arguments as of :func:`shard_ranks`."""
+    size = layout.world_size
     numel = sum(pack.numel for pack in layout.packs if pack.requires_grad)
-    seconds = {}
-    ranks = topology.node
+    seconds, ranks = dict[int, float](), topology.node
     while ranks < size:
         fits = HELD * numel / ranks * PART <= free
         if ranks >= FEWEST and size % ranks == 0 and fits:
             seconds[ranks] = sharding_cost(config, layout, ranks, topology, costs)
         ranks *= 2
-    seconds[size] = sharding_cost(config, layout, size, topology, costs)
-    best = min(seconds, key=lambda ranks: seconds[ranks])
-    computed = sum(compute_times(numel, TOKENS, group_of(size, topology).machine))
-    if seconds[size] - seconds[best] < GAIN * (computed + seconds[size]):
-        best = size
-    fewer = [ranks for ranks in seconds if ranks < size]
-    why = "fewer would take too much of the free memory"
-    if fewer:
-        few, whole = min(fewer, key=seconds.__getitem__), 1e3 * seconds[size]
-        why = f"{1e3 * seconds[few]:.1f} ms over {few}, {whole:.1f} ms over all"
-        why += "" if best < size else f": not {GAIN:.0%} of a step"
+    if not seconds:
+        return size, f"sharded over {size} of {size} ranks (fewer would take too much memory)"
+    fastest = min(seconds, key=seconds.__getitem__)
+    over_all = sharding_cost(config, layout, size, topology, costs)
+    step = over_all + sum(compute_times(numel, TOKENS, group_of(size, topology).machine))
+    gains = over_all - seconds[fastest] >= GAIN * step
+    why = f"{1e3 * seconds[fastest]:.1f} ms over {fastest}, {1e3 * over_all:.1f} ms over all"
+    why += "" if gains else f": not {GAIN:.0%} of a step"
+    best = fastest if gains else size
     return best, f"sharded over {best} of {size} ranks ({why})"
 
 
