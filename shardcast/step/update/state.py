@@ -218,7 +218,8 @@ class EpilogueStates:
             pairs: Any = zip(self.active, steps.tolist(), strict=True)
             behind = tuple(epilogue.numbers(count) for epilogue, count in pairs)
         else:
-            pairs = zip(self.active, steps.double().unbind(), strict=True)
+            counts = steps.double().unbind() if self.active else ()  # a launch
+            pairs = zip(self.active, counts, strict=True)
             behind = tuple(as_tensors(e.numbers(count), count) for e, count in pairs)
         return Numbers(step, rule, behind, steps)
 
