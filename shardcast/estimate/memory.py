@@ -24,6 +24,7 @@ from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
 from shardcast.plan.shard_ranks import shard_ranks
+from shardcast.step.reduce.tree import most_sums
 from shardcast.step.update import updates_of
 from shardcast.step.update.rules import STATE_NAMES, rule_of
 
@@ -286,10 +287,13 @@ def _add(
         ranks[owner].products += products[slot] * share
     grad = grad_dtype(pack.dtype, plan.config).itemsize
     wire, stored = wire_dtype(pack.dtype, plan.config).itemsize, pack.dtype.itemsize
+    sums = 0  # of micro-batches in fp32, one of which is sent
+    if config.reproducible is not None and config.reproducible > size:
+        sums, wire = most_sums(config.reproducible // size), MASTER_DTYPE.itemsize
     state = state_of(optimizer, group)
     for span in pack.spans:
         rank, count = ranks[span.owner], elements[span.owner]
-        rank.gradients += span.numel * grad
+        rank.gradients += span.numel * (grad + sums * MASTER_DTYPE.itemsize)
         if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
             near, nodes = pack.algorithms.node, size // pack.algorithms.node
             rank.sent += ((near - 1) * nodes + 2 * (nodes - 1)) * span.numel * wire

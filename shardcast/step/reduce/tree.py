@@ -229,6 +229,11 @@ class _Nodes(Flight):
         return [total.to(MASTER_DTYPE).add_(0.0)]  # -0 becomes 0
 
 
+def most_sums(count: int) -> int:
+    """How many sums a rank keeps at a time that has so many micro-batches in a step."""
+    return (count - 1).bit_length()
+
+
 def nodes_of(leaves: range) -> list[Node]:
     """The largest nodes that consist of ``leaves``, from left to right."""
     nodes, start = [], leaves.start

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import checkpoint
+from shardcast.estimate import estimate
 from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.reduce.tree import nodes_of
 
@@ -443,3 +444,19 @@ def test_a_replay_on_other_ranks_finds_the_bit_that_was_flipped(
     assert (difference.parameter, difference.element) == (name, int(element))
     with pytest.raises(ValueError, match="two checkpoints"):
         checkpoint.replay(tmp_path, *linear(None), lambda step: None)
+
+
+@pytest.mark.parametrize("total", [2, 4, 8, 12])
+def test_the_estimate_knows_the_sums_that_a_rank_keeps(total: int):
+    def run(group: Any) -> int:
+        model, optimizer = linear(group, reproducible=total)
+        for index in range(total // 2):
+            backward(model, index)
+        optimizer.step()
+        return optimizer.memory_report()["gradients"]
+
+    model = seeded(lambda: nn.Linear(3, 5))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    fields = {"param_dtype": "fp32", "reproducible": total}
+    estimated = estimate(model, sgd, 2, fields)
+    assert max(run_world(2, run)[0]) == estimated.gradients, "on the rank that keeps most"
