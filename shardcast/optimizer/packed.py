@@ -280,6 +280,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for shard in self.shards:
             shard.restore([dtype or original for original in shard.given_dtypes])
         self.shards.clear()
+        self.updates.clear()  # operands and state, which a script that keeps this would keep
         restore_rest(self.stages, self._given_dtypes)
 
     def _hook(self) -> None:

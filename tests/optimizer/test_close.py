@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -164,3 +166,15 @@ def on_mesh(mesh: Any) -> bool:
 
 def test_tensor_parallel_weights_come_back_too():
     assert all(threaded_world({"dp": 2, "tp": 2}, on_mesh))
+
+
+def test_a_closed_optimizer_that_a_script_keeps_holds_no_state_nor_operands():
+    model = CASES["mlp"].build()
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    install(model, 0)
+    optimizer.step()
+    update = weakref.ref(optimizer.update_of(optimizer.shards[0]))
+    assert update() is not None and optimizer.memory_report()["state"]
+    optimizer.close()
+    gc.collect()
+    assert update() is None and optimizer.memory_report()["state"] == 0
