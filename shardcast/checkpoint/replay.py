@@ -26,15 +26,15 @@ class Difference:
     """Where the steps that were made again part from the recorded ones first.
 
     Attributes:
-        before, after: the checkpoints between which it happened, by their steps.
+        first, last: the checkpoints between which it happened, by their steps.
         parameter: its name.
         kind: ``master``, or the name of the state tensor.
         element: index in the flat parameter.
         recorded, replayed: the values.
     """
 
-    before: int
-    after: int
+    first: int
+    last: int
     parameter: str
     kind: str
     element: int
@@ -43,7 +43,7 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"between steps {self.before} and {self.after} {self.kind} of {self.parameter!r} parts "
+            f"between steps {self.first} and {self.last} {self.kind} of {self.parameter!r} parts "
             f"at element {self.element}: recorded {self.recorded!r}, now {self.replayed!r}"
         )
 
@@ -85,16 +85,16 @@ def replay(
             f"step, got those of {steps}; save more often, with keep=None"
         )
     load(folders.folder_of(path, steps[0]), model, optimizer)
-    for before, after in pairwise(steps):
-        for step in range(before + 1, after + 1):
+    for begin, end in pairwise(steps):
+        for step in range(begin + 1, end + 1):
             train(step)
         replayed = _values(optimizer)
-        load(folders.folder_of(path, after), model, optimizer)
+        load(folders.folder_of(path, end), model, optimizer)
         recorded = _values(optimizer)
         compare = partial(_first_difference, recorded, replayed)
         differences = [d for d in snapshot.collect(compare, "replay") if d is not None]
         if differences:
-            return Difference(before, after, *min(differences, key=lambda values: values[:3]))
+            return Difference(begin, end, *min(differences, key=lambda values: values[:3]))
     return None
 
 

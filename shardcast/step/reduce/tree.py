@@ -262,6 +262,6 @@ def _sum(sums: dict[Node, Tensor], node: Node) -> Tensor | None:
 
 def add_(total: Tensor, addend: Tensor) -> None:
     """``total += addend``, which may be of a lower dtype; 1-d."""
-    whole = total.numel() if not _compat.is_host(total.device) else CHUNK
-    for start in range(0, total.numel(), max(1, whole)):  # a CPU casts all of it before it adds
-        total[start : start + whole].add_(addend[start : start + whole])
+    step = total.numel() if not _compat.is_host(total.device) else CHUNK
+    for start in range(0, total.numel(), max(1, step)):  # a CPU casts all of it before it adds
+        total[start : start + step].add_(addend[start : start + step])

@@ -440,7 +440,7 @@ def test_a_replay_on_other_ranks_finds_the_bit_that_was_flipped(
         assert difference is None
         return
     name, element = (tmp_path / "flipped").read_text().split()
-    assert (difference.before, difference.after, difference.kind) == (2, 4, "master")
+    assert (difference.first, difference.last, difference.kind) == (2, 4, "master")
     assert (difference.parameter, difference.element) == (name, int(element))
     with pytest.raises(ValueError, match="two checkpoints"):
         checkpoint.replay(tmp_path, *linear(None), lambda step: None)
