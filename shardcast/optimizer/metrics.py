@@ -40,7 +40,8 @@ class Metrics:
         if len(shards) != len(self._shards):
             self._index(shards)
         totals = torch.zeros(ROWS, len(self._slots), dtype=torch.float64, device=optimizer.device)
-        sums = [optimizer.update_of(s).epilogues.sums(s) for s in shards if s.fragments]
+        owned = [shard for shard in shards if shard.fragments]
+        sums = [_of_fragments(*optimizer.update_of(s).epilogues.sums(s)) for s in owned]
         if sums and all(part.numel() for part in sums):  # none before a step that was not skipped
             own = torch.cat([torch.cat(sums, dim=1), self._numels]) * self._weights
             totals.index_copy_(1, self._places, own)
@@ -94,3 +95,16 @@ class Metrics:
             }
             for n in chosen
         }
+
+
+def _of_fragments(row_sums: Tensor, segments: Tensor) -> Tensor:
+    """Sums per fragment, fp64 (sums, fragments), in two launches however many there are.
+
+    Padding behind a fragment is zero.
+    """
+    if not segments.numel():
+        return segments.double()
+    rows = row_sums.view(-1).double()
+    # Not checked: that would wait for the device.
+    sums = torch.segment_reduce(rows, "sum", offsets=segments, axis=0, unsafe=True)
+    return sums.view(len(row_sums), -1)

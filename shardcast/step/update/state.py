@@ -26,6 +26,8 @@ class ShardState:
         first: the place of its first fragment among those of all shards of the update.
         stored: torch's state and that of epilogues by name, parallel to the master; made when
             first used, zeros.
+        row_sums: what epilogues summed up in the last update that was measured, ``(sums, rows)``.
+        segments: where each fragment begins in each row of these, counted through, and their end.
     """
 
     def __init__(
@@ -39,8 +41,7 @@ class ShardState:
         # Fragments of which an epilogue has no values yet.
         self._unbegun = {name: {*range(len(shard.fragments))} for name in self._codecs}
         self._keys: Tensor | None = None
-        self._row_sums = torch.empty(0)  # (sums, rows), fp32
-        self._segments = torch.empty(0)  # where each sum of each fragment begins, and their end
+        self.row_sums, self.segments = torch.empty(0), torch.empty(0)
         self._prepared: tuple[Rule, tuple[Epilogue, ...], Fusion] | None = None
         self._fetched: tuple[Any, ...] = ()  # what the operands are of, by identity
         self._operands = Operands()
@@ -79,12 +80,12 @@ class ShardState:
         if fusion.by_chance and self._keys is None:
             self._keys = row_keys(self.shard, self._row)
         sums = sum(len(epilogue.sums) for epilogue in epilogues)
-        if sums and not self._row_sums.numel():
+        if sums and not self.row_sums.numel():
             rows, device = -(-self.shard.pack.own.numel // self._row), self.shard.published.device
-            self._row_sums = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
+            self.row_sums = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
             begins = [self.part(n).start // self._row for n in range(len(self.shard.fragments))]
             segments = [number * rows + begin for number in range(sums) for begin in begins]
-            self._segments = torch.tensor([*segments, sums * rows]).to(device)
+            self.segments = torch.tensor([*segments, sums * rows]).to(device)
         self._prepared = rule, epilogues, fusion
         return fusion
 
@@ -113,7 +114,7 @@ class ShardState:
             assert self._keys is not None
             operands.append(self._keys[rows])
         if any(epilogue.sums for epilogue in fusion.epilogues):
-            operands += [sums[rows] for sums in self._row_sums]
+            operands += [sums[rows] for sums in self.row_sums]
         if not (self._config.offload or old is not None):
             self._fetched, self._operands = fetched, operands
         return operands
@@ -130,19 +131,6 @@ class ShardState:
         yield old or self.shard.master
         for name in (*fusion.rule.state, *self._codecs):
             yield self.stored[name]
-
-    def sums(self) -> Tensor:
-        """What epilogues summed up in the last update that was measured, fp64 (sums, fragments).
-
-        Two launches, whatever the number of fragments. Padding behind a fragment is zero.
-        """
-        segments = self._segments
-        if not segments.numel():
-            return segments.double()
-        rows = self._row_sums.view(-1).double()
-        # Not checked: that would wait for the device.
-        sums = torch.segment_reduce(rows, "sum", offsets=segments, axis=0, unsafe=True)
-        return sums.view(len(self._row_sums), -1)
 
     def read(self, number: int, names: Sequence[str], decode: bool) -> dict[str, Tensor]:
         """Stored tensors of one fragment, 1-d fp32, those that have begun.
@@ -178,7 +166,7 @@ class ShardState:
         names = [name for name in self.stored if (name in self._codecs) == averages]
         nbytes = sum(self.stored[name].nbytes for name in names)
         if not averages:
-            nbytes += self._row_sums.nbytes
+            nbytes += self.row_sums.nbytes
         if self._keys is not None and averages != moment_codec(self._config, "").by_chance:
             nbytes += self._keys.nbytes
         return nbytes
@@ -251,9 +239,10 @@ class EpilogueStates:
             self._states[shard].take(number, [AVERAGE + name], {AVERAGE + name: values})
         self.steps[self._places[AVERAGE + name]] = steps
 
-    def sums(self, shard: Shard) -> Tensor:
-        """See :meth:`ShardState.sums`."""
-        return self._states[shard].sums()
+    def sums(self, shard: Shard) -> tuple[Tensor, Tensor]:
+        """Row sums and segments of :class:`ShardState`; empty before a measured update."""
+        state = self._states[shard]
+        return state.row_sums, state.segments
 
     def nbytes(self) -> int:
         """Bytes of all averages."""
