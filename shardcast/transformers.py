@@ -81,6 +81,7 @@ class ShardcastTrainerMixin:
     _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
     _shardcast_config: ConfigSource = None
     _evaluate_average: str | None = None
+    _log_metrics: str | None = None
 
     def __init__(
         self, *args: Any, shardcast_config: ConfigSource = None,

@@ -78,11 +78,11 @@ def test_stages_share_the_model_and_each_holds_what_it_computes():
 def test_tensor_parallel_neighbours_leave_fewer_data_parallel_ranks_to_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "wide.py").write_text(
+    (tmp_path / "wide_to_cut.py").write_text(
         "import torch\ndef build(): return torch.nn.Linear(4096, 4096, bias=False)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    command = ["estimate", "wide:build", "--world_size", "8", "--json"]
+    command = ["estimate", "wide_to_cut:build", "--world_size", "8", "--json"]
     reduced = []
     for options in ([], ["--tp", "4", "--tp_plan", "weight=0"]):
         assert main([*command, *options]) == 0
