@@ -266,6 +266,11 @@ def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
         assert torch.equal(_compat.arrived(here), 4 * local) and _compat.arrived(local) is local
 
 
+def test_the_host_reads_its_own_values_alone_without_waiting():
+    kinds = ("cpu", "cuda", "meta")
+    assert [_compat.is_host(torch.device(kind)) for kind in kinds] == [True, False, False]
+
+
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):

@@ -41,6 +41,7 @@ class ShardedOptimizer(StatefulOptimizer):
     # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
     # would skip the step on the ranks that saw an infinity and leave the others waiting.
     _step_supports_amp_scaling = True
+    _reduces_stages = False  # or has warned of schedules that divide gradients
 
     def __init__(
         self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard],
@@ -223,6 +224,7 @@ class ShardedOptimizer(StatefulOptimizer):
             stages: the ``PipelineStage`` of all modules that are sharded here, and no others.
         """
         overlap_stages(self, stages)
+        self._reduces_stages = True
 
     def _note_clip(self, decision: Decision | None) -> None:
         """Keep a decision on the present gradients; ``None`` forgets the last one."""
@@ -271,6 +273,13 @@ class ShardedOptimizer(StatefulOptimizer):
             raise RuntimeError(
                 "count: called after clip_grad_norm_, which has divided by the tokens of this "
                 "step; count each micro-batch before its backward, and clip after the last one"
+            )
+        if self.reduce.at_step and not self._reduces_stages and not self.decider.tokens.counted:
+            self._reduces_stages = True  # warned once
+            warn(
+                "count: torch's schedules divide gradients by the micro-batches, and the tokens "
+                "divide them again; build the schedule with scale_grads=False, or call "
+                "optimizer.overlap_reduce(stages), which leaves that division out"
             )
         self.decider.tokens.add(tokens, self.reduce.backwards)
 

@@ -6,6 +6,7 @@ Cases of torch's test_composability, with its sizes and tolerances.
 from __future__ import annotations
 
 import functools
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -203,7 +204,11 @@ def test_counted_rows_of_a_pipeline_train_as_their_mean_in_one_process(
 ):
     """Where it reduces stages early, the optimizer knows of the schedule's own division."""
     train = functools.partial(pipelined, overlap=overlap, counted=True)
-    ranks = threaded_world(GRID, train, "1F1B", FP32, True, scale_grads)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ranks = threaded_world(GRID, train, "1F1B", FP32, True, scale_grads)
+    # Else torch divides silently where the schedule is not told otherwise.
+    assert any("overlap_reduce" in str(warning.message) for warning in warned) == (not overlap)
     torch.testing.assert_close(joined(ranks), by_torch()["values"])
     for rank in ranks:
         torch.testing.assert_close(rank["norms"], by_torch()["norms"])

@@ -212,8 +212,8 @@ def test_a_dead_process_is_named(forked: SpawnedWorld) -> None:
 def test_a_time_out_names_who_had_not_finished_and_where_it_was(
     forked: SpawnedWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    processes = forked.run(process_id)  # the first run makes a directory of the fork server
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    processes = forked.run(process_id)
     with pytest.raises(TimeoutError, match=r"^rank 1 has not finished within 0\.5 s") as info:
         forked.run(sleep_too_long, tmp_path, timeout=0.5)
     assert "in sleep_too_long" in info.value.__notes__[0]
