@@ -27,6 +27,7 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
+from shardcast.cli.replay import replay
 from shardcast.config import CONFIG_VARIABLE, ShardcastConfig
 from shardcast.messages import namesake
 from shardcast.testing import spawn
@@ -313,5 +314,6 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "estimate": estimate,
     "inspect": inspect,
     "export": export,
+    "replay": replay,
     "test": test,
 }

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -158,17 +159,23 @@ def _cut_of(text: str) -> tuple[str, int]:
     return pattern, int(dim)
 
 
-def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
-    """What the function ``name`` returns; an optimizer ``kind`` unless it returns some."""
+def function_of(parameter: str, name: str) -> Callable[[], Any]:
+    """The function ``name``, ``module:function``, that the command's ``parameter`` is given."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m does
     try:
-        build = getattr(importlib.import_module(module), function)
+        named: Callable[[], Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"model: expected MODULE:FUNCTION that can be imported from here, got {name!r} "
+            f"{parameter}: expected MODULE:FUNCTION that can be imported from here, got {name!r} "
             f"({error})"
         ) from error
+    return named
+
+
+def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
+    """What the function ``name`` returns; an optimizer ``kind`` unless it returns some."""
+    build = function_of("model", name)
     with torch.device("meta"):
         built = build()
     model, *optimizers_of_job = built if isinstance(built, tuple) else (built,)

@@ -395,3 +395,47 @@ def test_export_writes_plain_files_and_says_where(
     assert sorted(state) == ["param_groups", "state"]
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "give a new or an empty directory" in capsys.readouterr().err
+
+
+JOB = """
+import pathlib, torch, shardcast
+from shardcast import checkpoint
+
+def make():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = shardcast.shard(model, optimizer, param_dtype=torch.float32, reproducible=2)
+    def train(step):
+        for micro in range(2):
+            data = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + micro))
+            model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, train
+
+def record(flips):
+    model, optimizer, train = make()
+    for step in (1, 2, 3):
+        train(step)
+        if flips and step == 2:
+            with torch.no_grad():
+                model.weight.view(torch.int32)[1, 2] ^= 1
+        checkpoint.save("run", model, optimizer, step=step)
+"""
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_replay_names_the_element_that_parts(
+    flips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "job_to_replay.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "job_to_replay", raising=False)
+    importlib.import_module("job_to_replay").record(flips)
+    assert main(["replay", "run", "job_to_replay:make"]) == int(flips)
+    printed = capsys.readouterr().out
+    assert ("'weight'" in printed and "element 6:" in printed) == flips, printed
+    assert main(["replay", "run", "job_to_replay:record"]) == 2
+    assert main(["replay", "run", "job_to_replay:no"]) == 2

@@ -32,8 +32,8 @@ REMEDY = (
 COUNT = "optimizer.count"  # the argument that says whether it was called
 COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
 UNTRAINED = (
-    "A rank that does not train a parameter counts as one with a zero gradient; freeze and "
-    "unfreeze on all ranks alike"
+    "The gradient of a parameter is zero on the ranks that do not train it; freeze and unfreeze on "
+    "all ranks alike"
 )
 
 Groups = Sequence[Mapping[str, Any]]
