@@ -213,7 +213,10 @@ class Comm(ObjectCollectives):
     def all_gather_all(
         self, pairs: Sequence[tuple[Tensor, Tensor]], about: object = "", async_op: bool = False
     ) -> Works | None:
-        """:meth:`all_gather` of each ``(output, input)``; one launch where the backend groups."""
+        """:meth:`all_gather` of each ``(output, input)``; one launch where the backend groups.
+
+        One for each dtype: NCCL refuses several in a call.
+        """
         if self.size == 1:
             return None
         group = self.group
@@ -221,11 +224,17 @@ class Comm(ObjectCollectives):
         if len(pairs) == 1 or self.backend(pairs[0][0].device) not in GROUPED:
             works = [self.all_gather(*pair, about, async_op) for pair in pairs]
             return Works(works, Waiting(self, "all-gathers", about)) if async_op else None
-        waiting = Waiting(self, "all-gathers", about)
-        with waiting, _compat.coalesced(group, None, async_op) as launch:
-            for output, input in pairs:
-                _compat.all_gather_flat(output, input, group, async_op)
-        return Works([launch], waiting) if async_op else None
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for pair in pairs:
+            by_dtype.setdefault(pair[0].dtype, []).append(pair)
+        waiting, launches = Waiting(self, "all-gathers", about), []
+        with waiting:
+            for pairs_of_dtype in by_dtype.values():
+                with _compat.coalesced(group, None, async_op) as launch:
+                    for output, input in pairs_of_dtype:
+                        _compat.all_gather_flat(output, input, group, async_op)
+                launches.append(launch)
+        return Works(launches, waiting) if async_op else None
 
     def all_to_all(
         self,

@@ -42,6 +42,7 @@ class Traffic:
         summed: of the fp32 sums that travel between copies, on the rank that owns most of it.
         owners: ranks that have something of it to sync.
         algorithms: how it is reduced and synced; empty for a world of one.
+        dtype: of its parameters.
     """
 
     wire: int
@@ -50,6 +51,13 @@ class Traffic:
     summed: int
     owners: int
     algorithms: Algorithms
+    dtype: torch.dtype
+
+    @property
+    def sync_kind(self) -> tuple[str, torch.dtype | None]:
+        """Packs with an equal one may be synced in one launch, see Comm.all_gather_all."""
+        sync = self.algorithms.sync
+        return sync, self.dtype if sync == "all_gather" else None
 
 
 @dataclass(frozen=True)
@@ -327,6 +335,7 @@ def _add(
         summed=longest * MASTER_DTYPE.itemsize,
         owners=sum(map(bool, elements)),
         algorithms=pack.algorithms,
+        dtype=pack.dtype,
     )
 
 
@@ -334,12 +343,12 @@ def _launches(
     packs: Sequence[Traffic], backend: str, overlap_sync: bool, size: int, copies: int
 ) -> int:
     """Of a step, the small all-reduce included."""
-    launches, together = int(size * copies > 1) + len(packs) * (copies > 1), set[str]()
+    launches, together = int(size * copies > 1) + len(packs) * (copies > 1), set[Any]()
     for pack in packs if size > 1 else ():
         launches += 2 if pack.algorithms.reduce == "two_level" else 1
         sync = pack.algorithms.sync
         if sync != "messages" and syncs_at_once(sync, backend, overlap_sync):
-            together.add(sync)
+            together.add(pack.sync_kind)
         else:
             alone = sync == "broadcast" and backend not in GROUPED  # see Comm.broadcast_all
             launches += pack.owners if alone else 1

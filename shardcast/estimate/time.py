@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.memory import Estimate, Traffic
@@ -100,13 +101,13 @@ def reduce_time(pack: Traffic, group: Group, copies: Group) -> float:
 
 def sync_times(packs: Sequence[Traffic], group: Group, overlaps: bool) -> list[float]:
     """Seconds in which owners' spans of ``packs`` travel to everybody, for each launch."""
-    launches: dict[tuple[str, int], list[Traffic]] = {}
+    launches: dict[Any, list[Traffic]] = {}
     for number, pack in enumerate(packs if group.size > 1 else ()):
-        algorithm = pack.algorithms.sync
-        together = syncs_at_once(algorithm, group.machine.backend, overlaps)
-        launches.setdefault((algorithm, 0 if together else number), []).append(pack)
+        together = syncs_at_once(pack.algorithms.sync, group.machine.backend, overlaps)
+        launches.setdefault(pack.sync_kind if together else number, []).append(pack)
     seconds = []
-    for (algorithm, _), synced in launches.items():
+    for synced in launches.values():
+        algorithm = synced[0].algorithms.sync
         stored = sum(pack.stored for pack in synced)
         if algorithm == "messages":
             seconds.append(group.exchange(stored))

@@ -258,11 +258,13 @@ class RecordedGroup(dist.ProcessGroup):
     # What functional collectives call, with one tensor or several: collectives of one launch.
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        self._check_dtypes("all_reduce", tensors)
         return self._together([partial(self.allreduce, [tensor], opts) for tensor in tensors])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
+        self._check_dtypes("all_gather_single", outputs)
         pairs = zip(outputs, inputs, strict=True)
         return self._together([partial(self.all_gather_single, *pair, opts) for pair in pairs])
 
@@ -271,10 +273,18 @@ class RecordedGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
+        self._check_dtypes("reduce_scatter_single", outputs)
         pairs = zip(outputs, inputs, strict=True)
         return self._together([partial(self.reduce_scatter_single, *pair, opts) for pair in pairs])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _check_dtypes(self, op: str, tensors: Sequence[Tensor]) -> None:
+        """Refuse what NCCL does: tensors of several dtypes in one call."""
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            self._refuse(op, f"a launch of several needs tensors of one dtype, got {names}")
 
     def _together(self, launches: Sequence[Callable[[], dist.Work]]) -> dist.Work:
         if len(launches) == 1:

@@ -66,6 +66,7 @@ class Decider:
         ranks = process_groups.dp.size
         skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, 0.0, *[1.0] * (MISTAKES - 1 + ranks)]
         self._skips_if = to_device(skips_if, torch.float64, device)
+        self._is_primary = torch.empty(0)  # whether each pack counts here
         self._members = torch.empty(0)  # of which group each pack is, (packs, groups), bool
         self._presence = Presence(grads, process_groups, device)
         self._options = OptionCheck(originals.option_names(), process_groups, device)
@@ -286,7 +287,9 @@ class Decider:
         is_primary = [pack.pack_groups.is_primary for pack in packs]
         if all(is_primary):
             return powers
-        counts = to_device(is_primary, torch.bool, self._device).view(-1, *[1] * (powers.dim() - 1))
+        if len(self._is_primary) != len(packs):  # uploaded once
+            self._is_primary = to_device(is_primary, torch.bool, self._device)
+        counts = self._is_primary.view(-1, *[1] * (powers.dim() - 1))
         return torch.where(counts | ~powers.isfinite(), powers, self._zero)
 
     def _group_powers(self, groups: Sequence[GroupId], powers: Tensor) -> Tensor:
