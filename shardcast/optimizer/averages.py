@@ -23,7 +23,7 @@ class Averages:
         self._names = [options.name for options in optimizer.config.averages]
 
     def check(self, call: str, name: str) -> None:
-        """Raise for a name that is no average, and where one is in the model already."""
+        """Raise for a name that is no average."""
         if name not in self._names:
             known = ", ".join(map(repr, self._names)) or "none"
             raise ValueError(

@@ -100,7 +100,8 @@ class Guard:
         bounds = mean + self._sigmas * (squares / (count - 1)).sqrt()
         # Half a window first, as OLMo-core: a few steps do not tell what is usual.
         is_active = self._accepted >= max(2, self._window // 2)
-        is_spike = ((values > bounds) & is_active).any() & norm.isfinite()
+        # Not values > bounds: a loss that is NaN is a spike.
+        is_spike = (~(values <= bounds) & is_active).any() & norm.isfinite()
         factor = None
         if self._rule.action == "clip":
             factor = torch.where(is_spike, bounds[0] / norm, 1.0)
@@ -108,13 +109,15 @@ class Guard:
         return Verdict(is_spike, values, bounds, factor)
 
     def record(self, verdict: Verdict, skip: Tensor) -> None:
-        """Take the step into the window, unless it was skipped."""
+        """Take the step into the window, unless it was skipped or a value is not finite."""
         if self._window:
             # Not history[:, accepted % window]: to index by a tensor waits for its value.
-            is_place = (self._places == self._accepted.remainder(self._window)) & ~skip
+            # One value that is not finite would leave no bound for a whole window.
+            is_taken = ~skip & verdict.values.isfinite().all()
+            is_place = (self._places == self._accepted.remainder(self._window)) & is_taken
             # In place, so that a captured step goes on where the last one ended.
             self._history.copy_(torch.where(is_place, verdict.values[:, None], self._history))
-            self._accepted += ~skip
+            self._accepted += is_taken
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; waits for the device."""

@@ -206,7 +206,7 @@ class EpilogueStates:
             pairs: Any = zip(self.active, steps.tolist(), strict=True)
             behind = tuple(epilogue.numbers(count) for epilogue, count in pairs)
         else:
-            counts = steps.double().unbind() if self.active else ()  # a launch
+            counts = steps.double().unbind()
             pairs = zip(self.active, counts, strict=True)
             behind = tuple(as_tensors(e.numbers(count), count) for e, count in pairs)
         return Numbers(step, rule, behind, steps)

@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import shardcast
 from shardcast import _compat, checkpoint
+from shardcast.option_values import GuardRule
+from shardcast.step.decide.guard import Guard
 from shardcast.testing import threaded_world
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:step skipped")]
@@ -300,3 +302,14 @@ def test_a_loss_that_is_missing_or_of_no_use_is_refused_on_all_ranks(
         assert_same_bits(values(model), before)
 
     run_world(2, run)
+
+
+def test_a_loss_that_is_not_finite_is_a_spike_and_never_a_part_of_the_window():
+    guard = Guard(GuardRule(window=8, loss=3.0), torch.device("cpu"))
+    norm = torch.ones((), dtype=torch.float64)
+    spikes = []
+    for loss in (1.0, math.nan, 1.1, 0.9, 1.0, 1.1, math.inf, 50.0, math.nan, 1.0, 50.0):
+        verdict = guard.judge(norm, torch.tensor(loss, dtype=torch.float64))
+        guard.record(verdict, verdict.is_spike)
+        spikes.append(bool(verdict.is_spike))
+    assert spikes == [False] * 6 + [True] * 3 + [False, True]
