@@ -306,3 +306,23 @@ def test_clearing_one_of_several_models_between_two_backwards_is_refused_by_name
         optimizer.zero_grad()
 
     ThreadedWorld(2).run(run)
+
+
+def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next():
+    """The operands of an update are kept between steps where gradients are; these are not."""
+
+    def run(group: Any) -> None:
+        model = mlp().bfloat16()
+        optimizer = shardcast.shard(model, adamw(model), process_group=group, grads="sharded")
+        inputs = BATCH.bfloat16()
+        for _ in range(2):
+            model(inputs).float().square().mean().backward()
+        (shard,) = optimizer.shards
+        assert shard.grads is not None and shard.grads.own.dtype == torch.float32
+        summed = weakref.ref(shard.grads.own)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(inputs).float().square().mean().backward()
+        assert shard.grads.own.dtype == torch.bfloat16 and summed() is None
+
+    ThreadedWorld(2).run(run)

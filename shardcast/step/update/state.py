@@ -115,7 +115,8 @@ class ShardState:
             operands.append(self._keys[rows])
         if any(epilogue.sums for epilogue in fusion.epilogues):
             operands += [sums[rows] for sums in self.row_sums]
-        if not (self._config.offload or old is not None):
+        # Sharded gradients are new in each step: kept operands would keep the last ones.
+        if old is None and not self._config.offload and self._config.grads == "full":
             self._fetched, self._operands = fetched, operands
         return operands
 
