@@ -98,7 +98,8 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         if self._handles:
             check_stepped(self._handles)
-        self.refuse_averaged("step")
+        if self.average_in_model is not None:
+            self.refuse_averaged("step")
         if options:
             raise TypeError(
                 f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "

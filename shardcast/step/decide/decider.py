@@ -59,6 +59,7 @@ class Decider:
         exact = micro_batches is not None and config.norm_type == 2.0
         self._norm = ExactNorm(device) if exact else PNorm(config.norm_type, device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._none = self._zero.view(1)
         self._nowhere = self._zero.new_zeros(process_groups.dp.size)
         self._one_each = self._zero.new_ones(2)
         # A report skips a step if this product is not 0: with a norm that is not finite it is NaN,
@@ -119,7 +120,10 @@ class Decider:
             number: None if "max_grad_norm" in owner.defaults else group.get("max_grad_norm")
             for number, owner, group in self._originals.numbered()
         }
-        if self._process_groups.everyone.size == 1 and self.loss_scale.missing:
+        scale, unscale, missing = self.loss_scale.value, None, False
+        if scale is not None:
+            unscale, missing = self.loss_scale.inverse(), self.loss_scale.missing
+        if missing and self._process_groups.everyone.size == 1:
             raise unscaled_error([0])
         local = self._presence.local()
         pack_powers = self._pack_powers()
@@ -138,16 +142,15 @@ class Decider:
             self._process_groups.dp,
             [self._group_powers([*limits], pack_powers)],
             self._at_own_rank(self.skips.first_nonfinite(pack_totals)),
-            self._at_own_rank(float(self.loss_scale.missing)),
+            self._at_own_rank(float(missing)),
             [self._presence.counts(local)],
             [self._presence.copies()],
             [self._options.pairs(self._originals.groups, arguments)],
             [self._edits.unseen()],
-            [self.tokens.local()],
+            [self.tokens.local() if self.tokens.counted else self._none],
             self._loss(loss),
         )
         powers, mistakes, mean_loss = self._agree(control)
-        scale, unscale = self.loss_scale.value, self.loss_scale.inverse()
         if self.tokens.counted:
             # Gradients in the own spans are sums over a number of ranks, not over tokens: what
             # they are too large by is a scale like that of the loss.
@@ -203,7 +206,8 @@ class Decider:
         powers = self._norm.agreed(control.powers, self._process_groups.dp.size)
         differing = self._options.differing(control.options)
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
-        flags = [differing, control.unseen, self.tokens.missing(control.tokens)]
+        no_tokens = self.tokens.missing(control.tokens) if self.tokens.counted else self._none
+        flags = [differing, control.unseen, no_tokens]
         loss = control.loss / self._process_groups.dp.size if len(control.loss) else control.loss
         if comm.size == 1:
             return powers, [*flags, control.unscaled], loss
@@ -328,14 +332,15 @@ class Decider:
 
     def conclude(self, decision: Decision) -> None:
         """Count the step, made or skipped, and adapt the loss scale. Local."""
-        self.tokens.check()
-        self.tokens.clear()
+        if self.tokens.counted or self.tokens.expected:
+            self.tokens.conclude()
         self.skips.count(decision)
         skip, verdict = decision.skip, decision.verdict
         if self.guard is not None and verdict is not None:
             self.guard.record(verdict, skip)
             skip = skip & ~verdict.is_spike  # which is no overflow
-        self.loss_scale.update(skip)
+        if self.loss_scale.value is not None:
+            self.loss_scale.update(skip)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; waits for the device."""

@@ -100,6 +100,8 @@ class Presence:
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, device: torch.device
     ) -> None:
         self._grads, self._process_groups, self._device = grads, process_groups, device
+        self._blocks_of: list[tuple[int, int, int]] = []  # see _blocks()
+        self._copying: list[bool] = []  # packs whose copies' gradients are added up
         self._uploaded: dict[tuple[bool, ...], Tensor] = {}
         self._none = torch.empty(0, dtype=torch.float64, device=device)
 
@@ -114,8 +116,7 @@ class Presence:
                 self._uploaded.clear()
             counts: list[bool] = []
             position = 0
-            for grads in self._grads:
-                blocks, own_block, slots = self._blocks(grads)
+            for blocks, own_block, slots in self._blocks():
                 counts += [False] * (own_block * slots)
                 counts += local[position : position + slots]
                 counts += [False] * ((blocks - own_block - 1) * slots)
@@ -126,9 +127,10 @@ class Presence:
     def copies(self) -> Tensor:
         """This rank's part of :attr:`ControlVector.copies`."""
         rows = []
-        for grads in self._grads:
-            if grads.pack.layout.pack_groups.sums_replicas:
-                blocks, own_block, slots = self._blocks(grads)
+        blocks_of = self._blocks()
+        for number, grads in enumerate(self._grads if any(self._copying) else ()):
+            if self._copying[number]:
+                blocks, own_block, slots = blocks_of[number]
                 row = torch.zeros(blocks, slots, dtype=torch.float64, device=self._device)
                 if grads.joint is not None:
                     row[own_block] = grads.joint
@@ -150,25 +152,30 @@ class Presence:
         copies = control.copies.tolist() if wanted else []
         present = {}
         position = start = copies_start = 0
-        for grads in self._grads:
-            blocks, own_block, slots = self._blocks(grads)
+        for number, (blocks, own_block, slots) in enumerate(self._blocks()):
             slot_present = local[position : position + slots]
             if wanted:
                 first = start + own_block * slots
                 slot_present = tuple(count > 0 for count in counts[first : first + slots])
-            if wanted and grads.pack.layout.pack_groups.sums_replicas:
+            if wanted and self._copying[number]:
                 first = copies_start + own_block * slots
                 of_copies = copies[first : first + slots]
                 slot_present = tuple(
                     has or count > 0 for has, count in zip(slot_present, of_copies, strict=True)
                 )
                 copies_start += blocks * slots
-            present[grads.pack] = slot_present
+            present[self._grads[number].pack] = slot_present
             position, start = position + slots, start + blocks * slots
         return present
 
-    def _blocks(self, grads: Gradients) -> tuple[int, int, int]:
-        blocks, own_block = self._process_groups.parallel_dims.expert_blocks(
-            grads.pack.layout.pack_groups
-        )
-        return blocks, own_block, len(grads.owned)
+    def _blocks(self) -> list[tuple[int, int, int]]:
+        """Per pack, its blocks, which of them is this rank's, and the slots of a block."""
+        if len(self._blocks_of) != len(self._grads):
+            expert_blocks = self._process_groups.parallel_dims.expert_blocks
+            groups = [grads.pack.layout.pack_groups for grads in self._grads]
+            self._blocks_of = [
+                (*expert_blocks(of_pack), len(grads.owned))
+                for of_pack, grads in zip(groups, self._grads, strict=True)
+            ]
+            self._copying = [of_pack.sums_replicas for of_pack in groups]
+        return self._blocks_of

@@ -17,25 +17,26 @@ class TokenCount:
 
     Attributes:
         counted: something was counted, be it 0.
+        expected: the last step was counted.
     """
 
-    _expected = False  # the last step was counted
+    expected = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._none = torch.zeros(1, dtype=torch.float64, device=device)
         self._nothing = torch.zeros((), dtype=torch.float64)
         self.clear()
 
-    def check(self) -> None:
-        """Warn where a step is made without a count, unlike the one before it."""
-        if self._expected and not self.counted:
+    def conclude(self) -> None:
+        """A step was made; warn if it was without a count, unlike the one before it."""
+        if not self.counted:
             warn(
                 "step: no tokens were counted, though they were for the last step, so that this "
                 "one is the mean over ranks; call optimizer.count in every micro-batch, again "
                 "after zero_grad() and before a second backward (SAM)"
             )
-        self._expected = self.counted
+        self.expected = self.counted
+        self.clear()
 
     def clear(self) -> None:
         """Forget the counts: their gradients were used, or dropped."""
@@ -69,15 +70,13 @@ class TokenCount:
 
     def local(self) -> Tensor:
         """This rank's sum, 1-d fp64 of one element on the device."""
-        if not self.counted:
-            return self._none
         # Filled by a kernel: a copy from the host would wait, or need pinned memory.
         number = torch.full((1,), self._number, dtype=torch.float64, device=self._device)
         return number + self._on_device
 
     def missing(self, tokens: Tensor) -> Tensor:
         """Whether the ``tokens`` of all ranks are none, though they are counted; 1-d fp64."""
-        return (~(tokens > 0)).double() if self.counted else self._none
+        return (~(tokens > 0)).double()
 
     def __repr__(self) -> str:
         if not self.counted:

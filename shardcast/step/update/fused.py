@@ -149,7 +149,7 @@ class FusedUpdate:
         """
         own, fragments = state.shard.pack.own, state.shard.fragments
         if self._uniform and all(present):
-            yield slice(0, own.numel), state.first, True
+            yield slice(0, own.stop - own.start), state.first, True
             return
         histories = self._histories[state.first : state.first + len(fragments)]
         pairs = list(zip(present, histories, strict=True))
