@@ -27,7 +27,12 @@ from shardcast.config import ShardcastConfig
 from shardcast.messages import warn
 from shardcast.metrics import flat
 from shardcast.optimizer.api import shard
-from shardcast.optimizer.frameworks import check_loss_scales, clusters, exact_state
+from shardcast.optimizer.frameworks import (
+    check_loss_scales,
+    clusters,
+    divides_at_end,
+    exact_state,
+)
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.original import OptimizerHandle
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -99,10 +104,9 @@ class ShardcastPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """The loss times the loss scale; of counted tokens not over ``accumulate_grad_batches``."""
         loss: Tensor = super().pre_backward(tensor, module)
-        if module.automatic_optimization and any(
-            sharded.decider.tokens.counted for sharded in self.sharded
-        ):
-            loss = loss * module.trainer.accumulate_grad_batches
+        batches = module.trainer.accumulate_grad_batches
+        if module.automatic_optimization and divides_at_end(self.sharded, batches):
+            loss = loss * batches  # by which Lightning has divided it
         scaled = [sharded.scale_loss(loss) for sharded in self.sharded]
         return scaled[0] if scaled else loss  # all have one scale
 
@@ -250,6 +254,17 @@ class ShardcastStrategy(DDPStrategy):
                 f"{plugin.precision!r}"
             )
         self._precision_plugin = plugin
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """As DDPStrategy's; Lightning asks for them where it deals out the samples itself."""
+        if self.precision_plugin.config.reproducible is not None and self.world_size > 1:
+            warn(
+                "reproducible: Lightning's DistributedSampler deals samples to the ranks in turn, "
+                "so that another number of ranks trains other micro-batches, and other bits; give "
+                "each rank its own (docs/reproducible.md) and Trainer use_distributed_sampler=False"
+            )
+        return dict(super().distributed_sampler_kwargs)
 
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""

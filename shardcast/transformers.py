@@ -113,6 +113,18 @@ class ShardcastTrainerMixin:
             logs = {**logs, **flat(_pair(self)[1].metrics(self._log_metrics))}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
+    def compute_loss_context_manager(self) -> ExitStack:
+        """As Trainer's; where the loss counts tokens, they alone are the divisor."""
+
+        def undivided() -> None:
+            if _shards(self) and _pair(self)[1].decider.tokens.counted:
+                self.current_gradient_accumulation_steps = 1  # by which Trainer divides
+
+        stack = ExitStack()
+        stack.callback(undivided)
+        stack.enter_context(super().compute_loss_context_manager())  # type: ignore[misc]
+        return stack
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does, with the average ``evaluate_average`` in the model."""
         with ExitStack() as stack:

@@ -28,11 +28,16 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.accelerate import guards, mesh, state
+from shardcast.accelerate import data, guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
-from shardcast.optimizer.frameworks import check_loss_scales, clusters, models_of
+from shardcast.optimizer.frameworks import (
+    check_loss_scales,
+    clusters,
+    divides_at_end,
+    models_of,
+)
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 
@@ -221,11 +226,15 @@ class ShardcastAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``Accelerator.prepare_data_loader``: tp and cp ranks of a group get the same batches.
 
+        With ``reproducible`` a step has its batches rank after rank, which are else dealt in turn.
+
         Raises:
             ValueError: rank 0 reads for all, beside tp with dp, or cp.
         """
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))
+        if self.shardcast_config.reproducible is not None and self.num_processes > 1:
+            data.rank_after_rank(prepared, self.shardcast_config.reproducible)
         return prepared
 
     # -- backward and step --------------------------------------------------------------------
@@ -233,12 +242,16 @@ class ShardcastAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As ``Accelerator.backward``: divided by the accumulation steps, loss scale applied.
 
-        Where tokens are counted, :meth:`ShardedOptimizer.count`, they alone are the divisor.
+        Where tokens are counted, :meth:`ShardedOptimizer.count`, they alone are the divisor, and
+        with ``reproducible`` the step divides.
         """
-        if any(prepared.optimizer.decider.tokens.counted for prepared in self.sharded):
-            loss = loss * self.gradient_accumulation_steps
-        scaled = [prepared.optimizer.scale_loss(loss) for prepared in self.sharded]
-        super().backward(scaled[0] if scaled else loss, **kwargs)  # all have one scale
+        optimizers = [prepared.optimizer for prepared in self.sharded]
+        scaled = [optimizer.scale_loss(loss) for optimizer in optimizers][:1] or [loss]  # one scale
+        if divides_at_end(optimizers, self.gradient_accumulation_steps):
+            kwargs.pop("learning_rate", None)  # which Accelerate takes for LOMO
+            scaled[0].backward(**kwargs)
+        else:
+            super().backward(scaled[0], **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

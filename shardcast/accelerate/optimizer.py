@@ -59,6 +59,11 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, handles)
         """Close the sharded optimizer without restoring fp32, and remove the hooks."""
 
+    def step(self, closure: Any = None, loss: float | Tensor | None = None) -> None:
+        """As Accelerate's; ``loss`` as of :meth:`ShardedOptimizer.step`, for a ``guard``."""
+        if self.gradient_state.sync_gradients:
+            self.optimizer.step(closure, loss=loss)
+
     @property
     def params(self) -> set[nn.Parameter]:
         """The model's parameters that it trains."""

@@ -64,6 +64,22 @@ def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
         )
 
 
+def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) -> bool:
+    """Whether steps alone divide by the tokens or micro-batches, and a framework must not.
+
+    Call it before each backward. With ``reproducible`` they do, since ``loss / 3`` and ``loss / 2``
+    round differently.
+    """
+    at_end = False
+    for sharded in optimizers:
+        total = sharded.config.reproducible
+        is_all = total is not None and total == accumulation * sharded.comm.size
+        if is_all:
+            sharded.divisor = total
+        at_end = at_end or is_all or sharded.decider.tokens.counted
+    return at_end
+
+
 def exact_state(
     state: dict[str, Any], optimizer: ShardedOptimizer, prefix: str = ""
 ) -> dict[str, Any]:

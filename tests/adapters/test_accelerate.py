@@ -601,8 +601,9 @@ def test_every_way_of_saving_the_model_keeps_every_parameter(tmp_path: Path) -> 
 
 
 def test_accumulation_of_accelerate_keeps_the_bits_of_other_numbers_of_ranks() -> None:
-    batches = [torch.randn(4, 7, generator=torch.Generator().manual_seed(n)) for n in range(4)]
-    config = {"param_dtype": "bf16", "reproducible": 4, "max_grad_norm": 0.1}
+    """Of six micro-batches, which a loss over 6, 3 or 2 of them would not."""
+    batches = [torch.randn(4, 7, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    config = {"param_dtype": "bf16", "reproducible": 6, "max_grad_norm": 0.1}
 
     prototype = MLP()
 
@@ -610,18 +611,48 @@ def test_accumulation_of_accelerate_keeps_the_bits_of_other_numbers_of_ranks() -
         model = copy.deepcopy(prototype)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer = shardcast.shard(model, adamw, config, process_group=group)
+        optimizer.divisor = 6.0
         for _ in range(2):
             for batch in torch.stack(batches).chunk(group.size())[group.rank()]:
-                (model(batch).float().square().mean() * group.size() / 4).backward()
+                model(batch).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return optimizer.digest()
 
-    accelerator = accelerator_of("bf16", config, gradient_accumulation_steps=4)
+    accelerator = accelerator_of("bf16", config, gradient_accumulation_steps=6)
     model, optimizer = prepared(accelerator, copy.deepcopy(prototype))
     for _ in range(2):
         for batch in batches:
             with accelerator.accumulate(model):
                 one_step(accelerator, model, optimizer, batch=batch)
-    digests = {*threaded_world(2, plain), *threaded_world(4, plain)}
+    digests = {*threaded_world(2, plain), *threaded_world(3, plain)}
     assert digests == {optimizer.optimizer.digest()}
+
+
+def test_counted_tokens_are_not_divided_twice_nor_rounded() -> None:
+    """41 / 41 is 1, and 41 * (1 / 41) in fp32 is not."""
+    accelerator = accelerator_of(gradient_accumulation_steps=41)
+    _, optimizer = prepared(accelerator)
+    optimizer.count(1)
+    loss = torch.ones((), requires_grad=True)
+    accelerator.backward(loss)
+    assert loss.grad == 1.0
+
+
+def test_a_guard_takes_the_loss_and_a_tracker_the_metrics() -> None:
+    config = {"guard": lambda norm, loss: loss > 1, "metrics": True, "averages": {"ema": 0.5}}
+    accelerator = accelerator_of("no", config)
+    model, optimizer = prepared(accelerator, nn.Sequential(nn.Linear(7, 3)))
+    logged: list[dict[str, Any]] = []
+    accelerator.trackers = [SimpleNamespace(name="", log=lambda it, **_: logged.append(it))]
+    for loss in (0.5, 2.0):
+        before = model[0].weight.detach().clone()
+        accelerator.backward(model(torch.ones(4, 7)).square().mean())
+        optimizer.step(loss=loss)
+        accelerator.log(shardcast.metrics.flat(optimizer.metrics("0.weight")))
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped == (loss > 1) == torch.equal(before, model[0].weight)
+    assert logged[0].keys() == logged[1].keys() and logged[0]["update_norm/0.weight"] > 0
+    with optimizer.averaged("ema"):
+        assert not torch.equal(before, model[0].weight)
+    assert torch.equal(before, model[0].weight)

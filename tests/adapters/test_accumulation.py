@@ -1,0 +1,211 @@
+"""Accumulation of Accelerate, Trainer and Lightning: one mean over all tokens; and a guard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import LightningModule, Trainer
+from test_accelerate_processes import fresh
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shardcast.accelerate import ShardcastAccelerator
+from shardcast.lightning import ShardcastStrategy
+from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.transformers import ShardcastTrainer
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Lightning's advice; the guard
+]
+MICRO_BATCHES, STEPS, PADDING = 4, 3, -100
+Rows = dict[str, Tensor]
+
+
+def rows() -> list[Rows]:
+    """Two of each micro-batch, which have from 4 to 18 labels."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [2 + 3 * (number % 3) + number % 2 for number in range(2 * MICRO_BATCHES * STEPS)]
+    tokens = torch.randint(0, 32, (len(lengths), 10), generator=generator)
+    labels = tokens.clone()
+    for number, length in enumerate(lengths):
+        labels[number, length:] = PADDING
+    return [{"input_ids": t, "labels": label} for t, label in zip(tokens, labels, strict=True)]
+
+
+def loss_of(model: nn.Module, batch: Rows) -> Tensor:
+    """The sum over tokens."""
+    logits = model(batch["input_ids"]).float()
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=PADDING, reduction="sum"
+    )
+
+
+def tokens_of(batch: Rows) -> Tensor:
+    return batch["labels"].ne(PADDING).sum()
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(32, 12), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 32))
+
+
+def llama() -> Any:
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=16,
+        )
+    )  # fmt: skip
+
+
+class Module(LightningModule):
+    """Counts its tokens."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.net, self.ranks = small_model(), ranks
+
+    def training_step(self, batch: Rows, _index: int) -> Tensor:
+        self.optimizers().count(tokens_of(batch))
+        return loss_of(self.net, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self) -> Any:
+        share = MICRO_BATCHES // self.ranks
+        batches = [*DataLoader(rows(), batch_size=2)]  # type: ignore[arg-type]
+        numbers = range(len(batches))
+        own = [n for n in numbers if n % MICRO_BATCHES // share == self.global_rank]
+        return DataLoader([batches[number] for number in own], batch_size=None)  # type: ignore[arg-type]
+
+
+class CountingTrainer(ShardcastTrainer):
+    """Its loss is a sum over the tokens that it counts, and Trainer must divide it no more."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.model_accepts_loss_kwargs = False
+        self.optimizer.count(inputs["labels"][:, 1:].ne(PADDING).sum())
+        output = model(**inputs)
+        return output.loss * inputs["labels"][:, 1:].ne(PADDING).sum()
+
+
+def by_accelerate(config: Any, ranks: int, _folder: str) -> Any:
+    accelerator = ShardcastAccelerator(
+        cpu=True, gradient_accumulation_steps=MICRO_BATCHES // ranks, shardcast_config=config
+    )
+    model = small_model()
+    loader: Any = DataLoader(rows(), batch_size=2)  # type: ignore[arg-type]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            optimizer.count(tokens_of(batch))
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer.optimizer
+
+
+def by_trainer(config: Any, ranks: int, folder: str, kind: Any = ShardcastTrainer) -> Any:
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, use_cpu=True, per_device_train_batch_size=2, max_steps=STEPS,
+        gradient_accumulation_steps=MICRO_BATCHES // ranks, learning_rate=0.5, max_grad_norm=0,
+        optim="sgd",
+        lr_scheduler_type="constant", report_to="none", disable_tqdm=True, save_strategy="no",
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer = kind(llama(), arguments, train_dataset=rows(), shardcast_config=config)
+    trainer.train()
+    return trainer.optimizer.optimizer
+
+
+def by_counting_trainer(config: Any, ranks: int, folder: str) -> Any:
+    return by_trainer(config, ranks, folder, CountingTrainer)
+
+
+def by_lightning(config: Any, ranks: int, folder: str) -> Any:
+    trainer = Trainer(
+        strategy=ShardcastStrategy(config), accelerator="cpu", devices=ranks, max_epochs=1,
+        accumulate_grad_batches=MICRO_BATCHES // ranks, use_distributed_sampler=False,
+        default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, precision="32-true",
+    )  # fmt: skip
+    trainer.fit(Module(ranks))
+    return trainer.strategy.precision_plugin.sharded[0]
+
+
+FRAMEWORKS = {
+    "accelerate": by_accelerate, "trainer": by_trainer, "counting": by_counting_trainer,
+    "lightning": by_lightning,
+}  # fmt: skip
+
+
+def train(
+    group: Any, framework: str, config: Any, folder: str, ranks: int = 0
+) -> tuple[str, dict[str, Tensor]]:
+    fresh()
+    sharded = FRAMEWORKS[framework](config, ranks or group.size(), folder)
+    return sharded.digest(), sharded.full_parameters()
+
+
+def by_hand(framework: str) -> dict[str, Tensor]:
+    """In one process, of all tokens of a step in one mean."""
+    with_trainer = framework in ("trainer", "counting")
+    model = llama() if with_trainer else small_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    batches = [*DataLoader(rows(), batch_size=2 * MICRO_BATCHES)]  # type: ignore[arg-type]
+    for batch in batches:
+        loss = model(**batch).loss if with_trainer else loss_of(model, batch) / tokens_of(batch)
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+    prefix = "net." if framework == "lightning" else ""
+    return {prefix + name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_step_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches(
+    tmp_path: Path, gloo: SpawnedWorld, framework: str
+) -> None:
+    expected = by_hand(framework)
+    for _, weights in gloo.run(train, framework, {}, str(tmp_path), timeout=100)[:1]:
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], atol=2e-6, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[SpawnedWorld]:
+    with spawn_world(4, timeout=100, start_method="forkserver") as world:
+        yield world
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(
+    tmp_path: Path, gloo: SpawnedWorld, four: SpawnedWorld, framework: str
+) -> None:
+    digests = []
+    config = {"reproducible": MICRO_BATCHES}
+    for world in (gloo, four):
+        digests += [world.run(train, framework, config, str(tmp_path), timeout=100)[0][0]]
+    digests += [train(None, framework, config, str(tmp_path), 1)[0]]
+    assert len(set(digests)) == 1
+
+
+def is_unwelcome(norm: Tensor, _loss: Tensor | None) -> Tensor:
+    return norm > 0
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_guard_skips_steps_of_each_framework(tmp_path: Path, framework: str) -> None:
+    fresh()
+    sharded = FRAMEWORKS[framework]({"guard": is_unwelcome}, 1, str(tmp_path))
+    assert sharded.guarded_steps == sharded.skipped_steps == STEPS
