@@ -111,7 +111,8 @@ class FullState:
         rates = [(group, group["lr"]) for group in groups if "lr" in group]
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        optimizer.decider.loss_scale.apply(torch.zeros((), device=optimizer.device))
+        if optimizer.decider.loss_scale is not None:
+            optimizer.decider.loss_scale.apply(torch.zeros((), device=optimizer.device))
         try:
             optimizer.step()
         finally:

@@ -140,7 +140,8 @@ class ShardedOptimizer(StatefulOptimizer):
         frozen = [shard for shard in self.shards if shard.grads is None]
         if frozen:
             self._wake(frozen)
-        self.decider.before_reduce(self.reduce.touched)
+        if self.decider.loss_scale is not None:
+            self.decider.loss_scale.look(self.reduce.grads, self.reduce.touched)
         self.reduce.finish()
 
     def send(self) -> None:
@@ -292,7 +293,8 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
-        return self.decider.loss_scale.apply(loss)
+        scale = self.decider.loss_scale
+        return loss if scale is None else scale.apply(loss)
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
@@ -420,7 +422,8 @@ class ShardedOptimizer(StatefulOptimizer):
     @property
     def loss_scale(self) -> Tensor | None:
         """0-dim; ``None`` where none is in use."""
-        return self.decider.loss_scale.value
+        scale = self.decider.loss_scale
+        return None if scale is None else scale.value
 
     @property
     def skipped_steps(self) -> int:

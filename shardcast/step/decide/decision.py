@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,9 @@ class Decision:
         verdict: of the guard, if there is one.
         present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
             the slots that this rank owns a part of.
-        report: 1-d fp64, what :class:`.SkipReport` counts: 1, 1, per data-parallel rank the first
-            non-finite element of its spans (counted over all packs from the last one; 0 for
-            none), and which mistakes some rank made, see :meth:`.Decider._agree`.
+        report: 1-d fp64, what :class:`.SkipReport` counts: 1, 1, per data-parallel rank its first
+            pack that is not finite (see :meth:`.SkipReport.first_nonfinite`), and which mistakes
+            some rank made, see :meth:`.Decider._agree`.
     """
 
     norm: Tensor
@@ -56,8 +57,7 @@ class ControlVector(NamedTuple):
         powers: per group, of its norm (and rank, with norm_type inf: no sum gives a maximum).
         first_nonfinite: see :class:`Decision`; each rank fills in its own place.
         unscaled: per data-parallel rank 1 if its loss was not scaled, else 0.
-        presence: per slot, how many ranks have a gradient.
-        copies: the same over all copies, of slots whose copies' gradients are added up.
+        presence: see :class:`Presence`.
         options: pairs of :class:`.options.OptionCheck`.
         unseen: how many ranks have weights that were written unseen; see :class:`WeightEdits`.
         tokens: of all micro-batches; see :class:`.tokens.TokenCount`.
@@ -68,29 +68,25 @@ class ControlVector(NamedTuple):
     first_nonfinite: Tensor
     unscaled: Tensor
     presence: Tensor
-    copies: Tensor
     options: Tensor
     unseen: Tensor
     tokens: Tensor
     loss: Tensor
 
     @classmethod
-    def summed(cls, comm: Comm, *parts: Sequence[Tensor]) -> ControlVector:
-        """The sum over ranks, all of which must call it; waits for no device.
-
-        Args:
-            parts: of this rank, each in 1-d pieces.
-        """
-        vector = torch.cat([piece for part in parts for piece in part])
+    def summed(cls, comm: Comm, *parts: Tensor) -> ControlVector:
+        """The sum over ranks, all of which must call it; waits for no device."""
+        vector = torch.cat(parts)
         comm.all_reduce(vector, "the control vector")
-        return cls(*vector.split([sum(piece.numel() for piece in part) for part in parts]))
+        return cls(*vector.split([part.numel() for part in parts]))
 
 
 class Presence:
     """Which slots have a gradient, on this rank and on any rank.
 
-    Packs of experts differ between data-parallel ranks: each of them has a block of slots for
-    every expert that the ranks hold, and fills in its own.
+    The control vector has a place for each slot, where each rank that has a gradient adds 1, and
+    slots whose replicas are summed add how many of them have one. Packs of experts differ between
+    data-parallel ranks: each has a block of places for every expert that the ranks hold.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
@@ -100,10 +96,10 @@ class Presence:
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, device: torch.device
     ) -> None:
         self._grads, self._process_groups, self._device = grads, process_groups, device
-        self._blocks_of: list[tuple[int, int, int]] = []  # see _blocks()
-        self._copying: list[bool] = []  # packs whose copies' gradients are added up
+        self._places: list[slice] = []  # per pack, of its slots in the control vector
+        self._numel = 0
+        self._asks = process_groups.dp.size > 1
         self._uploaded: dict[tuple[bool, ...], Tensor] = {}
-        self._none = torch.empty(0, dtype=torch.float64, device=device)
 
     def local(self) -> tuple[bool, ...]:
         """Whether there is a gradient here, per slot of all packs in order."""
@@ -111,31 +107,33 @@ class Presence:
 
     def counts(self, local: tuple[bool, ...]) -> Tensor:
         """This rank's part of :attr:`ControlVector.presence`; uploaded once per pattern."""
+        if len(self._places) != len(self._grads):
+            self._arrange()
         if local not in self._uploaded:
             if len(self._uploaded) > 8:
                 self._uploaded.clear()
-            counts: list[bool] = []
-            position = 0
-            for blocks, own_block, slots in self._blocks():
-                counts += [False] * (own_block * slots)
-                counts += local[position : position + slots]
-                counts += [False] * ((blocks - own_block - 1) * slots)
-                position += slots
-            self._uploaded[local] = to_device(counts, torch.float64, self._device)
-        return self._uploaded[local]
+            has_gradient, slots = [False] * self._numel, iter(local)
+            for places in self._places:
+                has_gradient[places] = islice(slots, places.stop - places.start)
+            self._uploaded[local] = to_device(has_gradient, torch.float64, self._device)
+        counts = self._uploaded[local]
+        for grads, places in zip(self._grads, self._places, strict=True):
+            if grads.joint is not None:
+                counts = counts.clone()
+                counts[places] += grads.joint
+        return counts
 
-    def copies(self) -> Tensor:
-        """This rank's part of :attr:`ControlVector.copies`."""
-        rows = []
-        blocks_of = self._blocks()
-        for number, grads in enumerate(self._grads if any(self._copying) else ()):
-            if self._copying[number]:
-                blocks, own_block, slots = blocks_of[number]
-                row = torch.zeros(blocks, slots, dtype=torch.float64, device=self._device)
-                if grads.joint is not None:
-                    row[own_block] = grads.joint
-                rows.append(row.view(-1))
-        return torch.cat(rows) if rows else self._none
+    def _arrange(self) -> None:
+        """Give each pack its places, in the same order on all ranks."""
+        self._places, self._numel = [], 0
+        self._uploaded.clear()
+        for grads in self._grads:
+            pack_groups, slots = grads.pack.layout.pack_groups, len(grads.owned)
+            blocks, own_block = self._process_groups.parallel_dims.expert_blocks(pack_groups)
+            start = self._numel + own_block * slots
+            self._places.append(slice(start, start + slots))
+            self._numel += blocks * slots
+            self._asks = self._asks or pack_groups.sums_replicas
 
     def anywhere(
         self, local: tuple[bool, ...], control: ControlVector
@@ -146,36 +144,11 @@ class Presence:
         of the other ranks are read, which on an accelerator waits for the all-reduce.
         """
         owned = (owns for grads in self._grads for owns in grads.owned)
-        others = self._process_groups.dp.size > 1 or bool(control.copies.numel())
-        wanted = others and any(owns and not has for owns, has in zip(owned, local, strict=True))
-        counts = control.presence.tolist() if wanted else []
-        copies = control.copies.tolist() if wanted else []
-        present = {}
-        position = start = copies_start = 0
-        for number, (blocks, own_block, slots) in enumerate(self._blocks()):
-            slot_present = local[position : position + slots]
-            if wanted:
-                first = start + own_block * slots
-                slot_present = tuple(count > 0 for count in counts[first : first + slots])
-            if wanted and self._copying[number]:
-                first = copies_start + own_block * slots
-                of_copies = copies[first : first + slots]
-                slot_present = tuple(
-                    has or count > 0 for has, count in zip(slot_present, of_copies, strict=True)
-                )
-                copies_start += blocks * slots
-            present[self._grads[number].pack] = slot_present
-            position, start = position + slots, start + blocks * slots
-        return present
-
-    def _blocks(self) -> list[tuple[int, int, int]]:
-        """Per pack, its blocks, which of them is this rank's, and the slots of a block."""
-        if len(self._blocks_of) != len(self._grads):
-            expert_blocks = self._process_groups.parallel_dims.expert_blocks
-            groups = [grads.pack.layout.pack_groups for grads in self._grads]
-            self._blocks_of = [
-                (*expert_blocks(of_pack), len(grads.owned))
-                for of_pack, grads in zip(groups, self._grads, strict=True)
-            ]
-            self._copying = [of_pack.sums_replicas for of_pack in groups]
-        return self._blocks_of
+        if self._asks and any(owns and not has for owns, has in zip(owned, local, strict=True)):
+            present = [count > 0 for count in control.presence.tolist()]
+            return {
+                grads.pack: tuple(present[places])
+                for grads, places in zip(self._grads, self._places, strict=True)
+            }
+        slots = iter(local)
+        return {grads.pack: tuple(islice(slots, len(grads.owned))) for grads in self._grads}

@@ -46,18 +46,16 @@ class Guard:
         self._rule = rule
         self.signals: Sequence[str] = ("norm",)
         self.takes_loss, self.needs_loss = True, False
-        sigmas, self._window = [], 0
+        sigmas, window = [], 0
         if isinstance(rule, GuardRule):
             by_signal = {"norm": rule.norm, "loss": rule.loss}
             self.signals = [name for name, sigma in by_signal.items() if sigma is not None]
             sigmas = [by_signal[name] for name in self.signals]
             self.takes_loss = self.needs_loss = rule.loss is not None
-            self._window = rule.window
+            window = rule.window
         self._sigmas = torch.tensor(sigmas, dtype=torch.float64, device=device)
-        self._places = torch.arange(self._window, device=device)
-        # A ring: the value of the accepted step n is at place n % window.
-        self._history = self._sigmas.new_zeros(len(sigmas), self._window)
-        self._accepted = self._sigmas.new_zeros(())
+        # The newest accepted values, the last one at the end; NaN where there are none yet.
+        self._history = self._sigmas.new_full((len(sigmas), window), math.nan)
 
     @property
     def nbytes(self) -> int:
@@ -93,13 +91,13 @@ class Guard:
             )
         by_signal = {"norm": norm, "loss": loss}
         values = torch.stack([by_signal[name] for name in self.signals])  # type: ignore[misc]
-        is_filled = self._places < self._accepted
-        count = self._accepted.clamp(max=self._window)
-        mean = (self._history * is_filled).sum(1) / count
-        squares = ((self._history - mean[:, None]) * is_filled).square().sum(1)
+        is_filled = ~self._history[0].isnan()
+        count = is_filled.sum()
+        mean = self._history.nansum(1) / count
+        squares = (self._history - mean[:, None]).square().nansum(1)
         bounds = mean + self._sigmas * (squares / (count - 1)).sqrt()
         # Half a window first, as OLMo-core: a few steps do not tell what is usual.
-        is_active = self._accepted >= max(2, self._window // 2)
+        is_active = count >= max(2, self._rule.window // 2)
         # Not values > bounds: a loss that is NaN is a spike.
         is_spike = (~(values <= bounds) & is_active).any() & norm.isfinite()
         factor = None
@@ -110,33 +108,25 @@ class Guard:
 
     def record(self, verdict: Verdict, skip: Tensor) -> None:
         """Take the step into the window, unless it was skipped or a value is not finite."""
-        if self._window:
-            # Not history[:, accepted % window]: to index by a tensor waits for its value.
+        if self._history.numel():
             # One value that is not finite would leave no bound for a whole window.
             is_taken = ~skip & verdict.values.isfinite().all()
-            is_place = (self._places == self._accepted.remainder(self._window)) & is_taken
+            shifted = torch.cat([self._history[:, 1:], verdict.values[:, None]], 1)
             # In place, so that a captured step goes on where the last one ended.
-            self._history.copy_(torch.where(is_place, verdict.values[:, None], self._history))
-            self._accepted += is_taken
+            self._history.copy_(torch.where(is_taken, shifted, self._history))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; waits for the device."""
-        history = dict(zip(self.signals, self._history.tolist(), strict=False))
-        return {"accepted": int(self._accepted), **history}
+        """Plain numbers, of each signal the accepted values; waits for the device."""
+        rows = zip(self.signals, self._history.tolist(), strict=False)
+        return {name: [value for value in row if not math.isnan(value)] for name, row in rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; of another window the newest steps count.
 
         The window stays empty where the saved run had none of one of the signals.
         """
-        if not self._window or any(name not in state for name in self.signals):
-            return
-        rows, accepted = [state[name] for name in self.signals], int(state["accepted"])
-        window = len(rows[0])
-        if window != self._window:
-            newest = range(max(0, accepted - min(window, self._window)), accepted)
-            room = [0.0] * (self._window - len(newest))
-            rows = [[row[number % window] for number in newest] + room for row in rows]
-            accepted = len(newest)
-        self._history.copy_(torch.tensor(rows, dtype=torch.float64))
-        self._accepted.fill_(accepted)
+        if self._history.numel() and all(name in state for name in self.signals):
+            window = self._history.shape[1]
+            empty = [math.nan] * window
+            rows = [[*empty, *state[name]][-window:] for name in self.signals]
+            self._history.copy_(torch.tensor(rows, dtype=torch.float64))

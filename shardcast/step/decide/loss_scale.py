@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
+from shardcast.memory.gradients import Gradients
 
 BACKOFF, GROWTH = 0.5, 2.0  # as torch.amp.GradScaler
 
@@ -17,56 +18,65 @@ class LossScale:
     """What the loss is multiplied by.
 
     Attributes:
-        value: 0-dim fp32 on the device, ``None`` where no scale is in use.
+        value: 0-dim fp32 on the device.
         dynamic: it grows and backs off.
-        applied: a loss was scaled since the last step.
-        wanted: it had to be, for a backward brought gradients.
     """
 
     def __init__(self, config: ShardcastConfig, device: torch.device) -> None:
-        wanted = None if config.loss_scale == 1 else config.loss_scale
-        if config.loss_scale is None and config.param_dtype == torch.float16:
-            wanted = "dynamic"
-        self.dynamic = wanted == "dynamic"
-        self.applied = self.wanted = False
-        first = config.loss_scale_init if self.dynamic else wanted
-        self.value: Tensor | None = None
-        if first is not None:
-            self.value = torch.tensor(float(first), dtype=torch.float32, device=device)
+        self.dynamic = config.loss_scale in (None, "dynamic")
+        first = float(config.loss_scale_init if self.dynamic else config.loss_scale or 1)
+        self.value = torch.tensor(first, dtype=torch.float32, device=device)
         self._interval = config.loss_scale_growth_interval
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
+        self._applied = False  # a loss was scaled since the last step
+        self._needed = False  # a backward brought gradients without it
+
+    @staticmethod
+    def used_by(config: ShardcastConfig) -> bool:
+        """Whether the options ask for a loss scale."""
+        if config.loss_scale is None:
+            return config.param_dtype == torch.float16
+        return config.loss_scale != 1
 
     def apply(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale; the same tensor where no scale is in use."""
-        self.applied = True
-        return loss if self.value is None else loss * self.value
+        """``loss`` times the scale."""
+        self._applied = True
+        return loss * self.value
 
-    def inverse(self) -> Tensor | None:
-        """By what gradients are unscaled, 0-dim; ``None`` for 1."""
-        return None if self.value is None else 1.0 / self.value
+    def look(self, gradients: Iterable[Gradients], backward: bool) -> None:
+        """Look whether gradients came without a scaled loss, before they are reduced. Local.
+
+        Args:
+            backward: one was run since the last reduction.
+        """
+        if not self._applied:
+            backward = backward or self._needed
+            self._needed = any(
+                is_here and (backward or not grads.holds(position))
+                for grads in gradients
+                for position, is_here in enumerate(grads.presence())
+            )
 
     @property
     def missing(self) -> bool:
         """Whether this rank has gradients of a loss that was not scaled."""
-        return self.value is not None and self.wanted and not self.applied
+        return self._needed and not self._applied
 
     def update(self, skip: Tensor) -> None:
         """A step was made: grow after enough good ones, back off after a skipped one."""
-        self.applied = self.wanted = False
+        self._applied = self._needed = False
         if self.dynamic:
-            assert self.value is not None
             torch._amp_update_scale_(
                 self.value, self._growth, skip.float(), GROWTH, BACKOFF, self._interval
             )
 
     def state_dict(self) -> dict[str, float | None]:
-        """Plain numbers, ``None`` for a scale that is not in use; waits for the device."""
-        scale = None if self.value is None else float(self.value)
-        return {"loss_scale": scale, "growth": float(self._growth)}
+        """Plain numbers; waits for the device."""
+        return {"loss_scale": float(self.value), "growth": float(self._growth)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; a scale that the saved run did not use stays."""
-        if self.value is not None and state["loss_scale"] is not None:
+        if state["loss_scale"] is not None:
             self.value.fill_(state["loss_scale"])
             self._growth.fill_(int(state["growth"]))
 

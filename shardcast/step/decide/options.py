@@ -12,13 +12,13 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import ProcessGroups
+from shardcast.comm import Comm, ProcessGroups
 from shardcast.messages import by_rank, warn
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
@@ -37,6 +37,7 @@ UNTRAINED = (
 )
 
 Groups = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class OptionCheck:
@@ -125,27 +126,21 @@ class OptionCheck:
         """Whether model-parallel ranks, of a row of sums each, differ in options: 0-dim bool."""
         return (sums != sums[0])[:, 1:DIGESTS].any()  # they may train other parameters
 
-    def error(self, groups: Groups, together: bool) -> RuntimeError:
-        """Names the options that differ, with groups, ranks and values.
-
-        Args:
-            together: every rank calls this, and values are exchanged; else the ranks are not in
-                the same step, and the values of this one are named.
-        """
+    def error(self, groups: Groups) -> RuntimeError:
+        """Names the options that differ, with groups, ranks and values."""
         values = {
             f"{name} of group {number}": repr(_plain(group.get(name)))
             for number, group in enumerate(groups)
             for name in self._names
         }
         values.update({name: repr(_plain(value)) for name, value in self._arguments.items()})
-        everyone = self._process_groups.everyone
-        if together:
-            text = _differences(everyone.exchange(values, self._device), "None")
-        else:
+        text = _differences(known(values, self._process_groups.everyone, self._device), "None")
+        if not text:  # they are known of this rank alone
             shown = ", ".join(f"{name} {value}" for name, value in values.items())
-            text = f"the ranks differ in options; rank {everyone.rank} has {shown}"
+            rank = self._process_groups.everyone.rank
+            text = f"the ranks differ in options; rank {rank} has {shown}"
         remedy = COUNT_REMEDY if text.startswith(COUNT) else REMEDY
-        return RuntimeError(f"step: {text or 'options of groups differ'}. {remedy}")
+        return RuntimeError(f"step: {text}. {remedy}")
 
     def warn_of_training(self, groups: Groups, names: Mapping[nn.Parameter, str]) -> None:
         """Warn once of parameters that some ranks do not train; on a CPU all ranks call it."""
@@ -158,19 +153,24 @@ class OptionCheck:
             for param in group["params"]
             if not param.requires_grad
         }
-        text = "the ranks train different parameters"
-        if _compat.is_host(self._device):
-            text = _differences(self._process_groups.dp.exchange(untrained, self._device), "True")
-        warn(f"step: {text}. {UNTRAINED}")
+        text = _differences(known(untrained, self._process_groups.dp, self._device), "True")
+        warn(f"step: {text or 'the ranks train different parameters'}. {UNTRAINED}")
 
 
-def _differences(values_by_rank: Sequence[Mapping[str, str]], usual: str) -> str:
+def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
+    """``value`` of each rank; on an accelerator, where ranks come later and alone, of this one."""
+    if _compat.is_host(device):
+        return dict(enumerate(comm.exchange(value, device)))
+    return {comm.rank: value}
+
+
+def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) -> str:
     """Those names whose values differ, with the values by rank; ``usual`` where one has none."""
     texts = []
-    for name in dict.fromkeys(name for values in values_by_rank for name in values):
-        values = [values.get(name, usual) for values in values_by_rank]
-        if len(set(values)) > 1:
-            texts.append(f"{name} differs ({by_rank(enumerate(values))})")
+    for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
+        facts = [(rank, values.get(name, usual)) for rank, values in values_by_rank.items()]
+        if len({value for _, value in facts}) > 1:
+            texts.append(f"{name} differs ({by_rank(facts)})")
     return "; ".join(texts)
 
 

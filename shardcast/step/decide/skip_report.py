@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.gradients import Gradients
 from shardcast.messages import warn
-from shardcast.plan.layout import Slot
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
 
@@ -84,57 +82,43 @@ class SkipReport:
     ) -> None:
         self._grads, self._comm, self._device = grads, comm, device
         self._refuse, self._bound, self._usual, self._signals = refuse, bound, usual, signals
-        # Steps skipped so far and in a row; of the last skipped one the first non-finite
-        # elements; of all steps since they were reported the mistakes. As in Decision.report.
-        ranks, skipping = comm.size, MISTAKES - 1 + comm.size  # mistakes that skip a step
-        sizes = [1, 1, ranks, 1 + skipping]
+        # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
+        # is not finite; of all steps since they were reported the mistakes. As in Decision.report.
+        ranks, mistakes = comm.size, MISTAKES + comm.size
+        sizes = [1, 1, ranks, mistakes]
         # Of a guard: spikes so far, whether one was the last skipped step, its values and bounds.
         self._counted = sum(sizes)
         guarded = 2 + 2 * len(signals) if signals else 0
         self._sent = torch.zeros(self._counted + guarded, dtype=torch.float64, device=device)
         self._totals, self._guarded = self._sent.split([self._counted, guarded])
         self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
-        # By what totals, and by what a report, are multiplied in a step that is skipped, and in one
-        # that is made: in it only the first mistake can be, which skips none.
-        made = [[1, 0, *[1] * (ranks + 1 + skipping)], [0, 0, *[0] * ranks, 1, *[0] * skipping]]
-        skipped = [[1, 1, *[0] * ranks, *[1] * (1 + skipping)], [1] * sum(sizes)]
+        # By what totals, and by what a report, are multiplied in a step that is made, and skipped.
+        made = [[1, 0, *[1] * (ranks + mistakes)], [0, 0, *[0] * ranks, *[1] * mistakes]]
+        skipped = [[1, 1, *[0] * ranks, *[1] * mistakes], [1] * self._counted]
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
+        self._from_last = torch.empty(0)
         self._host = HostCopy(device)
         self._reported = 0.0
-        self._back = torch.empty(0, dtype=torch.float64, device=device)
 
-    def first_nonfinite(self, powers: Tensor) -> Tensor | float:
-        """The first non-finite element, counted over all packs from the last one; 0 for none.
+    def first_nonfinite(self, powers: Tensor) -> Tensor:
+        """The first pack that is not finite, the last one being 1, and 0 none of them; 0-dim.
 
-        On CPU the element, on an accelerator (where looking for it would be another pass over
-        the gradients) the first element of the span that holds it. Counted back, for what comes
-        first is the largest then.
+        Counted back, for what comes first is the largest then.
 
         Args:
             powers: of the own span of each pack, see :class:`PNorm`.
         """
-        if not powers.numel():
-            return 0.0
-        if not _compat.is_host(self._device):
-            if self._back.numel() != len(self._grads):  # not in every step
-                self._back = to_device(self._own_back(), torch.float64, self._device)
-            # Not back[index]: to index by a tensor of no dimension is to ask for its value.
-            return torch.where(powers < math.inf, self._none, self._back).amax()
-        for number, power in enumerate(powers.tolist()):
-            if not math.isfinite(power):
-                own = self._grads[number].own
-                index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
-                return self._own_back()[number] - index
-        return 0.0
-
-    def _own_back(self) -> list[float]:
-        """Per pack, elements of all packs from the first one of its own span on."""
-        numels = [grads.pack.layout.numel for grads in self._grads]
-        starts = accumulate(numels, initial=0)
-        total = float(sum(numels))
-        return [total - n - g.pack.own.start for n, g in zip(starts, self._grads, strict=False)]
+        if not len(powers):
+            return self._none
+        if len(self._from_last) != len(powers):  # not in every step
+            numbers = list(range(len(powers), 0, -1))
+            self._from_last = to_device(numbers, torch.float64, self._device)
+        if powers.dim() > 1:
+            powers = powers.sum(1)
+        # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
+        return torch.where(powers < math.inf, self._none, self._from_last).amax()
 
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
@@ -186,8 +170,8 @@ class SkipReport:
             return
         if self._usual and not raising:
             return
-        total = sum(grads.pack.layout.numel for grads in self._grads)
-        where = self._locate([total - int(n) if n else -1 for n in nonfinite]) or ELSEWHERE
+        packs = {owner: self._grads[-int(n)] for owner, n in enumerate(nonfinite) if n}
+        where = "; ".join(self._locate(packs)) or ELSEWHERE
         if raising:
             raise RuntimeError(
                 f"{int(in_row)} steps in a row were skipped because of non-finite gradients "
@@ -219,44 +203,43 @@ class SkipReport:
         self._guarded[:1].fill_(state.get("spikes", 0))
         self._reported = state["skipped"]
 
-    def _locate(self, positions: list[int]) -> str:
-        """Name the first non-finite element of each rank's spans, and the ranks it came from.
+    def _locate(self, packs: Mapping[int, Gradients]) -> list[str]:
+        """Name each owner's first non-finite element, and the ranks it came from.
 
         Outside its own span a rank still has its own gradients; of sharded ones the owner noted
         whose they were, where it added them up itself. All ranks are here in the same step on CPU,
         so they can ask each other; on an accelerator the owner's span is named.
 
         Args:
-            positions: per owner, -1 for none.
+            packs: by owner, of each that has such an element.
         """
-        elements = [(owner, *self._element(at)) for owner, at in enumerate(positions) if at >= 0]
         if not _compat.is_host(self._device):
-            return "; ".join(
-                f"in the span of rank {owner} that begins in parameter {slot.name!r}"
-                for owner, _, slot, _ in elements
-            )
-        culprits: dict[int, list[int]] = {}  # ranks by owner
-        for owner, grads, _, offset in elements:
+            return [
+                f"in the span of rank {owner} of the pack that begins with parameter "
+                f"{grads.pack.layout.slots[0].name!r}"
+                for owner, grads in packs.items()
+            ]
+        own = packs.get(self._comm.rank)
+        elements = self._comm.exchange(None if own is None else _element(own), self._device)
+        culprits: dict[int, list[int]] = {}  # by owner, the ranks that this one knows of
+        for owner, grads in packs.items():
             if owner == self._comm.rank:
                 culprits[owner] = list(grads.culprits)
-            elif grads.allocated and not bool(grads.data[offset].isfinite()):
+            elif grads.allocated and not bool(grads.data[elements[owner][0]].isfinite()):
                 culprits[owner] = [self._comm.rank]
         exchanged = self._comm.exchange(culprits, self._device)
-        return "; ".join(
-            f"{_who(owner, [rank for row in exchanged for rank in row.get(owner, ())], grads)}, "
-            f"parameter {slot.name!r}, element {offset - slot.offset}"
-            for owner, grads, slot, offset in elements
-        )
+        return [
+            f"{_who(owner, [n for row in exchanged for n in row.get(owner, ())], grads)}, "
+            f"{elements[owner][1]}"
+            for owner, grads in packs.items()
+        ]
 
-    def _element(self, position: int) -> tuple[Gradients, Slot, int]:
-        """Pack, slot and offset in the pack of an element counted over all packs."""
-        for grads in self._grads:
-            layout = grads.pack.layout
-            if position < layout.numel:
-                slots = (slot for slot in layout.slots if position < slot.end)
-                return grads, next(slots, layout.slots[-1]), position
-            position -= layout.numel
-        raise AssertionError("a position beyond the last pack")
+
+def _element(grads: Gradients) -> tuple[int, str]:
+    """The first non-finite element of an own span: its offset in the pack, and its name."""
+    offset = grads.pack.own.start + int((~grads.own.isfinite()).to(torch.uint8).argmax())
+    slot = next(slot for slot in grads.pack.layout.slots if offset < slot.end)
+    return offset, f"parameter {slot.name!r}, element {offset - slot.offset}"
 
 
 def _who(owner: int, culprits: list[int], grads: Gradients) -> str:

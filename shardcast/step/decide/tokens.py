@@ -20,16 +20,19 @@ class TokenCount:
         expected: the last step was counted.
     """
 
-    expected = False
+    counted = expected = False
+    _total: float | Tensor = 0.0  # 0-dim fp64 where tokens on the device are counted
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._nothing = torch.zeros((), dtype=torch.float64)
-        self.clear()
+
+    def clear(self) -> None:
+        """Forget the counts: their gradients were dropped."""
+        self.counted, self._total = False, 0.0
 
     def conclude(self) -> None:
-        """A step was made; warn if it was without a count, unlike the one before it."""
-        if not self.counted:
+        """A step used the counts; warn where there are none, unlike in the step before it."""
+        if self.expected and not self.counted:
             warn(
                 "step: no tokens were counted, though they were for the last step, so that this "
                 "one is the mean over ranks; call optimizer.count in every micro-batch, again "
@@ -37,11 +40,6 @@ class TokenCount:
             )
         self.expected = self.counted
         self.clear()
-
-    def clear(self) -> None:
-        """Forget the counts: their gradients were used, or dropped."""
-        self.counted = False
-        self._number, self._on_device = 0.0, self._nothing
 
     def add(self, tokens: Any, backwards: int) -> None:
         """Count the tokens of one micro-batch; see :meth:`shardcast.ShardedOptimizer.count`.
@@ -57,7 +55,7 @@ class TokenCount:
             )
         is_tensor = isinstance(tokens, Tensor) and tokens.dim() == 0
         if is_tensor and not _compat.is_host(tokens.device):
-            self._on_device = tokens.detach().double() + self._on_device
+            self._total = tokens.detach().double() + self._total
         else:
             number = tokens.item() if is_tensor else tokens
             is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -65,24 +63,18 @@ class TokenCount:
                 raise ValueError(
                     f"count: expected a number >= 0 or a 0-dim tensor of tokens, got {tokens!r}"
                 )
-            self._number += number
+            self._total = self._total + number
         self.counted = True
 
     def local(self) -> Tensor:
         """This rank's sum, 1-d fp64 of one element on the device."""
+        if isinstance(self._total, Tensor):
+            return self._total.view(1)
         # Filled by a kernel: a copy from the host would wait, or need pinned memory.
-        number = torch.full((1,), self._number, dtype=torch.float64, device=self._device)
-        return number + self._on_device
-
-    def missing(self, tokens: Tensor) -> Tensor:
-        """Whether the ``tokens`` of all ranks are none, though they are counted; 1-d fp64."""
-        return (~(tokens > 0)).double()
+        return torch.full((1,), self._total, dtype=torch.float64, device=self._device)
 
     def __repr__(self) -> str:
         if not self.counted:
             return "nothing"
-        return (
-            "a tensor on the device"
-            if not _compat.is_host(self._on_device.device)
-            else f"{self._number:g}"
-        )
+        is_number = isinstance(self._total, float)
+        return f"{self._total:g}" if is_number else "a tensor on the device"

@@ -19,6 +19,8 @@ from models import (
 )
 from torch import nn
 
+from shardcast import _compat
+
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -142,12 +144,16 @@ def test_the_warning_names_the_rank_that_had_the_gradient_parameter_and_element(
     assert [expected in message for message in skips(caught)] == [True] * 2
 
 
-def test_on_an_accelerator_the_report_claims_no_more_than_the_span():
-    optimizer = sharded(CASES["mlp"].build(), None)
-    skips = optimizer.decider.skips
-    skips._device = torch.device("cuda")  # of which only the kind is asked here
-    first = optimizer.layout.packs[0].slots[0].name
-    assert skips._locate([0]) == f"in the span of rank 0 that begins in parameter {first!r}"
+def test_on_an_accelerator_the_report_claims_no_more_than_the_span(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, pack_params=2)
+    install(model, 0)
+    spoil(model, "b.weight", 17, NAN)
+    pack = next(p for p in optimizer.layout.packs if any(s.name == "b.weight" for s in p.slots))
+    place = f"in the span of rank 0 of the pack that begins with parameter {pack.slots[0].name!r}"
+    with pytest.warns(UserWarning, match=place):
+        optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore:step skipped")
