@@ -295,7 +295,7 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def coalesced(group: dist.ProcessGroup, device: torch.device | None, async_op: bool = False) -> Any:
+def coalesced(group: Any, device: torch.device | None, async_op: bool = False) -> Any:
     """A context within which collectives on ``device`` make one launch (NCCL's group calls).
 
     Without a device they are all-gathers alone, for which backends have a call of several.

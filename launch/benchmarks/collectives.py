@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm, Works
+from shardcast.comm import Comm, Work
 
 CHUNK = 1 << 16
 Times = dict[tuple[str, str], list[float]]
@@ -85,7 +85,7 @@ def measure(group: dist.ProcessGroup, elements: int, packs: int, rounds: int) ->
             dist.barrier()
             start = time.perf_counter()
             for started in [run(pack) for pack in full]:
-                if isinstance(started, Works):
+                if isinstance(started, Work):
                     started.wait()
             slowest = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -196,7 +196,7 @@ def fake_gpu(compiler: Compiler, waits: list[str]) -> Iterator[None]:
         }.items():
             enter(mock.patch.object(FakeTensor, kind, asked(kind, answer), create=True))
         # It compares digests; the mock group's ranks are replicas anyway.
-        enter(mock.patch("shardcast.comm.objects.ObjectCollectives.check_equal"))
+        enter(mock.patch("shardcast.comm.Comm.check_equal"))
         enter(mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)))
         enter(mock.patch("torch.cuda.Event", _Event))
         enter(mock.patch("torch.cuda.Stream", _Stream))

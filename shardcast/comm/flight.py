@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardcast.comm.group import Comm, Works
+from shardcast.comm.group import Work
+from shardcast.comm.objects import Comm
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import sum_dtype
 
@@ -36,11 +37,16 @@ class Flight(ABC):
 
     received: Tensor
     by_rank = False
+    _work: Work
 
-    @abstractmethod
     def __init__(
         self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
-    ) -> None: ...
+    ) -> None:
+        self._comm, self._pack, self._sent, self._own = comm, pack, sent, own
+        self._launch(buffer)
+
+    def _launch(self, buffer: Buffer) -> None:  # noqa: B027, some have a constructor of their own
+        """Start the first collective."""
 
     def advance(self) -> None:  # noqa: B027, most have nothing to do
         """Launch what follows on the first collective, if anything does.
@@ -56,12 +62,9 @@ class Flight(ABC):
 class Scattered(Flight):
     """By a reduce-scatter: the backend sums."""
 
-    def __init__(
-        self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
-    ) -> None:
-        self._sent = sent
-        self.received = buffer(own.numel())
-        self._work = comm.reduce_scatter(self.received, sent, pack)
+    def _launch(self, buffer: Buffer) -> None:
+        self.received = buffer(self._own.numel())
+        self._work = self._comm.reduce_scatter(self.received, self._sent, self._pack)
 
     def wait(self) -> list[Tensor]:
         self._work.wait()
@@ -71,18 +74,12 @@ class Scattered(Flight):
 class Exchanged(Flight):
     """By one all-to-all: the pieces of all ranks come here."""
 
-    def __init__(
-        self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
-    ) -> None:
-        self._comm, self._sent, self._own = comm, sent, own
+    def _launch(self, buffer: Buffer) -> None:
+        comm, lengths, count = self._comm, self._pack.lengths, self._own.numel()
         self.by_rank = comm.size < MANY
-        count = own.numel()
         self.received = buffer(count * comm.size)
-        if len(pack.lengths) == 1:
-            self._work = comm.all_to_all(self.received, sent, about=pack)
-        else:
-            splits = [count] * comm.size, pack.lengths
-            self._work = comm.all_to_all(self.received, sent, *splits, pack)
+        received, sent = (None, None) if len(lengths) == 1 else ([count] * comm.size, lengths)
+        self._work = comm.all_to_all(self.received, self._sent, received, sent, self._pack)
 
     def wait(self) -> list[Tensor]:
         self._work.wait()
@@ -108,12 +105,12 @@ class TwoLevel(Flight):
     one process group, with empty pieces for all other ranks.
     """
 
-    def __init__(
-        self, comm: Comm, pack: PackLayout, sent: Tensor, own: Tensor, buffer: Buffer
-    ) -> None:
-        self._comm, self._pack, self._node = comm, pack, pack.algorithms.node
-        node = self._node
-        self._nodes, self._count = comm.size // node, pack.spans[0].numel
+    _second: tuple[Tensor, Tensor] | None = None  # sums of this node, and of all nodes
+
+    def _launch(self, buffer: Buffer) -> None:
+        comm, sent, node = self._comm, self._sent, self._pack.algorithms.node
+        self._node, self._nodes = node, comm.size // node
+        self._count = self._own.numel()
         self._home, self._number = divmod(comm.rank, node)  # which node, and which of its ranks
         # In the order of those they go to: a pass over the pack, little beside what it saves.
         by_number = sent.view(self._nodes, node, self._count).transpose(0, 1).contiguous()
@@ -121,8 +118,7 @@ class TwoLevel(Flight):
         self.received = buffer(sent.numel())
         splits = [0] * comm.size
         splits[self._home * node : (self._home + 1) * node] = [self._sent.shape[1]] * node
-        self._work = comm.all_to_all(self.received, self._sent.view(-1), splits, splits, pack)
-        self._second: tuple[Tensor, Tensor] | None = None  # sums of this node, and of all nodes
+        self._work = comm.all_to_all(self.received, self._sent.view(-1), splits, splits, self._pack)
 
     def advance(self) -> None:
         self._advanced()
@@ -163,7 +159,7 @@ class Summed(Flight):
         add: Callable[[Sequence[Tensor]], Tensor],
     ) -> None:  # fmt: skip
         self._first, self._comm, self._pack, self._add = first, comm, pack, add
-        self._launched: tuple[Tensor, Works | None] | None = None
+        self._total: Tensor | None = None  # whose sum is under way
 
     def advance(self) -> None:
         if isinstance(self._first, TwoLevel):  # its own second part comes first
@@ -171,17 +167,16 @@ class Summed(Flight):
         else:
             self._advanced()
 
-    def _advanced(self) -> tuple[Tensor, Works | None]:
-        if self._launched is None:
-            total = self._add(self._first.wait())
+    def _advanced(self) -> Tensor:
+        if self._total is None:
+            self._total = self._add(self._first.wait())
             self.received = self._first.received
-            self._launched = total, self._comm.all_reduce(total, self._pack, async_op=True)
-        return self._launched
+            self._work = self._comm.all_reduce(self._total, self._pack, async_op=True)
+        return self._total
 
     def wait(self) -> list[Tensor]:
-        total, work = self._advanced()
-        if work is not None:
-            work.wait()
+        total = self._advanced()
+        self._work.wait()
         return [total]
 
 

@@ -1,49 +1,98 @@
-"""Values of the host between ranks, and agreement on them: at set-up and for errors."""
+"""A process group as set-up and errors use it: values of the host, and agreement on them."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import pickle
-from abc import ABC, abstractmethod
+import socket
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shardcast.comm.group import TensorCollectives
 from shardcast.messages import by_rank
+from shardcast.plan.algorithms import Topology
 
 T = TypeVar("T")
-Failure = tuple[str, str] | None  # kind and message of an error
+REMEDY_INIT = (
+    "call torch.distributed.init_process_group(...) on every rank before shardcast.shard(...)"
+)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class ObjectCollectives(ABC):
-    """Collectives of picklable values, made of those of tensors.
+class Comm(TensorCollectives):
+    """The ranks that share one model, and collectives of picklable values.
 
+    torch's own of those put them on the current device, which need not be that of the model.
     Every method must be called by all ranks of the group; ``device`` is one of a kind that the
     group's backend serves.
     """
 
-    rank: int
-    size: int
+    @classmethod
+    def resolve(cls, process_group: dist.ProcessGroup | None) -> Comm:
+        """The group to use: the given one, else the default one, else this process alone.
 
-    @abstractmethod
-    def all_gather(self, output: Tensor, input: Tensor, about: object = "") -> Any: ...
-    @abstractmethod
-    def all_to_all(
-        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int],
-        about: object = "",
-    ) -> Any: ...  # fmt: skip
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, source: int, about: object = "") -> None: ...
+        Raises:
+            ValueError: this rank is not a member of ``process_group``.
+            RuntimeError: ``WORLD_SIZE`` announces several processes but no group joins them.
+        """
+        announced = int(os.environ.get("WORLD_SIZE", "1"))
+        if process_group is not None:
+            member = isinstance(process_group, dist.ProcessGroup)
+            if not member or process_group.rank() < 0:
+                raise ValueError(
+                    "process_group: expected a group that contains this rank, got "
+                    f"{process_group!r}; call shard() only on the ranks of the group"
+                )
+            return cls(process_group)
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if announced > 1 and group is None:
+            raise RuntimeError(
+                f"process_group: WORLD_SIZE is {announced} but torch.distributed is not "
+                f"initialised; {REMEDY_INIT}"
+            )
+        if announced > 1 and group is not None and group.size() == 1:
+            raise RuntimeError(
+                f"process_group: WORLD_SIZE is {announced} but the default process group has "
+                "one rank: each process would train alone; initialise the group with all "
+                "ranks (for Accelerate on CPU: ACCELERATE_USE_CPU=true accelerate launch "
+                "--multi_gpu --num_processes N)"
+            )
+        return cls(group)
+
+    def among(self, ranks: Sequence[int], name: str) -> Comm:
+        """A new group of some ranks of this one, this rank among them. All of them must call it."""
+        group: Any = self.group
+        members = dist.get_process_group_ranks(group)
+        return Comm(
+            dist.new_group(
+                [members[rank] for rank in ranks], backend=dist.get_backend_config(group),
+                use_local_synchronization=True, group_desc=name,
+            )
+        )  # fmt: skip
+
+    def topology(self, device: torch.device) -> Topology:
+        """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
+        backend, on_host = self.backend(device), device.type == "cpu"
+        machines = self._numbers(_digest(machine()), device, "the machines")
+        node = machines.count(machines[0])
+        firsts = machines[::node]
+        apart = len(set(firsts)) == len(firsts)
+        apart &= machines == [first for first in firsts for _ in range(node)]
+        return Topology(backend, node if apart else 1, on_host)
 
     def exchange(self, value: Any, device: torch.device) -> list[Any]:
         """All ranks' values, in rank order; small ones, for every rank gets all of them."""
         if self.size == 1:
             return [value]
         data = _bytes(value, device)
-        lengths = self._lengths(data)
+        lengths = self._numbers(data.numel(), device, "values")
         padded = data.new_zeros(max(lengths))
         padded[: data.numel()] = data
         gathered = padded.new_empty(padded.numel() * self.size)
@@ -56,7 +105,7 @@ class ObjectCollectives(ABC):
         if self.size == 1:
             return [value]
         data = _bytes(value, device)
-        lengths = self._lengths(data)
+        lengths = self._numbers(data.numel(), device, "values")
         sent = [data.numel()] + [0] * (self.size - 1)
         received = lengths if self.rank == 0 else [0] * self.size
         gathered = data.new_empty(sum(received))  # not padded: one rank may have nearly everything
@@ -70,10 +119,10 @@ class ObjectCollectives(ABC):
         """Rank 0's value on every rank; the values of the others are not read."""
         if self.size == 1:
             return value
-        data = _bytes(value, device) if self.rank == 0 else None
-        length = torch.tensor([0 if data is None else data.numel()], device=device)
+        data = _bytes(value, device) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([data.numel()], device=device)
         self.broadcast(length, 0, "values")
-        if data is None:
+        if self.rank != 0:
             data = torch.empty(int(length), dtype=torch.uint8, device=device)
         self.broadcast(data, 0, "values")
         shared: T = _unpickled([data.cpu()])[0]
@@ -81,13 +130,7 @@ class ObjectCollectives(ABC):
 
     def agree(self, text: str, device: torch.device, about: object = "") -> bool:
         """Whether all ranks pass the same text; one collective of 8 bytes per rank."""
-        if self.size == 1:
-            return True
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        own = torch.tensor([digest], device=device)
-        digests = own.repeat(self.size)
-        self.all_gather(digests, own, about)
-        return len(set(digests.tolist())) == 1
+        return len(set(self._numbers(_digest(text), device, about))) == 1
 
     def together(self, fn: Callable[[], T], device: torch.device, call: str = "") -> T:
         """Run ``fn`` on this rank; what it returns if all ranks succeed, else all ranks raise.
@@ -113,10 +156,12 @@ class ObjectCollectives(ABC):
         except Exception as raised:  # whatever it is, the other ranks must raise too
             error = raised
         outcome = call if error is None else f"{call} failed on rank {self.rank}"
-        if not self.agree(outcome, device, call):
-            self._raise(call, error, device)
+        alike = self.agree(outcome, device, call)
+        failures = [] if alike else self.exchange((call, _failure(error)), device)
         if error is not None:
             raise error
+        if not alike:
+            raise _raised_elsewhere(failures)
         return value
 
     def collect(self, fn: Callable[[], T], device: torch.device, call: str = "") -> list[T]:
@@ -145,8 +190,7 @@ class ObjectCollectives(ABC):
         of_rank_0 = self.share(ordered, device)
         longest = max(len(of_rank_0), len(ordered))
         differing = (n for n in range(longest) if of_rank_0[n : n + 1] != ordered[n : n + 1])
-        positions = self.exchange(next(differing, None), device)
-        position = min(position for position in positions if position is not None)
+        position = min(self.exchange(next(differing, longest), device))
         fact = ordered[position].strip() if position < len(ordered) else "(nothing)"
         raise RuntimeError(
             "model: the ranks do not hold the same model and options; first difference: "
@@ -154,37 +198,55 @@ class ObjectCollectives(ABC):
             "groups and config on every rank."
         )
 
-    def _lengths(self, data: Tensor) -> list[int]:
-        lengths = torch.empty(self.size, dtype=torch.int64, device=data.device)
-        own = torch.tensor([data.numel()], device=data.device)
-        self.all_gather(lengths, own, "values")
-        return [int(length) for length in lengths.tolist()]
-
-    def _raise(self, call: str, error: Exception | None, device: torch.device) -> None:
-        """Raise on every rank: one failed, or they are in different calls."""
-        outcomes: list[tuple[str, Failure]] = self.exchange((call, _failure(error)), device)
-        if error is not None:
-            raise error
-        failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure}
-        if failures:
-            kinds = {kind for kind, _ in failures.values()}
-            raised = {"ValueError": ValueError, "TypeError": TypeError}.get(
-                kinds.pop() if len(kinds) == 1 else "", RuntimeError
-            )
-            raise raised(by_rank((rank, message) for rank, (_, message) in failures.items()))
-        calls = [(rank, call or "(unnamed)") for rank, (call, _) in enumerate(outcomes)]
-        raise RuntimeError(
-            f"the ranks are in different calls: {by_rank(calls)}; make the same calls in the same "
-            "order on every rank"
-        )
+    def _numbers(self, number: int, device: torch.device, about: object) -> list[int]:
+        """All ranks' integers, in rank order."""
+        if self.size == 1:
+            return [number]
+        own = torch.tensor([number], device=device)
+        numbers = own.repeat(self.size)
+        self.all_gather(numbers, own, about)
+        return [int(number) for number in numbers.tolist()]
 
 
-def _failure(error: Exception | None) -> Failure:
+def machine() -> str:
+    """What processes of one machine have in common, containers on it too."""
+    try:
+        return BOOT_ID.read_text()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def _failure(error: Exception | None) -> tuple[str, str] | None:
+    """Kind and message of an error."""
     if error is None:
         return None
     kinds = (kind.__name__ for kind in (ValueError, TypeError) if isinstance(error, kind))
     own_words = isinstance(error, (ValueError, TypeError, RuntimeError, OSError))
     return next(kinds, ""), str(error) if own_words else f"{type(error).__name__}: {error}"
+
+
+def _raised_elsewhere(outcomes: Sequence[tuple[str, tuple[str, str] | None]]) -> Exception:
+    """The error of a rank that had none: others failed, or are in different calls.
+
+    Args:
+        outcomes: call and failure of each rank.
+    """
+    failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure}
+    if failures:
+        kinds = {kind for kind, _ in failures.values()}
+        raised = {"ValueError": ValueError, "TypeError": TypeError}.get(
+            kinds.pop() if len(kinds) == 1 else "", RuntimeError
+        )
+        return raised(by_rank((rank, message) for rank, (_, message) in failures.items()))
+    calls = [(rank, call or "(unnamed)") for rank, (call, _) in enumerate(outcomes)]
+    return RuntimeError(
+        f"the ranks are in different calls: {by_rank(calls)}; make the same calls in the same "
+        "order on every rank"
+    )
 
 
 def _bytes(value: Any, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm.group import Comm
+from shardcast.comm.objects import Comm
 from shardcast.messages import by_rank
 from shardcast.plan.parallel_dims import PLAIN, PackGroups, ParallelDims, Tie
 from shardcast.plan.precision import MASTER_DTYPE
@@ -103,7 +103,9 @@ class ProcessGroups:
 
         # Groups are made from the dimensions: a rank that names others, or none, would leave the
         # ranks of its groups waiting.
-        outer, inner, data, model = _together_over(mesh, dimensions, f"shard(dp={_shown(dp)})")
+        outer, inner, data, model = _together_over(
+            mesh, dimensions, f"shard(dp={getattr(dp, 'mesh_dim_names', dp)!r})"
+        )
         groups, everyone = {dim: _comm(mesh, [dim]) for dim in dims}, _comm(mesh, dims)
         shard = Comm(inner.get_group())
         replicas = outer if outer and groups[outer].size > 1 else ""
@@ -170,14 +172,6 @@ def _together_over(mesh: DeviceMesh, fn: Callable[[], T], call: str) -> T:
     for position in range(mesh.ndim):
         fn = partial(Comm(mesh.get_group(position)).together, fn, device, call)
     return fn()
-
-
-def _shown(dp: Any) -> str:
-    return repr(dp) if isinstance(dp, (str, tuple, list)) else f"a mesh of {_dims(dp)}"
-
-
-def _dims(mesh: Any) -> str:
-    return " and ".join(getattr(mesh, "mesh_dim_names", None) or ["no names"])
 
 
 def _data_parallel(mesh: DeviceMesh, dp: Any) -> tuple[str, DeviceMesh]:
@@ -248,7 +242,7 @@ def _check_dims(option: str, given: Patterns, allowed: Sequence[str]) -> None:
 
 def _ties(
     line: Comm,
-    tied: Sequence[Sequence[Any]],
+    tied: Sequence[Sequence[str]],
     shapes: Mapping[str, Sequence[int]],
     device: torch.device,
 ) -> dict[Tie, Comm]:
@@ -259,83 +253,60 @@ def _ties(
     """
     if line.size == 1:
         return {}
-    own = [(_names(pair), _ranks(pair), _held(pair, shapes)) for pair in tied]
-    everyone = line.exchange(own, device)  # nothing raises before it, or the others would wait
-    stages = dist.get_process_group_ranks(line.group)
+    pairs = [tuple(map(str, pair)) for pair in tied]
+    own = {name: tuple(shapes[name]) for pair in pairs for name in pair if name in shapes}
+    stages = line.exchange((pairs, own), device)  # nothing raises before it
+    _check_pairs([pairs_of_stage for pairs_of_stage, _ in stages])
+    ranks = dist.get_process_group_ranks(line.group)
     groups: dict[Tie, Comm] = {}
-    _check_pairs([[names for names, _, _ in entries] for entries in everyone])
-    for pair, *of_pair in zip(tied, *everyone, strict=True):
-        tie, held_names = Tie(*_names(pair)[:2]), [shapes_there for _, _, shapes_there in of_pair]
-        holders = [stage for stage, shapes_held in enumerate(held_names) if shapes_held]
-        members = sorted(stages[stage] for stage in holders)
-        numbers = {number for shapes_held in held_names for number in shapes_held}
-        if numbers != {0, 1} or len(holders) != 2:
+    for tie in (Tie(*pair) for pair in pairs):
+        held = [
+            (n, name)
+            for n, (_, shapes_held) in enumerate(stages)
+            for name in tie
+            if name in shapes_held
+        ]
+        holders = sorted({stage for stage, _ in held})
+        if sorted(name for _, name in held) != sorted(tie) or len(holders) != 2:
             raise ValueError(
                 f"tied: expected {tie.first!r} on one pipeline stage, {tie.second!r} on another, "
                 f"found them on stages {holders}; two stages of one rank, such as the first and "
                 "the last one of a V schedule, share the Parameter itself (b.weight = a.weight) "
                 "without tied="
             )
-        found_shapes = {shape for shapes_held in held_names for shape in shapes_held.values()}
-        if len(found_shapes) > 1:
+        shapes_held = {stages[stage][1][name] for stage, name in held}
+        if len(shapes_held) > 1:
             raise ValueError(
                 f"tied: expected {tie.first!r} and {tie.second!r} of one shape, got "
-                f"{' and '.join(map(str, sorted(found_shapes)))}"
+                f"{' and '.join(map(str, sorted(shapes_held)))}"
             )
-        # Only the two holders count, whatever the other stages pass.
-        ranks_given = [of_pair[stage][1] for stage in holders]
-        if any(ranks_given) and ranks_given != [members, members]:
-            raise ValueError(
-                f"tied: expected for {tie.first!r} and {tie.second!r} a process group of the ranks "
-                f"{members} on both stages, got {' and '.join(map(str, ranks_given))} (None: "
-                "without one); give the group of the two holders to both, or leave it out"
-            )
-        comm = line
-        if not any(ranks_given) and line.size > 2:
+        side, group = line.rank in holders, line
+        if line.size > 2:
             # Each rank makes one group for each tie, those between the holders an idle one: torch
             # names a group by how many the rank has, and ranks that differ in it would hang.
-            side = line.rank in holders
-            ranks = [rank for stage, rank in enumerate(stages) if (stage in holders) == side]
-            comm = Comm(dist.new_group(ranks, use_local_synchronization=True))
-        if line.rank in holders:
-            groups[tie] = Comm(pair[2]) if any(ranks_given) else comm
+            members = [rank for stage, rank in enumerate(ranks) if (stage in holders) == side]
+            group = Comm(dist.new_group(members, use_local_synchronization=True))
+        if side:
+            groups[tie] = group
     return groups
 
 
-def _names(pair: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(map(str, pair[:2] if len(pair) == 3 else pair))
-
-
-def _ranks(pair: Sequence[Any]) -> list[int] | None:
-    """Those of the group of a tie, ``None`` where it has none that this rank is in."""
-    member = len(pair) == 3 and isinstance(pair[2], dist.ProcessGroup)
-    return sorted(dist.get_process_group_ranks(pair[2])) if member else None
-
-
-def _held(pair: Sequence[Any], shapes: Mapping[str, Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Which of the two weights are here, and their shapes."""
-    names = enumerate(_names(pair)[:2])
-    return {n: tuple(shapes[name]) for n, name in names if name in shapes}
-
-
-def _check_pairs(by_stage: Sequence[Sequence[Sequence[str]]]) -> None:
+def _check_pairs(by_stage: Sequence[Sequence[tuple[str, ...]]]) -> None:
     """Raise ValueError, on all stages alike, unless these are the same pairs of other names."""
     pairs = by_stage[0]
-    if any(entries != pairs for entries in by_stage):
-        raise ValueError(
-            f"tied: expected the same names on all pipeline stages, got "
-            f"{by_rank(enumerate(map(str, by_stage)))}; pass all ties to every rank"
-        )
-    for pair in pairs:
-        if len(pair) != 2:
-            raise ValueError(
-                "tied: expected (name on its first holder, name on the other[, process group]), "
-                f"got {pair!r}"
-            )
     names = [name for pair in pairs for name in pair]
     twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(
-            f"tied: expected each weight in one pair, got {twice!r} in two; a weight can be held "
-            "by two pipeline stages, not by three"
-        )
+    refused = {
+        f"(name on its first holder, name on the other), got {pairs}": (
+            any(len(pair) != 2 for of_stage in by_stage for pair in of_stage)
+        ),
+        "the same names on all pipeline stages, got "
+        f"{by_rank(enumerate(map(str, by_stage)))}; pass all ties to every rank": (
+            any(of_stage != pairs for of_stage in by_stage)
+        ),
+        f"each weight in one pair, got {twice!r} in two; a weight can be held by two pipeline "
+        "stages, not by three": twice is not None,
+    }
+    for expected, holds in refused.items():
+        if holds:
+            raise ValueError(f"tied: expected {expected}")

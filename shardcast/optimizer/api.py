@@ -71,9 +71,8 @@ def shard(
         dp: the data-parallel dimension of ``mesh``; two of them, (replicas, shards); or several
             flattened to one mesh, with context parallelism ``mesh["dp", "cp"]._flatten("dp_cp")``.
         pp: the dimension along which each rank has other parameters, if ``mesh`` has it.
-        tied: weights that two pipeline stages hold, ``(name on one, name on the other)`` or with
-            the process group of their holders as a third: they begin equal and stay so, their
-            gradients are added up.
+        tied: weights that two pipeline stages hold, ``(name on one, name on the other)``: they
+            begin equal and stay so, their gradients are added up.
         grad_sum_over: per model-parallel dimension, patterns of names of plain parameters whose
             gradient on each rank is a part of the sum, as of norms on parts of a sequence.
         experts: per data-parallel dimension, patterns of names of parameters that only its ranks

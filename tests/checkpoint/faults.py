@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardcast.checkpoint import saving, storage
-from shardcast.comm.objects import ObjectCollectives
+from shardcast.comm import Comm
 
 Reached = Callable[[str, str], None]  # the kind of operation, and the path or call
 
@@ -29,7 +29,7 @@ def at_each_point(reached: Reached) -> Iterator[None]:
 
 def watch(patch: pytest.MonkeyPatch, reached: Reached) -> None:
     """:func:`at_each_point` until ``patch`` is undone."""
-    together = ObjectCollectives.together
+    together = Comm.together
 
     class Watched(storage.HashingFile):
         def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ def watch(patch: pytest.MonkeyPatch, reached: Reached) -> None:
     patch.setattr(storage.Files, "rename", before("rename", storage.Files.rename, place=1))
     patch.setattr(saving.Job, "leave", before("leave", saving.Job.leave))
     patch.setattr(shutil, "rmtree", before("remove", shutil.rmtree))
-    patch.setattr(ObjectCollectives, "together", acknowledging)
+    patch.setattr(Comm, "together", acknowledging)
 
 
 class Counting:

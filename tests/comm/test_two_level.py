@@ -10,7 +10,7 @@ import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor
 
-from shardcast.comm import FLIGHTS, Comm, group
+from shardcast.comm import FLIGHTS, Comm, objects
 from shardcast.comm.flight import MANY
 from shardcast.plan.algorithms import Algorithms, Topology
 from shardcast.plan.layout import PackLayout, Slot, Span
@@ -30,7 +30,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Any:
         def machine() -> str:
             return str(int(threading.current_thread().name.removeprefix("rank ")) // ranks)
 
-        monkeypatch.setattr(group, "machine", machine)
+        monkeypatch.setattr(objects, "machine", machine)
 
     return of
 
@@ -118,7 +118,7 @@ def test_ranks_that_are_not_node_by_node_are_taken_for_single_ones(
     def machine() -> str:
         return machines[int(threading.current_thread().name.removeprefix("rank "))]
 
-    monkeypatch.setattr(group, "machine", machine)
+    monkeypatch.setattr(objects, "machine", machine)
     assert run_world(4, topology)[0] == [Topology("strict", 1)] * 4
 
 

@@ -202,7 +202,7 @@ class _Nodes(Flight):
     ) -> None:  # fmt: skip
         own = pack.spans[comm.rank]
         self._nodes, self._root, self._rank, self._count = nodes, root, comm.rank, own.numel
-        self._own = [row[own.start : own.stop] for row in rows]
+        self._own_rows = [row[own.start : own.stop] for row in rows]
         # In the order of the owners they go to.
         self._sent = rows[0]
         if len(rows) > 1:
@@ -222,7 +222,7 @@ class _Nodes(Flight):
         for rank, of_rank in enumerate(self._nodes):
             for number, node in enumerate(of_rank):
                 piece = self.received[start : start + self._count]
-                pieces[node] = self._own[number] if rank == self._rank else piece
+                pieces[node] = self._own_rows[number] if rank == self._rank else piece
                 start += self._count
         total = _sum(pieces, self._root)
         assert total is not None

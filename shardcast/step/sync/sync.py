@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from shardcast.comm import Comm, Works
+from shardcast.comm import Comm, Work
 from shardcast.memory.pack import Pack
 
 
@@ -41,10 +41,10 @@ class Sync:
             if pack in wanted:
                 # Messages must be waited for at once, so none are left under way beside a forward:
                 # see Comm.send_to_all.
-                started = _launch(pack.layout.algorithms.sync == "all_gather", [pack], True)
+                work = _launch(pack.layout.algorithms.sync == "all_gather", [pack], True)
                 # The pack keeps it: a work that is dropped cannot be waited for, and the backend
                 # keeps the memory that it uses alive only as long as it is under way.
-                pack.pending += started
+                pack.pending.append(work)
                 self.started.append(pack)
 
     def __call__(self) -> None:
@@ -53,7 +53,7 @@ class Sync:
         for pack in self.packs:
             if pack not in begun:
                 launches.setdefault((pack.comm, pack.layout.algorithms.sync), []).append(pack)
-        works: list[Works] = []
+        works: list[Work] = []
         for (_, algorithm), packs in launches.items():
             if algorithm == "messages":
                 works += [
@@ -82,7 +82,7 @@ class Sync:
             self.started.clear()
 
 
-def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> list[Works]:
+def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> Work:
     """Sync ``packs`` of the same ranks in one launch; gives the work, if only started.
 
     Args:
@@ -92,13 +92,9 @@ def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> list[Works]
     comm, about = packs[0].comm, packs[0].layout
     if gathers:
         pairs = [(pack.data, pack.span(pack.own)) for pack in packs]
-        work = comm.all_gather_all(pairs, about, async_op)
-    else:
-        pieces = [
-            (span.owner, pack.span(span)) for pack in packs for span in pack.layout.owned_spans
-        ]
-        work = comm.broadcast_all(pieces, about, async_op) if pieces else None
-    return [] if work is None else [work]
+        return comm.all_gather_all(pairs, about, async_op)
+    pieces = [(span.owner, pack.span(span)) for pack in packs for span in pack.layout.owned_spans]
+    return comm.broadcast_all(pieces, about, async_op)
 
 
 def _spans_by_rank(pack: Pack) -> list[Tensor]:
