@@ -12,31 +12,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from shardcast.messages import warn
 from shardcast.option_values import (
     ABOVE_0,
     COUNT,
     RANKS,
-    READERS,
     Averages,
+    Checked,
     CostFn,
     GroupFn,
     Guard,
     KeepRule,
-    Range,
     as_yaml,
+    check_names,
     nearest,
     one_of,
+    option,
     parse_yaml,
-    plain,
 )
 
 # Codecs of masters, with the param_dtype that a codec needs because it has the published parameter.
@@ -45,12 +44,8 @@ ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
 
 
-def _option(default: Any, help: str, within: Range = ("", lambda _: True)) -> Any:
-    return field(default=default, metadata={"help": help, "range": within})
-
-
 @dataclass(frozen=True)
-class ShardcastConfig:
+class ShardcastConfig(Checked):
     """Options of :func:`shardcast.shard`. Every field has a default that suits bf16 training.
 
     All ranks must use equal options; a difference is found when the layouts are compared.
@@ -60,94 +55,94 @@ class ShardcastConfig:
         ValueError: a value out of range, or an unknown choice.
     """
 
-    param_dtype: torch.dtype = _option(
+    param_dtype: torch.dtype = option(
         torch.bfloat16, "storage dtype of the model parameters: bf16, fp16 or fp32"
     )
-    keep_fp32: tuple[KeepRule, ...] = _option(
+    keep_fp32: tuple[KeepRule, ...] = option(
         (),
         "modules kept in fp32: 'norms', glob patterns of parameter names, module classes or "
         "predicates (name, parameter) -> bool; a module keeps all of its own parameters, or none",
     )
-    cast_forward_inputs: bool = _option(
+    cast_forward_inputs: bool = option(
         True, "cast activations to param_dtype where a module with low-precision weights takes them"
     )
-    autocast: bool = _option(
+    autocast: bool = option(
         False,
         "run the model's forward under torch.autocast, with its norms in fp32, as beside DDP; "
         "false: compute in param_dtype, which is faster",
     )
-    convert_rest: bool | None = _option(
+    convert_rest: bool | None = option(
         None,
         "whether parameters that are not trained are stored in param_dtype; null: all but momentum "
         "teachers, modules beside a trained one of the same parameters, and those that came lower",
     )
-    fp32_outputs: tuple[str, ...] = _option(
+    fp32_outputs: tuple[str, ...] = option(
         (),
         "modules that return fp32, such as the head ('lm_head', 'classifier') from whose outputs "
         "the model computes its loss; glob patterns of module names, '' is the model itself",
     )
-    cast_buffers: bool = _option(
+    cast_buffers: bool = option(
         False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
     )
-    broadcast_buffers: bool = _option(
+    broadcast_buffers: bool = option(
         True, "after every step give all ranks rank 0's buffers that forwards write (BatchNorm)"
     )
-    grad_dtype: torch.dtype | None = _option(
+    grad_dtype: torch.dtype | None = option(
         None, "dtype in which gradients accumulate locally; null: the parameter's"
     )
-    reduce_dtype: torch.dtype | None = _option(
+    reduce_dtype: torch.dtype | None = option(
         None, "dtype of gradients on the wire; null: the gradient's. Sums are always in fp32"
     )
-    partition: str = _option(
+    partition: str = option(
         "auto",
         "even: equal spans (elementwise optimizers); whole: one owner per parameter (any "
         "optimizer); auto: even where the optimizer is elementwise",
         one_of("auto", "even", "whole"),
     )
-    elementwise: bool | None = _option(
+    elementwise: bool | None = option(
         None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
     )
-    shard_ranks: str | int = _option(
+    shard_ranks: str | int = option(
         "auto",
         "over how many ranks masters and state are sharded: all, or so many neighbours, each run "
         "of which has a copy; auto: all, or on several nodes over NCCL those of a node or a few, "
         "if that is predicted to be faster and takes at most an eighth of the free memory",
         RANKS,
     )
-    pack_mb: float | None = _option(
+    pack_mb: float | None = option(
         None,
         "upper bound of a pack's storage, in MiB (a single bigger parameter has a pack of its "
         "own); null: packs of at least 16 MiB, and 256 KiB for each rank",
         ("a number of MiB above 0, not inf,", lambda mb: 0 < mb * 2**20 < float("inf")),
     )
-    pack_params: int | None = _option(
+    pack_params: int | None = option(
         None, "upper bound of the number of parameters per pack", COUNT
     )
-    unpacked_first: int = _option(
+    unpacked_first: int = option(
         0,
         "number of first parameters that stay out of shared packs",
         ("a count >= 0", lambda count: count >= 0),
     )
-    alignment: int = _option(
+    alignment: int = option(
         128,
         "alignment of slots and spans, in bytes; a power of two >= 8",
         ("a power of two >= 8 (bytes)", lambda size: size >= 8 and size & (size - 1) == 0),
     )
-    group_fn: GroupFn | None = _option(
+    group_fn: GroupFn | None = option(
         None, "(name, parameter) -> key; parameters with different keys never share a pack"
     )
-    cost_fn: CostFn | None = _option(
+    cost_fn: CostFn | None = option(
         None,
         "(name, parameter) -> what its update costs, for the balance of parameters that have one "
         "owner; null: Newton-Schulz operations for Muon, elements for others",
     )
-    max_grad_norm: float | None = _option(
+    max_grad_norm: float | None = option(
         None, "clip the global gradient norm to this value in every step; null: not", ABOVE_0
     )
-    norm_type: float = _option(
+    norm_type: float = option(
         2.0, "p of the p-norm used for clipping and grad_norm; inf: max", ABOVE_0
     )
-    loss_scale: str | float | None = _option(
+    loss_scale: str | float | None = option(
         None,
         "'dynamic', a fixed number, or null: dynamic for fp16, none otherwise",
         (
@@ -155,73 +150,73 @@ class ShardcastConfig:
             lambda it: it == "dynamic" if isinstance(it, str) else it > 0,
         ),
     )
-    loss_scale_init: float = _option(2.0**16, "first value of the dynamic loss scale", ABOVE_0)
-    loss_scale_growth_interval: int = _option(
+    loss_scale_init: float = option(2.0**16, "first value of the dynamic loss scale", ABOVE_0)
+    loss_scale_growth_interval: int = option(
         2000, "steps without overflow after which the dynamic loss scale doubles", COUNT
     )
-    max_skipped_steps: int = _option(50, "raise after this many steps in a row were skipped", COUNT)
-    guard: Guard | None = _option(
+    max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
+    guard: Guard | None = option(
         None,
         "against spikes: {norm: 6.0, window: 128} skips steps whose gradient norm exceeds the mean "
         "of the last accepted ones by so many standard deviations; loss: that of step(loss=...); "
         "action: clip instead; or a function of both; null: none",
     )
-    grads: str = _option(
+    grads: str = option(
         "full",
         "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
         "also under no_sync(), and a rank keeps its own part (.grad is None then)",
         one_of("full", "sharded"),
     )
-    master: str = _option(
+    master: str = option(
         "fp32",
         "how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
         "exact too",
         one_of(*MASTERS),
     )
-    moments: str = _option(
+    moments: str = option(
         "fp32",
         "how Adam's moments and SGD's momentum are kept: fp32, bf16 (rounded stochastically) or "
         "int8 (with a scale per block)",
         one_of("fp32", "bf16", "int8"),
     )
-    metrics: bool | int = _option(
+    metrics: bool | int = option(
         False,
         "measure norms of gradient, weight and update of each parameter, for optimizer.metrics(): "
         "true in every step, n in every n-th one",
         ("a number of steps >= 0", lambda steps: steps >= 0),
     )
-    offload: bool = _option(
+    offload: bool = option(
         False, "keep masters and moments in host memory; the update fetches windows of them"
     )
-    averages: Averages = _option(
+    averages: Averages = option(
         (),
         "moving averages of the fp32 masters at their owners, a mapping from names to decays: "
         "{ema: 0.9999}; or to {half_life: 5000} (in steps), warmup: true, stored: bf16",
     )
-    reduce: str = _option(
+    reduce: str = option(
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: what "
         "is fastest and rounds once",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
-    reproducible: int | None = _option(
+    reproducible: int | None = option(
         None,
         "number of micro-batches of a step over all ranks, for a run with the same bits at any "
         "number of ranks that divides it (docs/reproducible.md); null: sums as they are fastest",
         COUNT,
     )
-    sync: str = _option(
+    sync: str = option(
         "auto",
         "how updated parameters reach everybody; all_gather needs the even partition; auto: what "
         "is fastest, as print(optimizer.layout) shows",
         one_of("auto", "broadcast", "all_gather"),
     )
-    overlap_sync: bool = _option(
+    overlap_sync: bool = option(
         False,
         "sync beside the next forward, where each module waits for its own parameters; call "
         "wait_sync() before you read parameters outside of a forward",
     )
-    fuse: str = _option(
+    fuse: str = option(
         "auto",
         "fused update: eager (cache-sized chunks with the bits of torch.optim), compile (one "
         "kernel), or auto: compile on a GPU with Triton, torch's fused kernel on CPU",
@@ -233,22 +228,12 @@ class ShardcastConfig:
 
     def __new__(cls, *args: Any, **named: Any) -> ShardcastConfig:
         self = super().__new__(cls)
-        first = (option.name for option in fields(cls)[: len(args)])
+        first = (each.name for each in fields(cls)[: len(args)])
         object.__setattr__(self, "named", frozenset((*first, *named)))
         return self
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            name, annotation, value = option.name, str(option.type), getattr(self, option.name)
-            kind = annotation.removesuffix(" | None")
-            if value is None and kind != annotation:
-                continue
-            value = READERS.get(kind, plain)(name, annotation, value)
-            expected, holds = option.metadata["range"]
-            if not holds(value):
-                more = " or null" * (kind != annotation)
-                raise ValueError(f"{name}: expected {expected}{more}, got {value!r}")
-            object.__setattr__(self, name, value)
+        super().__post_init__()
         if (needed := MASTERS[self.master]) not in (None, self.param_dtype):
             raise ValueError(
                 f"master: {self.master} needs param_dtype {needed}, which is a part of the master, "
@@ -282,24 +267,25 @@ class ShardcastConfig:
             return source.replace(**keywords) if keywords else source
         named = os.environ.get(CONFIG_VARIABLE)
         if source is not None and named and named != str(source):
-            warnings.warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it", stacklevel=3)
-        source = (named or None) if source is None else source
-        values_of_source: Mapping[str, Any] = {}
-        if isinstance(source, Mapping):
-            values_of_source = _known(source, "config")
-        elif isinstance(source, (str, os.PathLike)):
-            values_of_source = _known(_read_yaml(Path(source)), str(source))
-        elif source is not None:
+            warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it")
+        values = (named or {}) if source is None else source
+        where = "config"
+        if isinstance(values, (str, os.PathLike)):
+            where = str(values)
+            values = _read_yaml(Path(values))
+        if not isinstance(values, Mapping):
             raise TypeError(
                 "config: expected a ShardcastConfig, a mapping, a path or None, got "
                 f"{type(source).__name__}; pass options by keyword otherwise"
             )
-        values = _with_numbers({**values_of_source, **_from_environment(os.environ)})
-        return cls(**{**values, **_known(keywords, "keyword")})
+        check_names(cls, values, where)
+        check_names(cls, keywords, "keyword")
+        return cls(**{**values, **_from_environment(os.environ), **keywords})
 
     def replace(self, **changes: Any) -> ShardcastConfig:
         """A copy with some fields changed, checked as a new one is."""
-        copy = dataclasses.replace(self, **_known(changes, "keyword"))
+        check_names(type(self), changes, "keyword")
+        copy = dataclasses.replace(self, **changes)
         object.__setattr__(copy, "named", self.named.union(changes))
         return copy
 
@@ -328,15 +314,7 @@ class ShardcastConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""
-        return {option.name: as_yaml(getattr(self, option.name)) for option in fields(self)}
-
-
-def _known(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    names = [option.name for option in fields(ShardcastConfig)]
-    for key in values:
-        if key not in names:
-            raise ValueError(f"{where}: unknown option {key!r}{nearest(str(key), names)}")
-    return values
+        return {each.name: as_yaml(getattr(self, each.name)) for each in fields(self)}
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
@@ -349,26 +327,15 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _with_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """``values``, with text that YAML did not take for a number, ``inf`` or ``1e3``, as one."""
-    for option in fields(ShardcastConfig):
-        value = values.get(option.name)
-        if isinstance(value, str) and "float" in str(option.type):
-            with suppress(ValueError):  # such as 'dynamic', or what the check will refuse
-                values[option.name] = float(value)
-    return values
-
-
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    names = [option.name for option in fields(ShardcastConfig)]
+    names = {ENV_PREFIX + each.name.upper(): each.name for each in fields(ShardcastConfig)}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
             continue
-        key = variable[len(ENV_PREFIX) :].lower()
-        if key not in names:
-            known = [ENV_PREFIX + name.upper() for name in names]
-            raise ValueError(f"environment: unknown variable {variable}{nearest(variable, known)}")
+        if variable not in names:
+            close = nearest(variable, [*names])
+            raise ValueError(f"environment: unknown variable {variable}{close}")
         # As YAML a pattern that begins with * would be an alias.
-        values[key] = text if text.startswith("*") else parse_yaml(text, variable)
+        values[names[variable]] = text if text.startswith("*") else parse_yaml(text, variable)
     return values

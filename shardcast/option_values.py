@@ -1,11 +1,13 @@
-"""Values of options: their types, their ranges, and how each type is read and checked."""
+"""How options are declared, read and checked, and the options that are mappings themselves."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +19,56 @@ GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
 CostFn = Callable[[str, torch.nn.Parameter], float]
 GuardFn = Callable[[Tensor, Tensor | None], Tensor]
 Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
+ANY: Range = ("", lambda _: True)
 ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
+FINITE: Range = ("a number above 0, not inf", lambda value: 0 < value < float("inf"))
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
 RANKS: Range = (
     "auto, all or a number of ranks >= 1",
     lambda value: value in ("auto", "all") if isinstance(value, str) else value >= 1,
 )
+PLAIN: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
+    "str | float": (str, int, float), "bool | int": (bool, int), "str | int": (str, int),
+}  # fmt: skip
+
+
+def one_of(*choices: str) -> Range:
+    return f"one of {', '.join(choices)}", choices.__contains__
+
+
+def option(default: Any, help: str = "", within: Range = ANY) -> Any:
+    """A field of a :class:`Checked` dataclass."""
+    return field(default=default, metadata={"help": help, "range": within})
+
+
+class Checked:
+    """Base of frozen dataclasses whose fields are options.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value out of range, or an unknown choice.
+    """
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            annotation, value = str(each.type), getattr(self, each.name)
+            kind = annotation.removesuffix(" | None")
+            if value is None and kind != annotation:
+                continue
+            if kind in PLAIN:
+                value = _plain(each.name, annotation, value)
+            elif kind in READERS:
+                value = READERS[kind](each.name, value)
+            expected, holds = each.metadata["range"]
+            if not holds(value):
+                more = " or null" * (kind != annotation)
+                raise ValueError(f"{each.name}: expected {expected}{more}, got {value!r}")
+            object.__setattr__(self, each.name, value)
 
 
 @dataclass(frozen=True)
-class AverageOptions:
+class AverageOptions(Checked):
     """One exponential moving average of the weights: ``average += (1 - decay) * (weight -
     average)`` in every step.
 
@@ -37,106 +79,17 @@ class AverageOptions:
         stored: ``fp32``, or ``bf16`` rounded by chance.
     """
 
-    name: str
-    decay: float
-    warmup: bool = False
-    stored: str = "fp32"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As it stands in YAML, the name aside."""
-        return {"decay": self.decay, "warmup": self.warmup, "stored": self.stored}
+    name: str = option("", within=("a name of letters, digits and _", str.isidentifier))
+    decay: float = option(None, within=("a number in [0, 1)", lambda decay: 0 <= decay < 1))
+    warmup: bool = option(False)
+    stored: str = option("fp32", within=one_of("fp32", "bf16"))
 
 
 Averages = tuple[AverageOptions, ...]
 
 
-def one_of(*choices: str) -> Range:
-    return f"one of {', '.join(choices)}", choices.__contains__
-
-
-PLAIN: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
-    "str | float": (str, int, float), "bool | int": (bool, int), "str | int": (str, int),
-}  # fmt: skip
-
-
-def plain(name: str, annotation: str, value: Any) -> Any:
-    kinds = PLAIN[annotation.removesuffix(" | None")]
-    # YAML reads `yes` as a boolean, which is an int in Python.
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise TypeError(f"{name}: expected {annotation}, got {value!r} ({type(value).__name__})")
-    return value
-
-
-def _dtype(name: str, _annotation: str, value: Any) -> torch.dtype:
-    dtype: Any = value
-    if isinstance(value, str):  # also the name that torch has for it
-        dtype = DTYPES.get(value, getattr(torch, value, None))
-    if dtype not in DTYPES.values():
-        raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
-    return dtype  # type: ignore[no-any-return]
-
-
-def _function(name: str, annotation: str, value: Any) -> Any:
-    if not callable(value):
-        result = "key" if annotation.startswith("GroupFn") else "number"
-        raise TypeError(f"{name}: expected a callable (name, parameter) -> {result}, got {value!r}")
-    return value
-
-
-def _several(name: str, annotation: str, value: Any) -> tuple[Any, ...]:
-    expected, functions = "glob patterns of module names", "KeepRule" in annotation
-    if functions:
-        expected = "patterns, module classes or predicates (name, parameter) -> bool"
-    single = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
-    items = (value,) if single else tuple(value)
-    for item in items:
-        if not (isinstance(item, str) or (functions and callable(item))):
-            got = f"{item!r} ({type(item).__name__})"
-            raise TypeError(f"{name}: expected {expected}, got {got}; () names none")
-    return items
-
-
-def _averages(name: str, _annotation: str, value: Any) -> Averages:
-    if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
-        return value
-    if value == []:  # as to_dict() has it
-        return ()
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{name}: expected a mapping from names to decays, such as {{'ema': 0.999}}, got "
-            f"{value!r} ({type(value).__name__})"
-        )
-    return tuple(_average(f"{name}: {key!r}", key, options) for key, options in value.items())
-
-
-def _average(where: str, key: Any, options: Any) -> AverageOptions:
-    """One average, from its decay or from a mapping."""
-    if not isinstance(key, str) or not key.isidentifier():
-        raise ValueError(f"{where}: expected a name of letters, digits and _")
-    known = {"decay", "half_life", "warmup", "stored"}
-    values = dict(options) if isinstance(options, Mapping) else {"decay": options}
-    if unknown := values.keys() - known:
-        raise ValueError(f"{where}: unknown {sorted(unknown)}, expected {sorted(known)}")
-    if ("decay" in values) == ("half_life" in values):
-        raise ValueError(f"{where}: expected decay or half_life (in steps), got {values!r}")
-    option = "decay" if "decay" in values else "half_life"
-    number = values[option]
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(f"{where}: expected {option} to be a number, got {number!r}")
-    within = "[0, 1)" if option == "decay" else "(0, inf)"
-    if not (0 <= number < 1 if option == "decay" else 0 < number < float("inf")):
-        raise ValueError(f"{where}: expected {option} in {within}, got {number!r}")
-    warmup = plain(f"{where}: warmup", "bool", values.get("warmup", False))
-    stored = values.get("stored", "fp32")
-    if stored not in ("fp32", "bf16"):
-        raise ValueError(f"{where}: expected stored to be fp32 or bf16, got {stored!r}")
-    decay = float(number) if option == "decay" else 0.5 ** (1 / number)
-    return AverageOptions(key, decay, warmup, stored)
-
-
 @dataclass(frozen=True)
-class GuardRule:
+class GuardRule(Checked):
     """Steps whose norm or loss lies far above those of the steps before.
 
     Attributes:
@@ -146,19 +99,85 @@ class GuardRule:
         action: ``skip`` the step, or ``clip`` its norm to the bound.
     """
 
-    window: int
-    norm: float | None = None
-    loss: float | None = None
-    action: str = "skip"
+    window: int = option(None, within=("a window of at least 2 steps", lambda steps: steps >= 2))
+    norm: float | None = option(None, within=FINITE)
+    loss: float | None = option(None, within=FINITE)
+    action: str = option("skip", within=one_of("skip", "clip"))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm is None and self.loss is None:
+            raise ValueError("expected 'norm' or 'loss', in standard deviations, got neither")
+        if self.action == "clip" and self.loss is not None:
+            raise ValueError("action: expected skip beside 'loss', got 'clip'")
 
 
 Guard = GuardRule | GuardFn
 
 
-def _guard(name: str, _annotation: str, value: Any) -> Any:
+def _plain(name: str, annotation: str, value: Any) -> Any:
+    kinds = PLAIN[annotation.removesuffix(" | None")]
+    if isinstance(value, str) and float in kinds:  # YAML takes inf and 1e3 for text
+        with suppress(ValueError):  # such as 'dynamic', or what is refused below
+            value = float(value)
+    # YAML reads `yes` as a boolean, which is an int in Python.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise TypeError(f"{name}: expected {annotation}, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    dtype: Any = value
+    if isinstance(value, str):  # also the name that torch has for it
+        dtype = DTYPES.get(value, getattr(torch, value, None))
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def _function(result: str, name: str, value: Any) -> Any:
+    if not callable(value):
+        raise TypeError(f"{name}: expected a callable (name, parameter) -> {result}, got {value!r}")
+    return value
+
+
+def _several(
+    expected: str, is_one: Callable[[Any], bool], name: str, value: Any
+) -> tuple[Any, ...]:
+    single = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
+    items = (value,) if single else tuple(value)
+    for item in items:
+        if not is_one(item):
+            got = f"{item!r} ({type(item).__name__})"
+            raise TypeError(f"{name}: expected {expected}, got {got}; () names none")
+    return items
+
+
+def _averages(name: str, value: Any) -> Averages:
+    if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
+        return value
+    if not isinstance(value, Mapping) and value != []:  # as to_dict() has none
+        raise TypeError(
+            f"{name}: expected a mapping from names to decays, such as {{'ema': 0.999}}, got "
+            f"{value!r} ({type(value).__name__})"
+        )
+    return tuple(_average(f"{name}: {key!r}", key, options) for key, options in dict(value).items())
+
+
+def _average(where: str, key: Any, options: Any) -> AverageOptions:
+    """One average, from its decay or from a mapping."""
+    values = dict(options) if isinstance(options, Mapping) else {"decay": options}
+    if ("decay" in values) == ("half_life" in values):
+        raise ValueError(f"{where}: expected decay or half_life (in steps), got {values!r}")
+    if "half_life" in values:
+        half_life = _plain(f"{where}: half_life", "float", values.pop("half_life"))
+        if not FINITE[1](half_life):
+            raise ValueError(f"{where}: half_life: expected {FINITE[0]}, got {half_life!r}")
+        values["decay"] = 0.5 ** (1 / half_life)
+    return read_mapping(AverageOptions, {**values, "name": key}, where)
+
+
+def _guard(name: str, value: Any) -> Any:
     if isinstance(value, GuardRule) or callable(value):
         return value
     if not isinstance(value, Mapping):
@@ -166,35 +185,43 @@ def _guard(name: str, _annotation: str, value: Any) -> Any:
             f"{name}: expected a mapping such as {{'norm': 6.0, 'window': 128}}, a function (norm, "
             f"loss) -> bool tensor or None, got {value!r} ({type(value).__name__})"
         )
-    keys = [field.name for field in fields(GuardRule)]
-    for key in value:
-        if key not in keys:
-            raise ValueError(f"{name}: expected keys among {', '.join(keys)}, got {key!r}")
-    if "window" not in value:
-        raise ValueError(f"{name}: expected 'window', how many accepted steps count, got {value!r}")
-    rule = GuardRule(**value)
-    plain(f"{name}['window']", "int", rule.window)
-    if rule.window < 2:
-        raise ValueError(f"{name}: expected a window of at least 2 steps, got {rule.window}")
-    sigmas = {key: sigma for key in ("norm", "loss") if (sigma := value.get(key)) is not None}
-    for key, sigma in sigmas.items():
-        plain(f"{name}[{key!r}]", "float", sigma)
-    if not sigmas or not all(0 < sigma < float("inf") for sigma in sigmas.values()):
-        raise ValueError(
-            f"{name}: expected 'norm' or 'loss', standard deviations above 0, got {value!r}"
-        )
-    if rule.action not in ("skip", "clip") or (rule.action == "clip" and "loss" in sigmas):
-        raise ValueError(
-            f"{name}: expected the action skip, or beside 'norm' alone clip, got {rule.action!r}"
-        )
-    return rule
+    return read_mapping(GuardRule, value, name)
 
 
-READERS: dict[str, Callable[[str, str, Any], Any]] = {
-    "torch.dtype": _dtype, "GroupFn": _function, "CostFn": _function,
-    "tuple[KeepRule, ...]": _several, "tuple[str, ...]": _several,
-    "Averages": _averages, "Guard": _guard,
-}  # fmt: skip
+READERS: dict[str, Callable[[str, Any], Any]] = {
+    "torch.dtype": _dtype,
+    "GroupFn": partial(_function, "key"),
+    "CostFn": partial(_function, "number"),
+    "tuple[KeepRule, ...]": partial(
+        _several,
+        "patterns, module classes or predicates (name, parameter) -> bool",
+        lambda item: isinstance(item, str) or callable(item),
+    ),
+    "tuple[str, ...]": partial(
+        _several, "glob patterns of module names", lambda item: isinstance(item, str)
+    ),
+    "Averages": _averages,
+    "Guard": _guard,
+}
+
+Options = TypeVar("Options", bound=Checked)
+
+
+def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
+    """Options of a ``kind`` from a mapping, which stands in ``where``; errors begin with it."""
+    check_names(kind, values, where)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def check_names(kind: type[Checked], values: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a key that is no option of ``kind``."""
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            raise ValueError(f"{where}: unknown option {key!r}{nearest(str(key), names)}")
 
 
 def nearest(key: str, names: list[str]) -> str:
@@ -218,11 +245,12 @@ def as_yaml(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return next(name for name, dtype in DTYPES.items() if dtype == value)
     if isinstance(value, tuple) and any(isinstance(v, AverageOptions) for v in value):
-        return {average.name: average.to_dict() for average in value}
+        options = [asdict(average) for average in value]
+        return {average.pop("name"): average for average in options}
     if isinstance(value, tuple):
         return [as_yaml(item) for item in value]
     if isinstance(value, GuardRule):
-        return value.to_dict()
+        return {key: item for key, item in asdict(value).items() if item is not None}
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"

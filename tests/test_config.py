@@ -116,7 +116,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"partition": "evn"}, ValueError, "partition: expected one of auto, even, whole, got 'evn'"),
     ({"sync": "all_reduce"}, ValueError, "sync: expected one of auto, broadcast, all_gather"),
     ({"pack_mb": 0}, ValueError, "pack_mb: expected a number of MiB above 0"),
-    ({"pack_mb": "16"}, TypeError, r"pack_mb: expected float \| None, got '16' \(str\)"),
+    ({"pack_mb": "wide"}, TypeError, r"pack_mb: expected float \| None, got 'wide' \(str\)"),
     ({"pack_mb": True}, TypeError, r"pack_mb: expected float \| None, got True"),
     ({"pack_params": 0}, ValueError, "pack_params: expected a count >= 1 or null, got 0"),
     ({"pack_params": 1.5}, TypeError, "pack_params: expected int"),

@@ -63,7 +63,7 @@ def explained(path: str, thing: griffe.Object, public: dict) -> bool:
     owner = thing.parent
     if not thing.is_attribute or owner is None or not owner.is_class:
         return False
-    if str(thing.value).startswith("_option("):
+    if str(thing.value).startswith("option("):
         return True
     docstrings = [owner.docstring, *(base.docstring for base in owner.mro())]
     text = "\n".join(docstring.value for docstring in docstrings if docstring)

@@ -32,7 +32,7 @@ class Docstrings(griffe.Extension):
 def as_option(field: griffe.Attribute) -> None:
     """A field of the configuration: its default, and its help as a docstring."""
     call = ast.parse(str(field.value), mode="eval").body
-    if isinstance(call, ast.Call) and ast.unparse(call.func) == "_option":
+    if isinstance(call, ast.Call) and ast.unparse(call.func) == "option":
         field.value = ast.unparse(call.args[0])
         text = ast.literal_eval(call.args[1])
         field.docstring = griffe.Docstring(text[0].upper() + text[1:] + ".", parent=field)
