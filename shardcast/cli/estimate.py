@@ -6,7 +6,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
 STAGES = ("compute", "reduce", "decide", "update", "sync", "in_backward", "in_forward", "step")
 
 LEGEND = {
+    "world_size": "data-parallel ranks; below GB, counts, ms",
     "outside": "parameters that the optimizer does not hold, and buffers",
     "host": "how much of total is in host memory (offload)",
     "setup_peak": "the worst moment of shard(): the model as built, one pack, the masters so far",
@@ -41,6 +42,7 @@ LEGEND = {
     "in_backward": "of reduce, what runs beside the backward",
     "in_forward": "of sync, what runs beside the next forward (overlap_sync)",
     "step": "all of them, less what runs beside others",
+    "ratio": "the step over that of the fastest of the others; below with other constants",
     "latency": "the share of the step that is neither bytes nor operations",
     "ranking": "whether shardcast stays ahead, or behind, with latencies three times as long, and "
     "with half of the bandwidth between nodes",
@@ -72,7 +74,7 @@ def estimate(arguments: list[str]) -> int:
         return 0
     print("\n".join(summary(rows, title)))
     if parsed.details:
-        print("\n".join(["", *table(rows, title)]))
+        print("\n".join(["", *table(rows)]))
     for row in rows if parsed.advise or parsed.write else ():
         print("\n".join(["", *_advice(row, job, config, parsed.write)]))
     return 0
@@ -178,16 +180,12 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
     build = function_of("model", name)
     with torch.device("meta"):
         built = build()
-    model, *optimizers_of_job = built if isinstance(built, tuple) else (built,)
-    several = len(optimizers_of_job) == 1 and isinstance(optimizers_of_job[0], (list, tuple))
-    more = list(optimizers_of_job[0]) if several else optimizers_of_job
-    optimizers = [it for it in more if isinstance(it, torch.optim.Optimizer)]
-    if (
-        not isinstance(model, nn.Module)
-        or len(optimizers_of_job) > 1
-        or len(optimizers) != len(more)
-    ):
-        got = ", ".join(type(it).__name__ for it in (model, *more))
+    model, *optimizers = built if isinstance(built, tuple) else (built,)
+    if len(optimizers) == 1 and isinstance(optimizers[0], (list, tuple)):
+        optimizers = list(optimizers[0])
+    others = [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]
+    if not isinstance(model, nn.Module) or others:
+        got = ", ".join(type(it).__name__ for it in (model, *optimizers))
         raise ValueError(
             f"model: expected that {name} returns a torch.nn.Module, or one and its "
             f"torch.optim.Optimizer or a list of them, got {got}"
@@ -226,18 +224,13 @@ def row_of(figures: estimates.Figures, job: estimates.Job) -> Row:
     }
 
 
-def _algorithms(found: estimates.Estimate) -> list[Row]:
+def _algorithms(held: estimates.Estimate) -> list[Row]:
     """Each way in which packs travel, of how many, and why the biggest of them does."""
     ways: dict[tuple[str, str], list[estimates.Traffic]] = {}
-    for pack in found.traffic if found.world_size > 1 else ():
+    for pack in held.traffic if held.world_size > 1 else ():
         ways.setdefault((pack.algorithms.reduce, pack.algorithms.sync), []).append(pack)
-    return [
-        {
-            "packs": len(packs),
-            "algorithms": str(max(packs, key=lambda pack: pack.stored).algorithms),
-        }
-        for packs in ways.values()
-    ]
+    biggest = [(len(packs), max(packs, key=lambda pack: pack.stored)) for packs in ways.values()]
+    return [{"packs": count, "algorithms": str(pack.algorithms)} for count, pack in biggest]
 
 
 def _stages(time: estimates.StepTime) -> dict[str, float]:
@@ -248,21 +241,19 @@ def summary(rows: Sequence[Row], title: str) -> list[str]:
     """A sentence per world size: memory and time of a rank, and those of others."""
     lines = [f"{title}; {rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"]
     for row in rows:
-        size, step = row["world_size"], row["time"]["step"]
+        size, times = row["world_size"], row["other_times"]
         memory = ", ".join(f"{name} {gigabytes(n)}" for name, n in row["others"].items())
-        times = ", ".join(
-            f"{name} {1e3 * time['step']:,.0f}" for name, time in row["other_times"].items()
-        )
+        steps = ", ".join(f"{name} {1e3 * time['step']:,.0f}" for name, time in times.items())
         lines += [
             f"{size:,} rank{'s' * (size > 1)}: {gigabytes(row['total'])} GB per rank, "
-            f"predicted step {1e3 * step:,.0f} ms",
+            f"predicted step {1e3 * row['time']['step']:,.0f} ms",
             f"    others hold {memory} GB",
-            f"    others take {times} ms",
+            f"    others take {steps} ms",
         ]
         lines += [f"    {row['sharding']}"] if row["sharding"] else []
     return [
         *lines,
-        "Memory and traffic are exact, times are predictions. --details has all tables, --advise "
+        "Memory and traffic are exact, times are predictions. --details has all figures, --advise "
         "tries options",
     ]
 
@@ -273,55 +264,36 @@ def gigabytes(nbytes: float) -> str:
     return f"{value:,.1f}" if value >= 1 else f"{value:.4f}"
 
 
-def table(rows: Sequence[Row], title: str) -> list[str]:
-    """Lines for people: what a rank holds and sends, how long a step takes, others, a legend."""
-
-    def block(heading: str, cells: Callable[[Row], dict[str, str]]) -> list[str]:
-        by_size = {row["world_size"]: cells(row) for row in rows}
-        names = ("world_size", *by_size[rows[0]["world_size"]])
-        lines = [(f"{size:,}", *row.values()) for size, row in by_size.items()]
-        widths = [max(14, len(name)) for name in names]
-        return ["", heading] + [
-            " ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
-            for line in (names, *lines)
-        ]
-
-    def sizes(values: Mapping[str, float]) -> dict[str, str]:
-        return {name: gigabytes(value) for name, value in values.items()}
-
-    def sends(row: Row) -> dict[str, str]:
-        counts = {name: f"{row[name]:,}" for name in ("sender", "packs", "collectives")}
-        ratios = {name: f"{row[name]:.3f}" for name in ("imbalance", "cost_imbalance")}
-        return {**sizes({"sent": row["sent"]}), **counts, **ratios}
-
-    def milliseconds(values: Mapping[str, float]) -> dict[str, str]:
-        return {name: f"{1e3 * value:,.2f}" for name, value in values.items()}
-
-    def sure(row: Row) -> dict[str, str]:
-        ratios = {"predicted": row["ratio"], **row["doubts"]}
-        ranking = {ratio < 1 for ratio in ratios.values()}
-        return {
-            "latency": f"{row['latency']:.1%}",
-            **{name: f"{ratio:.3f}" for name, ratio in ratios.items()},
-            "ranking": "holds" if len(ranking) == 1 else "open",
-        }
-
-    holds = f"{title}; GB of the rank that holds most"
-    ways = [(row["world_size"], way) for row in rows for way in row["algorithms"]]
-    where = f"{rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"
+def table(rows: Sequence[Row]) -> list[str]:
+    """A line per figure, with a column per world size and what it is."""
+    cells = [_cells(row) for row in rows]
     return [
-        *block(holds, lambda row: sizes({n: row[n] for n in BYTES if n != "sent"}))[1:],
-        *block("what others hold, in GB", lambda row: sizes(row["others"])),
-        *block("what a step sends; GB of the rank that sends most", sends),
-        "",
-        "how packs travel, and why (rough costs of the biggest one)",
-        *(f"{size:>14,} {way['packs']:>14,}  {way['algorithms']}" for size, way in ways),
-        *block(f"predicted milliseconds of a step; {where}", lambda row: milliseconds(row["time"])),
-        *block(
-            "predicted milliseconds of others' steps",
-            lambda row: milliseconds({n: it["step"] for n, it in row["other_times"].items()}),
+        *(
+            f"{name:>26}{''.join(f'{of_size[name]:>12}' for of_size in cells)}"
+            f"  {LEGEND.get(name, '')}".rstrip()
+            for name in cells[0]
         ),
-        *block("how sure that is: step over that of the fastest of the others", sure),
-        "",
-        *(f"{name:>12}  {text}" for name, text in LEGEND.items()),
+        "how packs travel, and why (rough costs of the biggest one)",
+        *(
+            f"{row['world_size']:>12,} {way['packs']:>12,}  {way['algorithms']}"
+            for row in rows
+            for way in row["algorithms"]
+        ),
     ]
+
+
+def _cells(row: Row) -> dict[str, str]:
+    """The figures of one world size for people, by name."""
+    seconds = row["time"] | {f"{name}, step": it["step"] for name, it in row["other_times"].items()}
+    ratios = {"ratio": row["ratio"], **row["doubts"]}
+    ranking = "holds" if len({ratio < 1 for ratio in ratios.values()}) == 1 else "open"
+    return {
+        "world_size": f"{row['world_size']:,}",
+        **{name: gigabytes(row[name]) for name in BYTES},
+        **{f"{name}, GB": gigabytes(nbytes) for name, nbytes in row["others"].items()},
+        **{name: f"{row[name]:,.6g}" for name in COUNTS},
+        **{name: f"{1e3 * value:,.2f}" for name, value in seconds.items()},
+        "latency": f"{row['latency']:.1%}",
+        **{name: f"{ratio:.3f}" for name, ratio in ratios.items()},
+        "ranking": ranking,
+    }

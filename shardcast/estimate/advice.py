@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardcast.config import ShardcastConfig
-from shardcast.estimate.memory import Estimate, estimate, state_of
+from shardcast.estimate.memory import Estimate, estimate, state_tensors
 from shardcast.estimate.peers import peer_times, peers, units_of
 from shardcast.estimate.time import StepTime, step_time
 from shardcast.plan.algorithms import Topology
@@ -169,7 +169,7 @@ def moments_of(originals: Originals) -> float:
     for _, owner, group in originals.numbered():
         numel = sum(param.numel() for param in group["params"])
         elements += numel
-        moments += numel * state_of(owner, group).moments
+        moments += numel * state_tensors(owner, group)
     return moments / max(1, elements)
 
 

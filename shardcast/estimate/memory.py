@@ -168,10 +168,7 @@ def estimate(
     layout = dataclasses.replace(with_algorithms(plan.layout, config, topology), sharding=why)
     ranks = [_Rank() for _ in range(size)]
     copies = world_size // size
-    traffic = [
-        _add(ranks, pack, plan, originals.owner(pack.group), originals.group(pack.group), copies)
-        for pack in layout.packs
-    ]
+    traffic = [_add(ranks, pack, plan, originals, copies) for pack in layout.packs]
     sharded = config.grads == "sharded" and world_size > 1
     owned_bytes = [
         rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks
@@ -202,59 +199,30 @@ def estimate(
     )
 
 
-@dataclass(frozen=True)
-class StateOf:
-    """What state an optimizer keeps of a parameter.
+def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """How many tensors one of the :data:`KNOWN` optimizers keeps of a parameter, 0-dim ones aside.
 
-    Attributes:
-        moments: tensors per parameter, 0-dim ones aside.
-        flat: whether they are kept for a whole span, padding included.
+    Args:
+        group: its options.
     """
-
-    moments: int
-    flat: bool
-
-    def nbytes(self, pack: PackLayout, owned: int, elements: int, config: ShardcastConfig) -> int:
-        """Bytes for a span of ``owned`` elements, of which ``elements`` are not padding."""
-        if not self.flat:
-            return self.moments * elements * MASTER_DTYPE.itemsize
-        codec = moment_codec(config, "")
-        return self.moments * codec.nbytes(owned, row_of(config, pack.dtype))
-
-    def keys(self, pack: PackLayout, owned: int, config: ShardcastConfig) -> int:
-        """Bytes of the keys of rows, where state is rounded by chance."""
-        drawn = self.flat and self.moments and moment_codec(config, "").by_chance
-        return KEY * -(-owned // row_of(config, pack.dtype)) if drawn else 0
-
-
-def state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateOf:
-    """The state that one of the :data:`KNOWN` optimizers keeps with the options of ``group``."""
     kind: Any = type(optimizer)
-    if kind is torch.optim.Muon:
-        return StateOf(1, flat=False)
     if kind in STATE_NAMES:
-        return StateOf(len(rule_of(kind, group).state), flat=True)
+        return len(rule_of(kind, group).state)
+    if kind is torch.optim.Muon:
+        return 1
     single = nn.Parameter(torch.zeros(1, dtype=MASTER_DTYPE))  # as the masters that it will run on
     single.grad = torch.zeros_like(single)
     twin = kind([{**group, "params": [single]}])
     twin.step()
     state = [value for value in twin.state[single].values() if isinstance(value, Tensor)]
-    return StateOf(sum(value.dim() > 0 for value in state), flat=False)
+    return sum(value.dim() > 0 for value in state)
 
 
-def _master_size(pack: PackLayout, owned: int, config: ShardcastConfig) -> int:
-    """Bytes of masters of ``owned`` elements beside their parameters."""
+def _master_bytes(pack: PackLayout, numel: int, config: ShardcastConfig) -> int:
+    """Of masters of ``numel`` elements beside their parameters."""
     if pack.dtype == MASTER_DTYPE:
         return 0
-    return master_codec(config, pack.dtype).nbytes(owned, row_of(config, pack.dtype))
-
-
-def _averages_size(pack: PackLayout, owned: int, keyed: bool, config: ShardcastConfig) -> int:
-    """Bytes of averages of ``owned`` elements, with the keys of rows unless state has them."""
-    codecs = [CODECS[average.stored]() for average in config.averages]
-    row = row_of(config, pack.dtype)
-    keys = any(codec.by_chance for codec in codecs) and not keyed
-    return sum(codec.nbytes(owned, row) for codec in codecs) + KEY * -(-owned // row) * keys
+    return master_codec(config, pack.dtype).nbytes(numel, row_of(config, pack.dtype))
 
 
 @dataclass
@@ -271,21 +239,47 @@ class _Rank:
     cost: float = 0.0
     products: float = 0.0
 
+    def hold(
+        self, pack: PackLayout, numel: int, elements: int, kind: type, tensors: int,
+        config: ShardcastConfig,
+    ) -> None:  # fmt: skip
+        """Add the update of a span.
+
+        Args:
+            numel, elements: of the span, and those of them that are no padding.
+            kind, tensors: class of the optimizer, and how many state tensors it keeps.
+        """
+        row, moments = row_of(config, pack.dtype), moment_codec(config, "")
+        rows, keys, state = -(-numel // row), 0, tensors * elements * MASTER_DTYPE.itemsize
+        if kind in STATE_NAMES:  # kept for the whole span
+            keys = KEY * rows if tensors and moments.by_chance else 0
+            state = tensors * moments.nbytes(numel, row)
+        codecs = [CODECS[average.stored]() for average in config.averages]
+        averages = sum(codec.nbytes(numel, row) for codec in codecs)
+        if not keys and any(codec.by_chance for codec in codecs):
+            averages += KEY * rows
+        self.state += state + keys
+        self.averages += averages
+        master = _master_bytes(pack, numel, config)
+        grad = grad_dtype(pack.dtype, config).itemsize
+        # A pack that is its own master, or half of it, is read too; else it is only written.
+        passes = 1 if master and not master_codec(config, pack.dtype).has_published else 2
+        moved = grad + passes * pack.dtype.itemsize
+        self.updated += numel * moved + 2 * (master + state + averages) + keys
+        self.normed += numel * grad
+
 
 def _add(
-    ranks: Sequence[_Rank],
-    pack: PackLayout,
-    plan: Plan,
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    copies: int,
+    ranks: Sequence[_Rank], pack: PackLayout, plan: Plan, originals: Originals, copies: int
 ) -> Traffic | None:
     """Add a pack to what each rank does; gives its traffic, or None where it is frozen."""
     config, size = plan.config, len(ranks)
     for span in pack.spans:  # of frozen ones too
-        ranks[span.owner].masters += _master_size(pack, span.numel, config)
+        ranks[span.owner].masters += _master_bytes(pack, span.numel, config)
     if not pack.requires_grad:
         return None
+    optimizer, group = originals.owner(pack.group), originals.group(pack.group)
+    tensors = state_tensors(optimizer, group)
     products = {slot: matrix_products(optimizer, group, slot.shape) for slot in pack.slots}
     elements = [0] * size  # of parameters; the rest of a span is padding
     for owner, slot, count in _parts(pack):
@@ -293,40 +287,24 @@ def _add(
         share = count / slot.numel
         ranks[owner].cost += plan.costs.get(slot.name, ELEMENT * slot.numel) * share
         ranks[owner].products += products[slot] * share
-    grad = grad_dtype(pack.dtype, plan.config).itemsize
-    wire, stored = wire_dtype(pack.dtype, plan.config).itemsize, pack.dtype.itemsize
+    grad = grad_dtype(pack.dtype, config).itemsize
+    wire, stored = wire_dtype(pack.dtype, config).itemsize, pack.dtype.itemsize
     sums = 0  # of micro-batches in fp32, one of which is sent
     if config.reproducible is not None and config.reproducible > size:
         sums, wire = most_sums(config.reproducible // size), MASTER_DTYPE.itemsize
-    state = state_of(optimizer, group)
     for span in pack.spans:
-        rank, count = ranks[span.owner], elements[span.owner]
-        rank.gradients += span.numel * (grad + sums * MASTER_DTYPE.itemsize)
+        rank, numel = ranks[span.owner], span.numel
+        rank.gradients += numel * (grad + sums * MASTER_DTYPE.itemsize)
         if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
             near, nodes = pack.algorithms.node, size // pack.algorithms.node
-            rank.sent += ((near - 1) * nodes + 2 * (nodes - 1)) * span.numel * wire
+            rank.sent += ((near - 1) * nodes + 2 * (nodes - 1)) * numel * wire
         else:
-            rank.sent += (pack.numel - span.numel) * wire
-        rank.sent += 2 * (copies - 1) * span.numel * MASTER_DTYPE.itemsize // copies
-        if count or pack.algorithms.sync == "all_gather":
-            rank.sent += (size - 1) * span.numel * stored
-        if count:
-            own, keys = (
-                state.nbytes(pack, span.numel, count, config),
-                state.keys(pack, span.numel, config),
-            )
-            rank.state += own + keys
-            averages = _averages_size(pack, span.numel, keys > 0, config)
-            rank.averages += averages
-            # A pack that is its own master, or half of it, is read and written; else it is only
-            # written.
-            master = _master_size(pack, span.numel, config)
-            written = master and not master_codec(config, pack.dtype).has_published
-            passes = 1 if written else 2
-            rank.updated += (
-                span.numel * (grad + passes * stored) + 2 * (master + own + averages) + keys
-            )
-            rank.normed += span.numel * grad
+            rank.sent += (pack.numel - numel) * wire
+        rank.sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
+        if elements[span.owner] or pack.algorithms.sync == "all_gather":
+            rank.sent += (size - 1) * numel * stored
+        if elements[span.owner]:
+            rank.hold(pack, numel, elements[span.owner], type(optimizer), tensors, config)
     longest = max(span.numel for span in pack.spans)
     return Traffic(
         wire=pack.numel * wire,
@@ -403,10 +381,10 @@ def _packing_peak(plan: Plan) -> int:
                     added = 0  # the staging becomes the masters
                 else:
                     added = min(span.numel, FILL) * codec.encoding_bytes
-                    added += _master_size(pack, span.numel, config)
+                    added += _master_bytes(pack, span.numel, config)
                 worst = max(staged, staged - originals + stored + added)
                 peak = max(peak, live + masters[span.owner] + worst)
-                masters[span.owner] += _master_size(pack, span.numel, config)
+                masters[span.owner] += _master_bytes(pack, span.numel, config)
         live += stored - originals
     return peak
 
