@@ -33,7 +33,9 @@ from shardcast.plan.twins import Samples, Twins, unnoticed
 SCALES = ((1.0, 1e-3, 1.0, 30.0) * 2, (1e4, 1.0, 1e-4, 1.0) * 2)
 # Rows, columns and further lengths of parameters. Some classes factor only from 128 columns on.
 SMALL, LARGE = (6, 4, 3), (160, 128, 1)
-BATCHING = 0.05  # of an update: how much kernels for several matrices round bf16 differently
+# Of an update: how much that of a parameter alone may differ, and if several matrices may be
+# multiplied at once, in bf16.
+ALONE, BATCHED = 1e-6, 0.05
 ATTRIBUTES = 10_000  # objects, and bytes of them, that a twin may copy
 REACH = 4  # attributes of attributes that are looked at
 
@@ -203,9 +205,10 @@ def _measured(optimizer: torch.optim.Optimizer) -> Traits:
         raise RuntimeError("no parameter of the groups has changed")
     if not all(bool(param.isfinite().all()) for param in params):
         return Traits(elementwise=False)
-    dependence = _dependence(twins, samples, together)
+    tolerance = BATCHED if small.batches else ALONE
+    dependence = _dependence(twins, samples, together, tolerance)
     if dependence:
-        return Traits(False, _entangled(optimizer, dependence))
+        return Traits(False, _entangled(optimizer, dependence, tolerance))
     if not fits or small.mixing or not _is_sum_of_parts(twins, samples, together):
         return Traits(elementwise=False)
     with _compat.StepObserver() as large:
@@ -213,7 +216,9 @@ def _measured(optimizer: torch.optim.Optimizer) -> Traits:
     return Traits(_has_state_of_elements(whole) and not large.mixing)
 
 
-def _dependence(twins: Twins, samples: Samples, together: torch.optim.Optimizer) -> str:
+def _dependence(
+    twins: Twins, samples: Samples, together: torch.optim.Optimizer, tolerance: float
+) -> str:
     """What differs if every second parameter is left out; empty if nothing does."""
     for turn in (0, 1):
         alone = twins.stepped([of_group[turn::2] for of_group in samples])
@@ -225,7 +230,7 @@ def _dependence(twins: Twins, samples: Samples, together: torch.optim.Optimizer)
             pairs = zip(group["params"][turn::2], lonely["params"], of_group[turn::2], strict=True)
             for param, same, sample in pairs:
                 update = (param.detach() - sample.value).abs().max()
-                if (param.detach() - same.detach()).abs().max() > BATCHING * update:
+                if (param.detach() - same.detach()).abs().max() > tolerance * update:
                     return "its update of a parameter"
     return ""
 
@@ -239,7 +244,7 @@ def numbers(group: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _entangled(optimizer: torch.optim.Optimizer, dependence: str) -> str:
+def _entangled(optimizer: torch.optim.Optimizer, dependence: str, tolerance: float) -> str:
     name = type(optimizer).__name__
     clips = {
         option: value
@@ -248,7 +253,8 @@ def _entangled(optimizer: torch.optim.Optimizer, dependence: str) -> str:
     }
     remedy = "use it with DDP, or use another optimizer"
     for option, bound in clips.items():
-        off = next((o for o in (None, 0.0, False) if _is_separable(optimizer, {option: o})), ...)
+        offs = (o for o in (None, 0.0, False) if _is_separable(optimizer, {option: o}, tolerance))
+        off = next(offs, ...)
         if off is not ...:
             remedy = f"build it with {option}={off} and pass max_grad_norm={bound} to shard()"
             break
@@ -258,11 +264,13 @@ def _entangled(optimizer: torch.optim.Optimizer, dependence: str) -> str:
     )
 
 
-def _is_separable(optimizer: torch.optim.Optimizer, changes: Mapping[str, Any]) -> bool:
+def _is_separable(
+    optimizer: torch.optim.Optimizer, changes: Mapping[str, Any], tolerance: float
+) -> bool:
     twins = Twins(optimizer, **changes)
     samples = twins.samples(SMALL, SCALES)
     try:
-        return not _dependence(twins, samples, twins.stepped(samples))
+        return not _dependence(twins, samples, twins.stepped(samples), tolerance)
     except Exception:  # no such value of the option
         return False
 

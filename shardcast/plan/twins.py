@@ -22,7 +22,8 @@ from shardcast import _compat
 # What a twin has of its own: torch's, and the step that a scheduler put around that of the class.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OWN = ("state", "param_groups", "step", *HOOKS)
-RATE = 0.1  # in place of lr, which a schedule may have set to 0
+# In place of lr, which a schedule may have set to 0, and of a decay too weak to be measured.
+RATES = {"lr": 0.1, "weight_decay": 0.5}
 GROUPS = 6  # groups with different options that are tried
 
 
@@ -155,9 +156,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name not in ("params", "param_names")
     }
-    rate = options.get("lr")
-    if rate is not None:
-        options["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
+    for name, rate in RATES.items():
+        option = options.get(name)
+        if option is not None and (option or name == "lr"):
+            options[name] = torch.full_like(option, rate) if isinstance(option, Tensor) else rate
     if "capturable" in options:  # needs an accelerator
         options["capturable"] = False
     return options

@@ -112,13 +112,7 @@ def stable_adamw(variant: Variant) -> Report:
     return trained(variant, model, StableAdamW(model.parameters(), lr=1e-2))
 
 
-@recipe(
-    "Ranger21",
-    "pytorch-optimizer",
-    error=TypeError,
-    match="Ranger21",
-    silent="its decay depends on all parameters, too weakly for the measurement at shard()",
-)
+@recipe("Ranger21", "pytorch-optimizer", error=TypeError, match="Ranger21")
 def ranger21(variant: Variant) -> Report:
     from pytorch_optimizer import Ranger21
 

@@ -102,6 +102,20 @@ class StepSizeOfAll(Rule):
                 param.sub_(param.grad, alpha=0.01 / group["d"])
 
 
+class DecayOfAll(Rule):
+    """A weak decay that depends on all parameters, after a long warm-up; as Ranger21's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            mean = sum(float(param.grad.square().mean()) for param in params) / len(params)
+            rate = 1e-3 * group["lr"]
+            for param in params:
+                param.mul_(1 - 0.02 * rate * group["weight_decay"] * mean / (1 + mean))
+                param.sub_(param.grad.sign(), alpha=rate)
+
+
 class Unmeasured(StepSizeOfAll):
     """The same of a class that does not run on its twin's parameters."""
 

@@ -114,6 +114,8 @@ def test_a_class_whose_update_depends_on_all_parameters_is_refused(groups: int):
 
     assert "ByOwnNorm" in refusal(build(foreign.ByOwnNorm))
     assert "StepSizeOfAll" in refusal(build(foreign.StepSizeOfAll))
+    assert "DecayOfAll" in refusal(lambda params: foreign.DecayOfAll(params, weight_decay=1e-4))
+    assert partition(lambda params: foreign.DecayOfAll(params, weight_decay=0.0)) == "whole"
 
 
 def test_the_option_of_a_class_for_its_own_clip_is_named_with_what_replaces_it():
