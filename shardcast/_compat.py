@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor.placement_types import Placement as Placement
@@ -46,15 +46,12 @@ def own_storage(view: Tensor) -> Tensor:
     about device and stream. On a GPU ``record_stream`` does nothing for it, since the allocator
     knows its own pointers only, and nobody needs it: packs live as long as their parameters.
     """
-    return view if view.is_meta else torch._C._from_dlpack(torch._C._to_dlpack(view))
-
-
-PLAIN = (Tensor, nn.Parameter)  # for which it takes longer to have no attribute
+    return view if view.is_meta else from_dlpack(to_dlpack(view))
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a ``DTensor``, whose module takes long to import."""
-    return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
+    return hasattr(tensor, "device_mesh")
 
 
 def placements(tensor: Any) -> dict[str, Placement]:
@@ -188,11 +185,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def own_params(module: nn.Module) -> list[nn.Parameter]:
-    """``module.parameters(recurse=False)`` in a tenth of its time, for hot hooks."""
-    return [param for param in module._parameters.values() if param is not None]
-
-
 def accumulates() -> bool:
     """Whether the backward that is running, seen from a tensor hook, adds to ``.grad``.
 
@@ -245,6 +237,10 @@ POINTWISE = re.compile(
 ).match
 
 
+# Products and factors of matrices, of which several at once are rounded differently.
+BATCHED = re.compile(r"aten::.*(mm|matmul|linalg_(?!vector_norm)|svd|qr|eig|cholesky|solve)").match
+
+
 class StepObserver(TorchDispatchMode):
     """Sees the operations that this thread calls within, and refuses collectives.
 
@@ -262,16 +258,23 @@ class StepObserver(TorchDispatchMode):
         self.mixing: set[str] = set()
         self._collective = ""
 
+    @property
+    def batches(self) -> bool:
+        """Whether matrices were multiplied or factored, maybe several of them at once."""
+        return any(map(BATCHED, self.mixing))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective = name
             raise CollectiveError(name)
-        pointwise = torch.Tag.pointwise in func.tags or func.is_view or POINTWISE(name)
-        inputs = () if pointwise else tree_iter((args, kwargs))
-        if any(isinstance(value, Tensor) and value.numel() > 1 for value in inputs):
-            self.mixing.add(name)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not (torch.Tag.pointwise in func.tags or func.is_view or POINTWISE(name)):
+            for value in (*args, *kwargs.values()):
+                tensors = value if isinstance(value, (list, tuple)) else [value]
+                if any(isinstance(it, Tensor) and it.numel() > 1 for it in tensors):
+                    self.mixing.add(name)
+        return func(*args, **kwargs)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -102,16 +102,6 @@ def test_a_scheduler_knows_that_a_step_was_made():
     assert any("lr_scheduler.step()" in str(w.message) for w in caught), "the control warns"
 
 
-def test_own_params_are_those_of_the_module_alone_and_of_parametrizations():
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
-    torch.nn.utils.parametrizations.weight_norm(model[1])
-    assert _compat.own_params(model) == []
-    for module in model.modules():
-        assert [id(p) for p in _compat.own_params(module)] == [
-            id(p) for p in module.parameters(recurse=False)
-        ]
-
-
 def meets(group: Any) -> bytes:
     store = _compat.default_store()
     store.set(f"met/{group.rank()}", "here")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast._compat import own_params
 from shardcast.plan.precision import MASTER_DTYPE, NORMS, Precision, is_packable
 
 MATMULS = (  # autocast casts what they take
@@ -159,7 +158,7 @@ def _compute(
 def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set[torch.dtype]:
     """Those of all parameters inside."""
     if module not in stored:
-        stored[module] = {param.dtype for param in own_params(module)}
+        stored[module] = {param.dtype for param in module.parameters(recurse=False)}
         stored[module].update(*(_dtypes(child, stored) for child in module.children()))
     return stored[module]
 
@@ -175,7 +174,7 @@ def _takes_activations(
     if not _is_of_torch(module) or isinstance(module, (nn.Embedding, nn.Sequential)):
         return False
     if config.autocast:
-        own = {param.dtype for param in own_params(module)}
+        own = {param.dtype for param in module.parameters(recurse=False)}
         return low in own and not isinstance(module, MATMULS)
     return config.cast_forward_inputs and low in _dtypes(module, stored)
 
@@ -189,7 +188,7 @@ def _holds_matrix(module: nn.Module) -> bool:
     """Whether its own code reads a parameter of several dimensions, also one in a list."""
     return any(
         sum(size > 1 for size in param.shape) > 1 and is_packable(param)
-        for param in own_params(module)
+        for param in module.parameters(recurse=False)
     ) or any(_holds_matrix(child) for child in module.children() if not _is_called(child))
 
 

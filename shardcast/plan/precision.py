@@ -9,14 +9,13 @@ kinds, so the forward just works. Masters and arithmetic are always fp32.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from shardcast._compat import own_params
 from shardcast.config import ShardcastConfig
 from shardcast.option_values import KeepRule
 
@@ -92,11 +91,11 @@ class Precision:
                 trained = {param for param in model.parameters() if param.requires_grad}
             unasked += (_teachers if config.convert_rest is None else _untrained)(model, trained)
         self.autocast_modules = {
-            it: None for it in unasked if it not in self.fp32_modules and own_params(it)
+            it: None for it in unasked if it not in self.fp32_modules and _params_of([it])
         }
         self._fp32 = self.fp32_modules | self.autocast_modules
-        self._kept_params = {it for module in self.fp32_modules for it in own_params(module)}
-        self._fp32_params = {param for module in self._fp32 for param in own_params(module)}
+        self._kept_params = _params_of(self.fp32_modules)
+        self._fp32_params = _params_of(self._fp32)
         self.fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
@@ -142,15 +141,20 @@ def _kept_modules(
             inside = module.modules() if isinstance(rule, type) else [module]
             kept.update(dict.fromkeys(inside))
     while True:
-        shared = {param for module in kept for param in own_params(module)}
+        shared = _params_of(kept)
         tied = [
             module
             for module in model.modules()
-            if module not in kept and shared.intersection(own_params(module))
+            if module not in kept and not shared.isdisjoint(module.parameters(recurse=False))
         ]
         if not tied:
             return kept
         kept.update(dict.fromkeys(tied))
+
+
+def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Their own, without those of the modules inside."""
+    return {param for module in modules for param in module.parameters(recurse=False)}
 
 
 def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
@@ -179,7 +183,7 @@ def _teachers(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[
             continue
         students = [_shapes(child) for child in children if child not in frozen]
         for child in frozen:
-            layers = sum(bool(own_params(module)) for module in child.modules())
+            layers = sum(bool(_params_of([module])) for module in child.modules())
             if layers > 1 and _shapes(child) in students:
                 yield from child.modules()
 
@@ -190,7 +194,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 def _untrained(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:
     for module in model.modules():
-        params = own_params(module)
+        params = _params_of([module])
         if params and trained.isdisjoint(params):
             yield module
 

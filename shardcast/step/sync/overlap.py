@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcast import _compat
 from shardcast.hook import Hook
 from shardcast.memory.pack import Pack
 from shardcast.step.sync.sync import Sync
@@ -84,13 +83,13 @@ class Overlap:
         always = self._always
         if always is None or not always <= modules:
             self._always = modules if always is None else always & modules
-            called = {p for module in self._always for p in _compat.own_params(module)}
+            called = {p for module in self._always for p in module.parameters(recurse=False)}
             self._first = [
                 pack for pack in self._sync.packs if not called.issuperset(pack.in_model)
             ]
         self._entered = False
         self._sync.start()
-        for param in _compat.own_params(self._model):  # copied before any hook, see _Waiting
+        for param in self._model.parameters(recurse=False):  # copied before any hook, see _Waiting
             self._wait_for(param)
 
     def _map(self) -> None:
@@ -129,7 +128,7 @@ class Overlap:
                 self._sync.wait()  # an evaluation may read what no training step has shown
         for pack in self._first:
             pack.wait()
-        for param in _compat.own_params(module):
+        for param in module.parameters(recurse=False):
             self._wait_for(param)
 
     def _wait_for(self, param: nn.Parameter) -> None:
