@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addresses:  # they differ between the workers of pytest-xdist, which then run nothing
         raise pytest.UsageError(f"names of tests with an address in them: {addresses}")
-    modules = ["shardcast.testing.worker", "torch._dynamo", "pytest"]  # the second: torch.optim
+    modules = ["shardcast.testing", "torch._dynamo", "pytest"]  # the second: torch.optim
     if any("adapters" in item.path.parts or "framework" in item.name for item in items):
         modules += ["shardcast.transformers", "shardcast.lightning"]
     multiprocessing.set_forkserver_preload(modules)

@@ -17,15 +17,18 @@ The groups of the first two worlds need no ``init_process_group``; give them to
 ``torch.distributed`` functions as ``group=``, with ranks of the group (``group_src=``).
 """
 
-from .errors import (
+from .fake import FakeGroup, fake_world
+from .faults import (
     BufferHazardError,
     CollectiveMismatchError,
+    Death,
+    Delay,
+    Drop,
+    Fault,
     RankDied,
     RankLeftError,
     RendezvousTimeoutError,
 )
-from .fake import FakeGroup, fake_world
-from .faults import Death, Delay, Drop, Fault
 from .record import Collective, assert_same_sequence
 from .spawn import ProcessFailedError, SpawnedWorld, spawn, spawn_world
 from .strict import StrictGroup

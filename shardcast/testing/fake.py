@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._compat import separate_process_groups
-from .errors import BufferHazardError
+from .faults import BufferHazardError
 from .group import Call, MockWork, RecordedGroup, deliver
 from .mesh import Shape, rank_of_mesh, ranks_of
 from .record import Collective

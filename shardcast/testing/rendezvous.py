@@ -8,19 +8,36 @@ each other in different groups are found out at once, since all of them stand in
 
 A rank reads only the copies which the others left in a slot, never their memory: what a rank does
 to its tensors after the launch cannot reach another rank, it can only be found out.
+
+Ranks are threads that take turns: one runs at a time, and only a collective passes the turn on.
+Real ranks are processes and share nothing. Threads share torch's random generator and every
+module-level variable, and would interleave differently in each run. Taking turns, with the random
+state swapped along, gives each rank a generator of its own and makes every run, and every failure,
+the same as the last one. Ranks begin with different seeds, as processes do: who forgets to
+broadcast the initial weights shall notice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
-from .errors import CollectiveMismatchError, RankDied, RankLeftError, RendezvousTimeoutError
-from .faults import Death, Delay, Drop, Fault
+import torch
+
+from .faults import (
+    CollectiveMismatchError,
+    Death,
+    Delay,
+    Drop,
+    Fault,
+    RankDied,
+    RankLeftError,
+    RendezvousTimeoutError,
+)
 from .group import Call
 from .record import Collective, name_ranks
-from .turns import Turns
 
 MESSAGE = "message"  # the op of what one rank sends to one other
 
@@ -34,7 +51,7 @@ class Slot:
     record: Collective
     """That of the first of them to come."""
     calls: dict[int, Call] = field(default_factory=dict)
-    """By rank in the group."""
+    """By rank of the world."""
 
     def __str__(self) -> str:
         kind = MESSAGE if self.record.op == MESSAGE else "collective"
@@ -42,30 +59,45 @@ class Slot:
         return f"{kind} {self.record.seq}{of_group}"
 
     @property
-    def full(self) -> bool:
-        """Whether all ranks have launched it."""
-        return len(self.calls) == len(self.ranks)
-
-    @property
     def missing(self) -> tuple[int, ...]:
         """The ranks of the world that have not launched this collective."""
-        return tuple(r for number, r in enumerate(self.ranks) if number not in self.calls)
+        return tuple(rank for rank in self.ranks if rank not in self.calls)
 
     def table(self) -> str:
         """What each rank called here, one line each."""
-        lines = [":"]
-        for number, rank in enumerate(self.ranks):
-            call = self.calls.get(number)
-            lines.append(f"  rank {rank}: {call.record if call else 'not there yet'}")
-        return "\n".join(lines)
+        called = {rank: str(call.record) for rank, call in self.calls.items()}
+        lines = [f"  rank {rank}: {called.get(rank, 'not there yet')}" for rank in self.ranks]
+        return "\n".join([":", *lines])
+
+    def difference(self, rank: int, call: Call) -> str | None:
+        """In which respect ``call`` of ``rank`` is not that of another rank, in words."""
+        for peer, expected in self.calls.items():
+            pair = name_ranks(sorted((rank, peer)))
+            for name in ("op", "dtype", "source", "dest", "reduce_op"):
+                if getattr(call.record, name) != getattr(expected.record, name):
+                    return f"{pair} differ in {name}"
+            if not call.record.op.startswith("all_to_all"):
+                if call.record.shape != expected.record.shape:
+                    return f"{pair} differ in shape"
+                continue
+            for sender, sent, receiver, received in (
+                (rank, call.inputs, peer, expected.outputs),
+                (peer, expected.inputs, rank, call.outputs),
+            ):
+                sends = list(sent[self.ranks.index(receiver)].shape)
+                expects = list(received[self.ranks.index(sender)].shape)
+                if sends != expects:
+                    return (
+                        f"rank {sender} sends {sends} to rank {receiver}, which expects {expects}"
+                    )
+        return None
 
 
 class Run:
-    """The state that the ranks of one run share."""
+    """The state that the ranks of one run share: collectives, turns, faults and failure."""
 
     def __init__(self, world_size: int, timeout: float, faults: Iterable[Fault]) -> None:
         self.world_size, self.timeout = world_size, timeout
-        self.turns = Turns(world_size)
         self.left: dict[int, BaseException | None] = {}
         """Who has returned (``None``) or raised, in this order."""
         self.unreached = list(faults)
@@ -73,19 +105,108 @@ class Run:
         """Makes the error that every rank raises; each its own, with what is known by then."""
         self.attempts = [0] * world_size
         """How many collectives each rank has come to."""
-        self.waiting: dict[int, Slot] = {}
-        self._groups: dict[str, Rendezvous] = {}
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._open: dict[tuple[str, int], Slot] = {}  # those that not all ranks have launched
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # a rank has left, none is ready, the run ends
+        self._turn = [threading.Condition(lock) for _ in range(world_size)]
+        # All ranks stand in line before the first one runs: the order does not depend on how
+        # fast the threads start. A rank is there with what it waits in, if it waits.
+        self._line: dict[int, Slot | None] = dict.fromkeys(range(world_size))
+        self._holder: int | None = None
+        self._last = world_size - 1
+        self._since = time.monotonic()  # the turn changed hands
+        self._ended = False  # nobody has to wait for a rank that is stuck
+        self._random = [
+            torch.Generator().manual_seed(rank).get_state() for rank in range(world_size)
+        ]
 
-    def group(self, key: str, ranks: Sequence[int]) -> Rendezvous:
-        """The rendezvous of a process group, which has the same key on all its ranks."""
-        group = self._groups.setdefault(key, Rendezvous(self, key, tuple(ranks)))
-        if group.ranks != tuple(ranks):
+    # -- turns ----------------------------------------------------------------------------------
+
+    def take_turn(self, rank: int, slot: Slot | None = None) -> None:
+        """Wait until ``slot`` is settled and it is ``rank``'s turn, or until the run ends."""
+        with self._changed:
+            self._line[rank] = slot
+            self._pass_on()
+            self._turn[rank].wait_for(lambda: self._ended or self._next() == rank)
+            del self._line[rank]
+            if not self._ended:
+                self._holder = self._last = rank
+                self._since = time.monotonic()
+                torch.set_rng_state(self._random[rank])
+
+    def give_turn(self, rank: int) -> None:
+        """Let the next one go on."""
+        with self._changed:
+            if self._holder == rank:
+                self._random[rank] = torch.get_rng_state()
+                self._holder, self._since = None, time.monotonic()
+            self._pass_on()
+
+    def wait_turn(self, rank: int, slot: Slot | None = None) -> None:
+        """Give the turn and take it again.
+
+        In one, since the order must not depend on who is quicker, this rank or the next one.
+        """
+        with self._changed:
+            self.give_turn(rank)
+            self.take_turn(rank, slot)
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """Give the turn for good; the others know that this rank will not come any more."""
+        with self._changed:
+            self.left[rank] = error
+            self.give_turn(rank)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let everybody go on at once."""
+        with self._changed:
+            self._ended, self._since = True, time.monotonic()
+            for condition in (self._changed, *self._turn):
+                condition.notify_all()
+
+    def _pass_on(self) -> None:
+        rank = self._next()
+        if rank is not None:
+            self._turn[rank].notify()
+        elif self._holder is None:
+            self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        """The first ready rank after the one that had the last turn, if it is nobody's turn."""
+        for step in range(1, self.world_size + 1) if self._holder is None else ():
+            rank = (self._last + step) % self.world_size
+            if rank in self._line and self.settled(self._line[rank]):
+                return rank
+        return None
+
+    def watch(self) -> None:
+        """Wait for all ranks, or for the time-out twice: once to fail, once to let them leave."""
+        with self._changed:
+            while len(self.left) < self.world_size:
+                remaining = self.timeout - (time.monotonic() - self._since)
+                in_line = len(self._line) == self.world_size - len(self.left)
+                if in_line and not self._ended and self._holder is None and self._next() is None:
+                    self._fail_stuck()
+                elif remaining > 0:
+                    self._changed.wait(remaining)
+                elif not self._ended:
+                    self._fail_late()
+                else:
+                    return
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def join(self, key: str, ranks: tuple[int, ...]) -> None:
+        """A rank has made a process group, which has the same ``key`` on all its ranks."""
+        others = self._groups.setdefault(key, ranks)
+        if others != ranks:
             raise ValueError(
                 f"process group {key} of this rank has the {name_ranks(ranks)}, that of "
-                f"others the {name_ranks(group.ranks)}: all ranks must make all groups (new_group, "
+                f"others the {name_ranks(others)}: all ranks must make all groups (new_group, "
                 "meshes) in the same order"
             )
-        return group
 
     def inject(self, rank: int) -> bool:
         """Let the faults of this rank's present collective happen; whether to skip it."""
@@ -95,73 +216,38 @@ class Run:
         self.unreached = [fault for fault in self.unreached if fault not in due]
         for fault in due:
             if isinstance(fault, Delay):
-                self.turns.sleep(rank, fault.seconds, lambda: self.failure is not None)
+                with self._changed:
+                    self.give_turn(rank)
+                    self._changed.wait_for(lambda: self._ended or self.failure, fault.seconds)
+                    self.take_turn(rank)
         if any(isinstance(fault, Death) for fault in due):
             raise RankDied(f"rank {rank} died at its collective {at}, as injected")
         return any(isinstance(fault, Drop) for fault in due)
 
-    def leave(self, rank: int, error: BaseException | None) -> None:
-        """Let the others know that this rank will not come any more."""
-        with self.turns.changed:
-            self.left[rank] = error
-            self.turns.leave(rank)
-
-    def fail(self, failure: Callable[[], Exception]) -> None:
-        """Make every rank raise: at once where it waits, else at its next collective."""
-        with self.turns.changed:
-            self.failure = self.failure or failure
-            self.turns.changed.notify_all()  # those that sleep
-            self.turns.pass_on()
-
-    def fail_stuck(self) -> None:
-        """Fail: every rank that has not left waits for another one, in another group."""
-        lines, calls = ["no rank can go on, each waits for another one:"], {}
-        for rank, slot in sorted(self.waiting.items()):
-            calls[rank] = slot.calls[slot.ranks.index(rank)].record
-            lines.append(
-                f"  rank {rank} waits in {slot} for {name_ranks(slot.missing)}: {calls[rank]}"
-            )
-        self.fail(lambda: CollectiveMismatchError("\n".join(lines), calls))
-
-    def check_received(self) -> None:
-        """Raise if a message was sent that nobody has received, for which a real rank may wait."""
-        for slot in self._oldest():
-            if slot.record.op == MESSAGE:
-                calls = {slot.ranks[0]: slot.record}
-                raise CollectiveMismatchError(f"{slot} was never received{slot.table()}", calls)
-
-    def fail_late(self) -> None:
-        """Fail, unless failed already: the turn has not changed hands for ``timeout`` seconds."""
-        slots, holder = self._oldest(), self.turns.holder
-        if holder is not None:  # the other late ones have only been waiting for their turn
-            slots.sort(key=lambda slot: holder not in slot.missing)
-            late: tuple[int, ...] = (holder,)
-        elif slots:
-            late = slots[0].missing
-        else:
-            late = tuple(rank for rank in range(self.world_size) if rank not in self.left)
-        where, table = (str(slots[0]), slots[0].table()) if slots else ("any collective", "")
-        have = "has" if len(late) == 1 else "have"
-        message = f"{name_ranks(late)} {have} not arrived at {where} within {self.timeout} s"
-        self.fail(lambda: RendezvousTimeoutError(message + table, late))
-        self.turns.end()
-
-    def _oldest(self) -> list[Slot]:
-        """Of each group the first collective that not all ranks have launched."""
-        oldest = [group.oldest() for group in list(self._groups.values())]
-        return [slot for slot in oldest if slot is not None]
+    def launch(self, key: str, ranks: tuple[int, ...], rank: int, call: Call) -> Slot:
+        """Leave ``call`` of a rank in its slot; raise if it differs from others."""
+        at = (key, call.record.seq)
+        slot = self._open.setdefault(at, Slot(ranks, call.record))
+        difference = None if self.failure else slot.difference(rank, call)
+        slot.calls[rank] = call
+        if not slot.missing:
+            self._open.pop(at, None)  # only its ranks hold it now
+        if difference is not None:
+            self._fail(lambda: _mismatch(slot, f"does not match: {difference}"))
+        self.check(slot)
+        return slot
 
     def wait(self, rank: int, slot: Slot) -> None:
         """Block until the slot is full; raise if it never will be."""
         if not self.settled(slot):
-            self.waiting[rank] = slot
-            self.turns.wait(rank, lambda: self.settled(slot))
-            del self.waiting[rank]
+            self.wait_turn(rank, slot)
         self.check(slot)
 
-    def settled(self, slot: Slot) -> bool:
+    def settled(self, slot: Slot | None) -> bool:
         """Whether waiting for this slot would not block."""
-        return slot.full or self.failure is not None or self._lost(slot) is not None
+        if slot is None or self.failure is not None:
+            return True
+        return not slot.missing or self._lost(slot) is not None
 
     def check(self, slot: Slot) -> None:
         """Raise if the run has failed, or a rank that the slot waits for has left."""
@@ -178,72 +264,64 @@ class Run:
             lost,
         ) from error
 
+    def check_received(self) -> None:
+        """Raise if a message was sent that nobody has received, for which a real rank may wait."""
+        for slot in self._oldest():
+            if slot.record.op == MESSAGE:
+                raise _mismatch(slot, "was never received")
+
     def _lost(self, slot: Slot) -> int | None:
         """The first rank that left without having launched this collective."""
         return next((rank for rank in self.left if rank in slot.missing), None)
 
+    def _oldest(self) -> list[Slot]:
+        """Of each group the first collective that not all ranks have launched."""
+        oldest: dict[str, Slot] = {}
+        for (key, _), slot in [*self._open.items()]:
+            oldest.setdefault(key, slot)
+        return [*oldest.values()]
 
-class Rendezvous:
-    """The collectives of one process group in a run.
+    # -- failure --------------------------------------------------------------------------------
 
-    Args:
-        ranks: of the world, by rank in the group.
-    """
+    def _fail(self, failure: Callable[[], Exception]) -> None:
+        """Make every rank raise: at once where it waits, else at its next collective."""
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify_all()  # those that sleep
+            self._pass_on()
 
-    def __init__(self, run: Run, key: str, ranks: tuple[int, ...]) -> None:
-        self.run, self.key, self.ranks = run, key, ranks
-        self._open: dict[int, Slot] = {}  # without the full ones, which only their ranks hold
+    def interrupt(self) -> None:
+        """Make every rank raise, and wait for none."""
+        self._fail(lambda: RuntimeError("the run was interrupted"))
+        self.end()
 
-    def between(self, source: int, dest: int, tag: int) -> Rendezvous:
-        """Of the messages of one rank to another one with that tag."""
-        key = f"{self.key}: {source} to {dest}, tag {tag}"
-        return self.run.group(key, (self.ranks[source], self.ranks[dest]))
+    def _fail_stuck(self) -> None:
+        """Every rank that has not left waits for another one, in another group."""
+        lines, calls = ["no rank can go on, each waits for another one:"], {}
+        for rank, slot in sorted(self._line.items()):
+            if slot is not None:
+                calls[rank] = record = slot.calls[rank].record
+                peers = name_ranks(slot.missing)
+                lines.append(f"  rank {rank} waits in {slot} for {peers}: {record}")
+        self._fail(lambda: CollectiveMismatchError("\n".join(lines), calls))
 
-    def launch(self, rank: int, call: Call) -> Slot:
-        """Leave ``call`` of a rank of the group in its slot; raise if it differs from others."""
-        seq = call.record.seq
-        slot = self._open.setdefault(seq, Slot(self.ranks, call.record))
-        if self.run.failure is None:
-            for peer, peer_call in slot.calls.items():
-                difference = _difference(self.ranks, rank, call, peer, peer_call)
-                if difference is not None:
-                    self.run.fail(partial(_mismatch, slot, difference))
-                    break
-        slot.calls[rank] = call
-        if slot.full:
-            self._open.pop(seq, None)
-        self.run.check(slot)
-        return slot
-
-    def oldest(self) -> Slot | None:
-        """The first collective that not all ranks have launched."""
-        return self._open.get(min(list(self._open), default=-1))
-
-
-def _mismatch(slot: Slot, difference: str) -> CollectiveMismatchError:
-    calls = {slot.ranks[number]: call.record for number, call in sorted(slot.calls.items())}
-    message = f"{slot} does not match: {difference}{slot.table()}"
-    return CollectiveMismatchError(message, calls)
+    def _fail_late(self) -> None:
+        """The turn has not changed hands for ``timeout`` seconds."""
+        slots = self._oldest()
+        if self._holder is not None:  # the other late ones have only been waiting for their turn
+            slots.sort(key=lambda slot: self._holder not in slot.missing)
+            late: tuple[int, ...] = (self._holder,)
+        elif slots:
+            late = slots[0].missing
+        else:
+            late = tuple(rank for rank in range(self.world_size) if rank not in self.left)
+        where, table = (str(slots[0]), slots[0].table()) if slots else ("any collective", "")
+        have = "has" if len(late) == 1 else "have"
+        message = f"{name_ranks(late)} {have} not arrived at {where} within {self.timeout} s"
+        self._fail(lambda: RendezvousTimeoutError(message + table, late))
+        self.end()
 
 
-def _difference(
-    ranks: Sequence[int], rank: int, call: Call, other: int, theirs: Call
-) -> str | None:
-    """In which respect two calls cannot be the same collective, in words."""
-    record, yours = call.record, theirs.record
-    pair = name_ranks(sorted((ranks[rank], ranks[other])))
-    for name in ("op", "dtype", "source", "dest", "reduce_op"):
-        if getattr(record, name) != getattr(yours, name):
-            return f"{pair} differ in {name}"
-    if not record.op.startswith("all_to_all"):
-        return None if record.shape == yours.shape else f"{pair} differ in shape"
-    for sender, sends, receiver, expects in (
-        (rank, call.inputs[other], other, theirs.outputs[rank]),
-        (other, theirs.inputs[rank], rank, call.outputs[other]),
-    ):
-        if sends.shape != expects.shape:
-            return (
-                f"rank {ranks[sender]} sends {list(sends.shape)} to rank {ranks[receiver]}, "
-                f"which expects {list(expects.shape)}"
-            )
-    return None
+def _mismatch(slot: Slot, problem: str) -> CollectiveMismatchError:
+    calls = {rank: call.record for rank, call in sorted(slot.calls.items())}
+    return CollectiveMismatchError(f"{slot} {problem}{slot.table()}", calls)

@@ -10,34 +10,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import BufferHazardError
+from .faults import BufferHazardError
 from .group import Call, MockWork, RecordedGroup, deliver
 from .record import Collective
-from .rendezvous import MESSAGE, Rendezvous, Slot
+from .rendezvous import MESSAGE, Run, Slot
+
+DEFAULT = "0"  # the key of the default group
 
 
 class StrictGroup(RecordedGroup):
     """One rank's process group in a :class:`~shardcast.testing.ThreadedWorld`.
 
     One thread per rank may call it, during :meth:`ThreadedWorld.run` only.
+
+    Args:
+        world_rank: this rank in the world, of which the group may be a part.
+        ranks: of the world, by rank in the group.
+        key: equal on all ranks of the group.
+        poison: fill buffers that a collective will write with NaN until then.
     """
 
-    def __init__(self, rank: int, world_size: int, *, poison: bool) -> None:
-        super().__init__(rank, world_size, backend="strict")
-        self.poison = poison
-        """Whether buffers that a collective will write are filled with NaN until then."""
-        self.meeting: Rendezvous | None = None
-        """The run that this rank takes part in at present."""
+    def __init__(
+        self, world_rank: int, ranks: Sequence[int], *, poison: bool, key: str = DEFAULT
+    ) -> None:
+        super().__init__(tuple(ranks).index(world_rank), len(ranks), backend="strict")
+        self.world_rank, self.ranks, self.key, self.poison = world_rank, tuple(ranks), key, poison
+        self.run: Run | None = None
+        """The one that this rank takes part in at present."""
         self._pending: dict[Hashable, Call] = {}
         self._messages: Counter[tuple[int, int, int]] = Counter()
 
-    def begin(self, meeting: Rendezvous, rank_log: list[Collective] | None = None) -> None:
+    def begin(self, run: Run, rank_log: list[Collective] | None = None) -> None:
         """Take part in a new run, with an empty log.
 
         Args:
             rank_log: of this rank of a mesh, beside that of the group.
         """
-        self.meeting, self._pending, self.log = meeting, {}, []
+        run.join(self.key, self.ranks)
+        self.run, self._pending, self.log = run, {}, []
         self._messages.clear()
         self.rank_log = self.log if rank_log is None else rank_log
         self._coalescing = None  # a run that failed may have left it
@@ -49,16 +59,16 @@ class StrictGroup(RecordedGroup):
             raise BufferHazardError(f"rank {self.world_rank} never waited for {calls}")
 
     def _issue(self, call: Call) -> dist.Work:
-        meeting, rank = self._here(), self.rank()
-        if meeting.run.inject(self.world_rank):
+        run = self._present_run()
+        if run.inject(self.world_rank):
             return MockWork()
         self._note(call.record)
         copies = [tensor.clone() for tensor in call.inputs]
-        slot = meeting.launch(rank, replace(call, inputs=copies))
+        slot = run.launch(self.key, self.ranks, self.world_rank, replace(call, inputs=copies))
 
         def write() -> None:
-            sent = [slot.calls[rank].inputs for rank in range(self.size())]
-            deliver(rank, call, sent, _reduce_in_rank_order)
+            sent = [slot.calls[rank].inputs for rank in self.ranks]
+            deliver(self.rank(), call, sent, _reduce_in_rank_order)
 
         watched = self._watch(call) if call.record.async_op else []
         return self._work(call.record.seq, call, slot, write, watched)
@@ -66,19 +76,21 @@ class StrictGroup(RecordedGroup):
     def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
         """A rendezvous of two, where the one that sends does not wait."""
         line = (source, dest, tag)
-        sends, meeting = source == self.rank(), self._here().between(*line)
+        pair = (self.ranks[source], self.ranks[dest])
         shape = tuple(tensor.shape) or (1,)  # torch 2.11's pipelines send [] where they expect [1]
         number, group = self._messages[line], self._name()
         record = Collective(number, MESSAGE, shape, tensor.dtype, source, dest, group=group)
         self._messages[line] += 1
+        sends = source == self.rank()
         inputs, outputs = ([tensor.detach().clone()], []) if sends else ([], [tensor.data])
         call = Call(record, inputs, outputs)
-        slot = meeting.launch(0 if sends else 1, call)
+        key = f"{self.key}: {source} to {dest}, tag {tag}"
+        slot = self._present_run().launch(key, pair, self.world_rank, call)
         if sends:
             return MockWork()
 
         def write() -> None:
-            outputs[0].copy_(slot.calls[0].inputs[0].view_as(outputs[0]))
+            outputs[0].copy_(slot.calls[pair[0]].inputs[0].view_as(outputs[0]))
 
         return self._work((line, number), call, slot, write)
 
@@ -91,7 +103,7 @@ class StrictGroup(RecordedGroup):
         watched: Sequence[tuple[str, Tensor, Tensor]] = (),
     ) -> dist.Work:
         """Outputs are written in ``wait()``, by the rank that waits, and nowhere else."""
-        run, rank = self._here().run, self.world_rank
+        run, rank = self._present_run(), self.world_rank
         self._pending[key] = call
 
         def finish() -> None:
@@ -107,7 +119,7 @@ class StrictGroup(RecordedGroup):
 
         def ready() -> bool:
             if not run.settled(slot):
-                run.turns.wait(rank)  # who polls must let the others run
+                run.wait_turn(rank)  # who polls must let the others run
             return run.settled(slot)
 
         return MockWork(finish, ready)
@@ -120,19 +132,14 @@ class StrictGroup(RecordedGroup):
         """
         if self.poison:
             for tensor in call.outputs:
-                _fill_with_garbage(tensor)
+                _bytes(tensor).fill_(255)  # which is NaN in every floating dtype
         sides = (("output", call.outputs), ("input", call.inputs))
         return [(side, tensor, tensor.clone()) for side, tensors in sides for tensor in tensors]
 
-    def _here(self) -> Rendezvous:
-        if self.meeting is None:
+    def _present_run(self) -> Run:
+        if self.run is None:
             raise RuntimeError("this group works only inside ThreadedWorld.run")
-        return self.meeting
-
-    @property
-    def world_rank(self) -> int:
-        """This rank in the world, of which the group may be a part."""
-        return self.rank() if self.meeting is None else self.meeting.ranks[self.rank()]
+        return self.run
 
 
 def _reduce_in_rank_order(reduce_op: str, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -154,10 +161,9 @@ def _reduce_in_rank_order(reduce_op: str, parts: Sequence[Tensor], out: Tensor) 
         out.div_(len(parts))
 
 
-def _fill_with_garbage(tensor: Tensor) -> None:
-    """All bits set, which is NaN in every floating dtype."""
-    tensor.view(-1).view(torch.uint8).fill_(255)
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
-def _same_bits(now: Tensor, then: Tensor) -> bool:
-    return torch.equal(now.view(-1).view(torch.uint8), then.view(-1).view(torch.uint8))
+def _same_bits(value: Tensor, copy: Tensor) -> bool:
+    return torch.equal(_bytes(value), _bytes(copy))

@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 import torch
 
 from ._compat import keep_device_guard, separate_process_groups
-from .errors import CollectiveMismatchError, RankLeftError, add_note
-from .faults import Fault
+from .faults import CollectiveMismatchError, Fault, RankLeftError, add_note
 from .mesh import Shape, rank_of_mesh, ranks_of
 from .record import Collective
 from .rendezvous import Run
-from .strict import StrictGroup
+from .strict import DEFAULT, StrictGroup
 
 T = TypeVar("T")
-DEFAULT = "0"  # the key of the default group
 
 
 def threaded_world(
@@ -92,7 +90,7 @@ class ThreadedWorld:
         self.world_size, self.timeout, self.poison = ranks_of(world_size), timeout, poison
         self.mesh = dict(world_size) if isinstance(world_size, Mapping) else None
         everyone = range(self.world_size)
-        self.groups = [StrictGroup(rank, self.world_size, poison=poison) for rank in everyone]
+        self.groups = [StrictGroup(rank, everyone, poison=poison) for rank in everyone]
         self._stuck: tuple[int, ...] = ()
 
     @property
@@ -147,7 +145,7 @@ class ThreadedWorld:
     ) -> None:
         def live(rank: int) -> None:
             error: BaseException | None = None
-            run.turns.take(rank)
+            run.take_turn(rank)
             try:
                 with self._groups_of(run, rank) as groups:
                     results[rank] = fn(groups, *args)
@@ -156,7 +154,7 @@ class ThreadedWorld:
             run.leave(rank, error)
 
         for group in self.groups:
-            group.begin(run.group(DEFAULT, range(self.world_size)))
+            group.begin(run)
         # Daemons, so that a rank that never comes back does not keep the interpreter alive.
         threads = [
             threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -165,10 +163,9 @@ class ThreadedWorld:
         for thread in threads:
             thread.start()
         try:
-            self._watch(run)
+            run.watch()
         except BaseException:  # the caller's time limit, or Ctrl-C
-            run.fail(lambda: RuntimeError("the run was interrupted"))
-            run.turns.end()
+            run.interrupt()
             raise
         finally:
             self._stuck = tuple(r for r in range(self.world_size) if r not in run.left)
@@ -182,12 +179,10 @@ class ThreadedWorld:
         groups = [self.groups[rank]]
 
         def make(key: str, ranks: tuple[int, ...]) -> StrictGroup:
-            if key == DEFAULT:
-                return groups[0]
-            group = StrictGroup(ranks.index(rank), len(ranks), poison=self.poison)
-            group.begin(run.group(key, ranks), groups[0].rank_log)
-            groups.append(group)
-            return group
+            if key != DEFAULT:
+                groups.append(StrictGroup(rank, ranks, poison=self.poison, key=key))
+                groups[-1].begin(run, groups[0].rank_log)
+            return groups[-1]
 
         try:
             if self.mesh is None:
@@ -201,22 +196,7 @@ class ThreadedWorld:
                     group.check_all_waited_for()
         finally:
             for group in groups:
-                group.meeting = None
-
-    def _watch(self, run: Run) -> None:
-        """Wait for all ranks, or for the time-out twice: once to fail, once to let them leave."""
-        turns = run.turns
-        with turns.changed:
-            while len(run.left) < self.world_size:
-                remaining = self.timeout - turns.idle()
-                if turns.stuck():
-                    run.fail_stuck()
-                elif remaining > 0:
-                    turns.changed.wait(remaining)
-                elif not turns.ended:
-                    run.fail_late()
-                else:
-                    return
+                group.run = None
 
     def _raise_first(self, run: Run) -> None:
         errors = {rank: error for rank, error in run.left.items() if error is not None}

@@ -9,7 +9,7 @@ diffusers.models.unets.unet_2d diffusers.models.unets.unet_2d_condition diffuser
 transformers.trainer transformers.models.bert.modeling_bert transformers.models.clip.modeling_clip
 transformers.models.llama.modeling_llama trl.trainer.dpo_trainer trl.trainer.grpo_trainer
 trl.trainer.reward_trainer trl.trainer.sft_trainer peft datasets
-shardcast.accelerate shardcast.lightning shardcast.transformers shardcast.testing.worker
+shardcast.accelerate shardcast.lightning shardcast.transformers shardcast.testing
 frameworks loops mistakes optimizers patterns resuming trainers
 """
 
