@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
@@ -73,7 +74,7 @@ class Epilogue(Protocol):
     def apply_(
         self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        """Change ``state`` in place; gives the summands, a tensor like a master for each sum."""
+        """Change ``state`` in place; returns the sums of each row, 1-d fp32."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,16 @@ class Measures:
     ) -> tuple[Tensor, ...]:
         """See :class:`Epilogue`."""
         moved = updated.master - updated.old_master
-        swallowed = (moved != 0) & (updated.published == updated.old_published)
-        return updated.grad.square(), updated.master.square(), moved.square(), swallowed.float()
+        sums = [_square_sums(values) for values in (updated.grad, updated.master, moved)]
+        # Where the published value changes the master has moved. In place, as numbers of the
+        # same dtype: a comparison that gives a bool is not vectorised on a CPU.
+        changed = updated.published ^ updated.old_published
+        swallowed = moved.ne_(0).sum(-1) - changed.ne_(0).sum(-1, dtype=changed.dtype)
+        return (*sums, swallowed)
+
+
+def _square_sums(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values, dim=-1).square_()
 
 
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:

@@ -154,17 +154,19 @@ def update_(
         published_bits = _bits(old_published), _bits(new_published)
         updated = Updated(master, state, unscaled, old_master, *published_bits)
     if epilogues:
-        summands: list[Tensor] = []
+        row_sums: list[Tensor] = []
         start = 1 + len(state)
         for epilogue, its_numbers in zip(epilogues, numbers.epilogues, strict=True):
             stop = start + len(epilogue.state)
-            summands += epilogue.apply_(updated, tuple(news[start:stop]), its_numbers)
+            row_sums += epilogue.apply_(updated, tuple(news[start:stop]), its_numbers)
             start = stop
-        for row_sums, summand in zip(sums, summands, strict=True):
-            _write_(row_sums, summand.sum(-1), skip)
+        for memory, values in zip(sums, row_sums, strict=True):
+            _write_(memory, values, skip)
 
     # Hazard: what is written from here on was read above, old published values by an epilogue.
-    if published is not None:
+    if published is not None and compares:
+        _write_(published, new_published, skip)
+    elif published is not None:
         published.copy_(master if skip is None else torch.where(skip, old_master, master))
     steps = [numbers.step] * len(codecs)
     if numbers.epilogue_steps is not None:  # a fragment without a gradient is averaged too
