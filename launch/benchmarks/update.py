@@ -18,7 +18,7 @@ import shardcast
 from shardcast.memory.codecs import CODECS, ROW, moment_codec
 from shardcast.option_values import AverageOptions
 from shardcast.step.update import rules
-from shardcast.step.update.epilogues import Average, Epilogue, Measures
+from shardcast.step.update.epilogues import Average, Epilogue, SquareSums
 from shardcast.step.update.fusion import Executor, Fusion, Numbers
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
@@ -32,7 +32,7 @@ CODED = {  # master and moments as in the configuration
 EPILOGUES: dict[str, Epilogue] = {
     "fp32 average": Average(AverageOptions("ema", 0.999)),
     "bf16 average": Average(AverageOptions("ema", 0.999, stored="bf16")),
-    "metrics": Measures(),
+    "metrics": SquareSums(),
 }
 GROUP = {
     "lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False,
@@ -86,7 +86,7 @@ def fused(
     rule = rules.rule_of(torch.optim.AdamW, GROUP, by_torch)
     config = shardcast.ShardcastConfig(moments=moments)
     state = tuple(moment_codec(config, name) for name in rule.state)
-    state += tuple(epilogue.codec(name) for epilogue in epilogues for name in epilogue.state)
+    state += tuple(epilogue.codec for epilogue in epilogues for name in epilogue.state)
     codec = CODECS[master]()
     fusion = Fusion(rule, codec, state, not codec.has_published, ROW, epilogues)
     weights = torch.randn(elements // ROW, ROW)

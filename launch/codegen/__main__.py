@@ -37,7 +37,7 @@ from codegen.values import Difference, compare, interpret, record, slip
 from torch.optim import SGD, Adam, AdamW
 
 from shardcast.option_values import AverageOptions
-from shardcast.step.update.epilogues import Average, Epilogue, Measures
+from shardcast.step.update.epilogues import Average, Epilogue, SquareSums
 
 COLUMNS = (
     "what", "stage", "kernels", "bytes", "goal", "access", "registers", "spills", "fp64",
@@ -85,7 +85,7 @@ def variants() -> list[Variant]:
             epilogues=(Average(AverageOptions("ema", 0.999, warmup=True, stored="bf16")),),
         ),
         # Old published values are read, and four numbers per row of 64 are read and written.
-        Variant("AdamW, metrics", 30.6, epilogues=(Measures(),), fields=(("metrics", 1),)),
+        Variant("AdamW, metrics", 30.6, epilogues=(SquareSums(),), fields=(("metrics", 1),)),
     ]
     rows += [Variant(f"mean of {n} ranks", 2 * n + 2, ranks=n, stage="reduce") for n in range(2, 9)]
     return [*rows, Variant("norm", 2, stage="decide")]

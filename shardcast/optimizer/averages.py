@@ -33,7 +33,7 @@ class Averages:
 
     def values(self, shard: Shard, number: int, name: str) -> Tensor:
         """One fragment of an average, 1-d fp32; may be the memory itself."""
-        return self._optimizer.update_of(shard).epilogues.average(shard, number, name)
+        return self._optimizer.update_of(shard).average(shard, number, name)
 
     @contextmanager
     def switched(self, name: str) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Averages:
         for shard in optimizer.shards:
             for number, fragment in enumerate(shard.fragments):
                 values = _cut(weights[fragment.slot.name], fragment)
-                optimizer.update_of(shard).epilogues.load(shard, number, name, values, steps)
+                optimizer.update_of(shard).load_average(shard, number, name, values, steps)
 
 
 def _cut(values: Tensor, fragment: Fragment) -> Tensor:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.step.update.epilogues import Measures
+from shardcast.step.update.epilogues import SquareSums
 
 NAMES = ("grad_norm", "weight_norm", "update_norm", "update_to_weight", "swallowed")
-ROWS = len(Measures.sums) + 1  # sums, and how many elements they are of
+ROWS = len(SquareSums.sums) + 1  # sums, and how many elements they are of
 
 
 class Metrics:
-    """Sums of the epilogue :class:`.Measures`, over all ranks that have a part of a parameter."""
+    """Sums of the epilogue :class:`.SquareSums`, over all ranks that have a part of a parameter."""
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
@@ -41,7 +41,7 @@ class Metrics:
             self._index(shards)
         totals = torch.zeros(ROWS, len(self._slots), dtype=torch.float64, device=optimizer.device)
         owned = [shard for shard in shards if shard.fragments]
-        sums = [_of_fragments(*optimizer.update_of(s).epilogues.sums(s)) for s in owned]
+        sums = [_of_fragments(*optimizer.update_of(s).sums(s)) for s in owned]
         if sums and all(part.numel() for part in sums):  # none before a step that was not skipped
             own = torch.cat([torch.cat(sums, dim=1), self._numels]) * self._weights
             totals.index_copy_(1, self._places, own)

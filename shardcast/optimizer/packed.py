@@ -237,7 +237,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                 report["masters"] += shard.master.nbytes
         report["state"] = sum(update.nbytes() for update in self.updates)
         if self.config.averages:
-            report["averages"] = sum(update.epilogues.nbytes() for update in self.updates)
+            report["averages"] = sum(update.averages_nbytes() for update in self.updates)
         if self.decider.guard is not None:
             report["guard"] = self.decider.guard.nbytes
         return report

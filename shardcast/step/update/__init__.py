@@ -12,8 +12,9 @@ from shardcast.step.update import rules
 from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
 from shardcast.step.update.epilogues import epilogues_of
 from shardcast.step.update.fused import FusedUpdate
+from shardcast.step.update.state import Update
 
-Update = FusedUpdate | AnyOptimizerUpdate
+__all__ = ["Update", "updates_of"]
 
 
 def updates_of(

@@ -23,13 +23,13 @@ from shardcast.step.update import muon
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import choose_executor
 from shardcast.step.update.rules import NoRule, Replace
-from shardcast.step.update.state import EpilogueStates, ShardState
+from shardcast.step.update.state import ShardState, Update
 
 PROBATION = 10  # steps in which a class that torch does not have is watched
 Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
 
 
-class AnyOptimizerUpdate:
+class AnyOptimizerUpdate(Update):
     """Any torch optimizer, run on masters: one master parameter per fragment, in its group.
 
     The inner optimizer is the user's own object's twin: same class, same attributes, but masters
@@ -44,10 +44,8 @@ class AnyOptimizerUpdate:
         self, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool, ready: Ready,
         config: ShardcastConfig, epilogues: tuple[Epilogue, ...] = (),
     ) -> None:  # fmt: skip
-        self._optimizer, self._comm = optimizer, comm
-        self._config, self._epilogues = config, epilogues
-        self._states: dict[Shard, ShardState] = {}  # of epilogues
-        self.epilogues = EpilogueStates(epilogues, self._states)
+        super().__init__(optimizer, config, epilogues)
+        self._comm = comm
         self.elementwise = elementwise
         self._watched = 0 if probe.is_known(optimizer) else PROBATION  # steps
         self._ready = ready
@@ -60,7 +58,6 @@ class AnyOptimizerUpdate:
             self._step = _compat.bare_step(self._inner)
 
     def add(self, shard: Shard) -> None:
-        """Update ``shard`` too, from now on."""
         self._shards.append(shard)
         if shard.fragments:
             self._params[shard] = [self._master_parameter(shard, part) for part in shard.fragments]
@@ -84,7 +81,7 @@ class AnyOptimizerUpdate:
 
     @torch.no_grad()
     def __call__(self, decision: Decision, measured: bool = False) -> None:
-        """See :class:`.fused.FusedUpdate`.
+        """See :meth:`Update.__call__`.
 
         The class decides on the host whether to step, so on an accelerator this waits for the
         decision once.
@@ -92,8 +89,7 @@ class AnyOptimizerUpdate:
         if decision.skip.tolist():
             return
         self._read_groups()
-        if self._epilogues:
-            self.epilogues.begin(torch.ones((), device=decision.skip.device), measured)
+        self._begin_epilogues(torch.ones((), device=decision.skip.device), measured)
         *early, last = self._turns()
         for shards in early:
             self._update(shards, decision)
@@ -117,7 +113,7 @@ class AnyOptimizerUpdate:
 
     def _update(self, shards: Sequence[Shard], decision: Decision) -> None:
         owned = [shard for shard in shards if shard in self._params]
-        measured = any(epilogue.sums for epilogue in self.epilogues.active)
+        measured = any(epilogue.sums for epilogue in self._active)
         old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
             assert shard.grads is not None
@@ -141,7 +137,7 @@ class AnyOptimizerUpdate:
             for param in self._params[shard]:
                 param.grad = None  # else the gradients of the pack would live on
             self._take_masters(shard)
-            if self.epilogues.active:
+            if self._active:
                 self._run_epilogues(shard, old.get(shard), decision)
             else:
                 shard.publish()
@@ -207,15 +203,14 @@ class AnyOptimizerUpdate:
         if old is not None:  # a pack in fp32 is updated already
             old_masters = Encoded(Codec(), old.numel(), row, device, first=old)
             state.stored["new"] = shard.master
-        fusion = state.prepare(NoRule() if old is None else Replace(), self.epilogues.active)
+        fusion = state.prepare(NoRule() if old is None else Replace(), self._active)
         operands = state.fetch(span, fusion, old_masters)
         execute = choose_executor(self._config, device)
-        numbers = self.epilogues.numbers(decision.skip.float(), (), execute.on_host)
+        numbers = self._numbers_of(decision.skip.float(), (), execute.on_host)
         execute(fusion, operands, numbers, decision.factors[shard.pack.layout.group], None)
         state.stored.pop("new", None)
 
     def switch(self, mode: str) -> bool:
-        """Of schedule-free optimizers; whether masters may have changed and were published."""
         self._read_groups()
         if not twins.switch(self._inner, mode):
             return False
@@ -226,7 +221,6 @@ class AnyOptimizerUpdate:
         return True
 
     def nbytes(self) -> int:
-        """See :class:`.fused.FusedUpdate`."""
         return sum(
             value.nbytes
             for params in self._params.values()
@@ -236,19 +230,15 @@ class AnyOptimizerUpdate:
         )
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
-        """The inner optimizer's own state of one fragment, and averages in the same shape."""
+        """See :meth:`Update.fragment_state`; all in the shape of the master parameter."""
+        averages = super().fragment_state(shard, number, decode)
         if shard not in self._params:
             return {}
         param = self._params[shard][number]
-        averages = self.epilogues.fragment_state(shard, number, decode)
         shaped = {name: v.view(param.shape) if v.dim() else v for name, v in averages.items()}
         return {**self._inner.state.get(param, {}), **shaped}
 
-    def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
-        """Overwrite the state of one fragment; tensors keep their shape, see `elementwise`."""
-        if shard not in self._params:  # frozen: it has none
-            return
-        state = self.epilogues.load_fragment(shard, number, state)
+    def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         param = self._params[shard][number]
         loaded = {}
         for name, value in state.items():

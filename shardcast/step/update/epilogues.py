@@ -9,7 +9,7 @@ over the own span (:class:`.rules.NoRule`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,28 +40,29 @@ class Updated(NamedTuple):
     published: Any = None
 
 
-class Epilogue(Protocol):
-    """What is fused behind a rule. Frozen and hashable: it is a constant of the kernel.
+@dataclass(frozen=True)
+class Epilogue:
+    """What is fused behind a rule; a constant of the kernel. This one does nothing.
 
     Attributes:
-        state: names of the stored tensors that it owns, with a value per element. They begin as
-            the masters, at the first step.
         sums: names of the numbers per fragment that it gives; it runs in the steps alone that are
             measured.
         compares: whether it sees more than the new master and state: all else of
             :class:`Updated` is ``None`` where no epilogue does, for eagerly it is made by passes.
     """
 
-    compares: ClassVar[bool]
+    sums: ClassVar[tuple[str, ...]] = ()
+    compares: ClassVar[bool] = False
 
     @property
-    def state(self) -> tuple[str, ...]: ...
+    def state(self) -> tuple[str, ...]:
+        """Names of its stored tensors, which begin as the masters, at the first step."""
+        return ()
 
     @property
-    def sums(self) -> tuple[str, ...]: ...
-
-    def codec(self, name: str) -> Codec:
-        """How a stored tensor of its is kept."""
+    def codec(self) -> Codec:
+        """How these are stored."""
+        return Codec()
 
     def numbers(self, step: Any) -> tuple[Any, ...]:
         """The numbers of one step.
@@ -70,26 +71,27 @@ class Epilogue(Protocol):
             step: how many steps it has taken part in, this one too: a float, or a 0-dim fp64
                 tensor.
         """
+        return ()
 
     def apply_(
         self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        """Change ``state`` in place; returns the sums of each row, 1-d fp32."""
+        """Change ``state`` in place; returns the sums of each row, 1-d."""
+        return ()
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(Epilogue):
     """An exponential moving average of the masters."""
 
     options: AverageOptions
-    sums: tuple[str, ...] = ()
-    compares: ClassVar[bool] = False
 
     @property
     def state(self) -> tuple[str, ...]:
         return (AVERAGE + self.options.name,)
 
-    def codec(self, _name: str) -> Codec:
+    @property
+    def codec(self) -> Codec:
         return CODECS[self.options.stored]()
 
     def numbers(self, step: Any) -> tuple[Any, ...]:
@@ -107,40 +109,28 @@ class Average:
 
 
 @dataclass(frozen=True)
-class Measures:
+class SquareSums(Epilogue):
     """Sums of squares of gradient, weights and their change, and how many changes were swallowed:
     the master moved, and what is published of it did not."""
 
-    state: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ("grad", "weight", "update", "swallowed")
     compares: ClassVar[bool] = True
 
-    def codec(self, name: str) -> Codec:
-        """None: it stores nothing."""
-        raise KeyError(name)
-
-    def numbers(self, _step: Any) -> tuple[Any, ...]:
-        """None."""
-        return ()
-
     def apply_(
-        self, updated: Updated, _state: tuple[Tensor, ...], _numbers: tuple[Any, ...]
+        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        """See :class:`Epilogue`."""
         moved = updated.master - updated.old_master
-        sums = [_square_sums(values) for values in (updated.grad, updated.master, moved)]
+        squares = [
+            torch.linalg.vector_norm(values, dim=-1).square_()
+            for values in (updated.grad, updated.master, moved)
+        ]
         # Where the published value changes the master has moved. In place, as numbers of the
         # same dtype: a comparison that gives a bool is not vectorised on a CPU.
         changed = updated.published ^ updated.old_published
-        swallowed = moved.ne_(0).sum(-1) - changed.ne_(0).sum(-1, dtype=changed.dtype)
-        return (*sums, swallowed)
-
-
-def _square_sums(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dim=-1).square_()
+        return (*squares, moved.ne_(0).sum(-1) - changed.ne_(0).sum(-1, dtype=changed.dtype))
 
 
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
     """The epilogues that a configuration asks for; those with sums stand last."""
     averages = tuple(Average(options) for options in config.averages)
-    return (*averages, Measures()) if config.metrics else averages
+    return (*averages, SquareSums()) if config.metrics else averages

@@ -17,9 +17,9 @@ from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, Fusion, Numbers, choose_executor
-from shardcast.step.update.offload import Lanes, StreamLanes, through
-from shardcast.step.update.rules import NoRule, Rule, Terms
-from shardcast.step.update.state import EpilogueStates, ShardState
+from shardcast.step.update.offload import StreamLanes, through
+from shardcast.step.update.rules import NoRule, Rule, StepNumbers
+from shardcast.step.update.state import ShardState, Update
 
 WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
 
@@ -34,12 +34,12 @@ class _Range(NamedTuple):
     factor: Tensor | None
 
 
-def make_lanes(config: ShardcastConfig, device: torch.device) -> Lanes | None:
+def make_lanes(config: ShardcastConfig, device: torch.device) -> StreamLanes | None:
     """For transfers beside the update, where there are any."""
     return StreamLanes(device) if config.offload and device.type == "cuda" else None
 
 
-class FusedUpdate:
+class FusedUpdate(Update):
     """One kernel per pack.
 
     The state is allocated when the first gradient comes. How many steps a fragment has taken is
@@ -48,25 +48,20 @@ class FusedUpdate:
     together. Usually that is the whole shard; where gradients were absent it is runs of it.
     """
 
-    elementwise = True  # state tensors have one element per element of the parameter
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: ShardcastConfig,
         epilogues: tuple[Epilogue, ...] = (),
     ) -> None:  # fmt: skip
-        self._optimizer, self._kind = optimizer, type(optimizer)
-        self._config, self._epilogues = config, epilogues
-        self._states: dict[Shard, ShardState] = {}
-        self.epilogues = EpilogueStates(epilogues, self._states)
+        super().__init__(optimizer, config, epilogues)
+        self._kind = type(optimizer)
         self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards
         self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
         self._uniform = True  # whether all histories are equal
-        self._terms: dict[GroupId, Terms] = {}
+        self._step_numbers: dict[GroupId, StepNumbers] = {}
         self._execute = Executor(compiled=False, on_host=True)
-        self._lanes: Lanes | None = None
+        self._lanes: StreamLanes | None = None
 
     def add(self, shard: Shard) -> None:
-        """Update ``shard`` too, from now on."""
         if shard.fragments:
             device = shard.published.device
             if not self._states:
@@ -81,34 +76,31 @@ class FusedUpdate:
 
     @torch.no_grad()
     def __call__(self, decision: Decision, measured: bool = False) -> None:
-        """Unscale, clip, update and cast the own spans; leave absent gradients untouched.
-
-        Args:
-            measured: whether epilogues with sums run too.
-        """
         on_host = self._execute.on_host
         if not self._states or (on_host and bool(decision.skip)):
             return
         present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
         taken = ~decision.skip
         self._count(taken, present)
-        if self._epilogues:
-            self.epilogues.begin(taken, measured)
-        ranges, skip = self._ranges(decision, present), None if on_host else decision.skip
-        if self._lanes is None:
-            for one in ranges:
-                operands = one.state.fetch(one.part, one.fusion)
-                self._execute(one.fusion, operands, one.numbers, one.factor, skip)
-                one.state.send(one.part, one.fusion, operands)
-            return
+        self._begin_epilogues(taken, measured)
+        skip = None if on_host else decision.skip
+
+        def fetch(one: _Range) -> list[Tensor]:
+            return one.state.fetch(one.part, one.fusion)
 
         def update(one: _Range, operands: list[Tensor]) -> None:
             self._execute(one.fusion, operands, one.numbers, one.factor, skip)
 
-        through(
-            self._lanes, ranges, lambda one: one.state.fetch(one.part, one.fusion), update,
-            lambda one, operands: one.state.send(one.part, one.fusion, operands),
-        )  # fmt: skip
+        def send(one: _Range, operands: list[Tensor]) -> None:
+            one.state.send(one.part, one.fusion, operands)
+
+        if self._lanes is not None:
+            through(self._lanes, self._ranges(decision, present), fetch, update, send)
+            return
+        for one in self._ranges(decision, present):
+            operands = fetch(one)
+            update(one, operands)
+            send(one, operands)
 
     def _ranges(
         self, decision: Decision, present: Mapping[Shard, Sequence[bool]]
@@ -119,7 +111,7 @@ class FusedUpdate:
         """
         known: dict[tuple[GroupId, Hashable, bool], tuple[Rule, Numbers]] = {}
         on_host = self._execute.on_host
-        epilogues = self.epilogues.active
+        epilogues = self._active
         for shard, state in self._states.items():
             group = shard.pack.layout.group
             for run, number, is_present in self._runs(state, present[shard]):
@@ -129,7 +121,7 @@ class FusedUpdate:
                 if key not in known:
                     step = self._steps[number]
                     rule, of_rule = self._numbers(group, step) if is_present else (NoRule(), ())
-                    known[key] = rule, self.epilogues.numbers(step, of_rule, on_host)
+                    known[key] = rule, self._numbers_of(step, of_rule, on_host)
                 rule, numbers = known[key]
                 fusion = state.prepare(rule, epilogues)
                 size = WINDOW if self._config.offload else max(1, run.stop - run.start)
@@ -164,11 +156,9 @@ class FusedUpdate:
         group = self._optimizer.param_groups[of.position]
         if not self._execute.on_host:
             rule = rules.rule_of(self._kind, group)
-            if rules.has_tensors(group):
-                return rule, rules.as_tensors(rule.numbers(group, step.double()), step)
-            if of not in self._terms:
-                self._terms[of] = Terms()
-            return rule, self._terms[of].numbers(rule.terms(group), step)
+            if of not in self._step_numbers:
+                self._step_numbers[of] = StepNumbers()
+            return rule, self._step_numbers[of](rule.terms(group), step)
         rule = rules.rule_of(self._kind, group, fused=self._by_torch(group))
         numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
         return rule, rule.numbers(numeric, float(step))
@@ -206,36 +196,24 @@ class FusedUpdate:
                 self._histories[place] = numbers.setdefault(history, len(numbers))
         self._uniform = len(set(self._histories)) == 1
 
-    def switch(self, _mode: str) -> bool:
-        """These classes have no ``train`` and ``eval``."""
-        return False
-
     def nbytes(self) -> int:
-        """Bytes of the state, 0-dim tensors aside."""
         return sum(state.nbytes(averages=False) for state in self._states.values())
 
-    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Tensor]:
-        """torch's state of one fragment: 1-d fp32 and a 0-dim ``step``; empty before use.
-
-        And its averages, see :meth:`EpilogueStates.fragment_state`.
-        """
+    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
+        """See :meth:`Update.fragment_state`: 1-d fp32 and a 0-dim ``step``; empty before use."""
+        averages = super().fragment_state(shard, number, decode)
         state = self._states.get(shard)
-        if state is None:
-            return {}
-        averages = self.epilogues.fragment_state(shard, number, decode)
+        if state is None or self._histories[state.first + number] is None:
+            return averages
         step = self._steps[state.first + number]
         without_step = self._kind is torch.optim.SGD  # torch keeps none for it
-        if self._histories[state.first + number] is None or (without_step and not float(step)):
+        if without_step and not float(step):
             return averages
         views = state.read(number, rules.STATE_NAMES[self._kind], decode)
         return {**({} if without_step else {"step": step}), **views, **averages}
 
-    def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
-        """Overwrite the state of one fragment by tensors of its length."""
-        own = self._states.get(shard)
-        if own is None:  # frozen: it has none
-            return
-        state = self.epilogues.load_fragment(shard, number, state)
+    def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
+        own = self._states[shard]
         own.take(number, rules.STATE_NAMES[self._kind], state)
         # SGD keeps no step: with a buffer it is past the first one.
         sgd, buffer = self._kind is torch.optim.SGD, state.get("momentum_buffer")

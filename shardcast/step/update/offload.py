@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -31,21 +31,11 @@ Lane = Literal["fetch", "update", "send"]
 BEHIND = 2  # sends that may be under way when a fetch begins
 
 
-class Lanes(Protocol):
-    """Queues of work; an event is reached when all work before it in its queue is done."""
-
-    def queue(self, lane: Lane, work: Callable[[], Any], after: Any) -> tuple[Any, Any]:
-        """Queue ``work`` behind the event ``after``; its result, and the event of its end."""
-
-    def mark(self) -> Any:
-        """An event of the current stream."""
-
-    def join(self, event: Any) -> None:
-        """Let the current stream wait for an event."""
-
-
 class StreamLanes:
-    """Two streams beside the current one of a CUDA device, which updates."""
+    """Queues of work: the current stream of a CUDA device, which updates, and two beside it.
+
+    An event is reached when all work before it in its queue is done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +63,7 @@ class StreamLanes:
 
 
 def through(
-    lanes: Lanes,
+    lanes: StreamLanes,
     windows: Iterable[Window],
     fetch: Callable[[Window], Values],
     update: Callable[[Window, Values], None],

@@ -31,33 +31,39 @@ State = tuple[Tensor, ...]  # of one range, fp32, in the order of ``rule.state``
 
 
 class Term(NamedTuple):
-    """A number of a step as ``scale * (1 - base**step) ** exponent``; without a base a constant."""
+    """A number of a step as ``scale * (1 - base**step) ** exponent``; without a base a constant.
 
-    scale: float
-    base: float = 0.0
-    exponent: float = 0.0
+    Each is a float, or a 0-dim tensor of a group that has some.
+    """
+
+    scale: Any
+    base: Any = 0.0
+    exponent: Any = 0.0
 
 
-class Terms:
+class StepNumbers:
     """The numbers of the steps of one parameter group, computed on the device in four launches."""
 
     def __init__(self) -> None:
-        self._terms: list[Term] = []
-        self._on_device = torch.empty(0)  # (3, terms), fp64
+        self._values: list[float] = []  # that are on the device; NaN for tensors
+        self._on_device = torch.empty(0)  # (terms, 3), fp64
 
-    def numbers(self, terms: Sequence[Term], step: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, terms: Sequence[Term], step: Tensor) -> tuple[Tensor, ...]:
         """They, 0-dim fp32, on the device of ``step``, which is 0-dim, too."""
-        if len(terms) != len(self._terms):
-            self._terms = [Term(math.nan)] * len(terms)
-            self._on_device = step.new_zeros(3, len(terms), dtype=torch.float64)
-        for number, (old, new) in enumerate(zip(self._terms, terms, strict=True)):
-            for place, (value, present) in enumerate(zip(new, old, strict=True)):
-                # By kernels, as a rule one or two for another learning rate: a copy from the host
-                # would wait, or be read again when a captured graph is replayed.
-                if value != present:
-                    self._on_device[place, number].fill_(value)
-        self._terms = list(terms)
-        scales, bases, exponents = self._on_device
+        values = [value for term in terms for value in term]
+        if len(values) != len(self._values):
+            self._values = [math.nan] * len(values)
+            self._on_device = step.new_zeros(len(terms), 3, dtype=torch.float64)
+        for number, value in enumerate(values):
+            # By kernels, as a rule one or two for another learning rate: a copy from the host
+            # would wait, or be read again when a captured graph is replayed.
+            if isinstance(value, Tensor):
+                self._on_device.view(-1)[number].fill_(0).add_(value)
+                self._values[number] = math.nan
+            elif value != self._values[number]:
+                self._on_device.view(-1)[number].fill_(value)
+                self._values[number] = value
+        scales, bases, exponents = self._on_device.unbind(1)
         numbers: Tensor = scales.new_empty(len(terms), dtype=torch.float32)
         torch.mul(scales, (1.0 - bases**step) ** exponents, out=numbers)
         return tuple(numbers.unbind())
@@ -91,7 +97,7 @@ class AdamRule:
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
 
     def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """:meth:`numbers`, of a group whose options are numbers of the host."""
+        """:meth:`numbers` for :class:`StepNumbers`."""
         step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
         return (
             Term(step_size, group["betas"][0], -1.0), Term(weight1), Term(beta2), Term(weight2),
@@ -142,7 +148,7 @@ class SGDRule:
         )  # fmt: skip
 
     def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """:meth:`numbers`, of a group whose options are numbers of the host."""
+        """:meth:`numbers` for :class:`StepNumbers`."""
         *constants, _ = self.numbers(group, math.inf)
         # Whether it is the first step: (-1)**-1022 is 1, (-3)**-1022 is 0.
         return (*map(Term, constants), Term(1.0, 2.0, -1022.0))
@@ -251,13 +257,6 @@ def rule_of(
     coupled = not group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
     adam = TorchAdamRule if fused else AdamRule
     return adam(coupled, decays, bool(group["amsgrad"]), maximize)
-
-
-def has_tensors(group: Mapping[str, Any]) -> bool:
-    """Whether an option of the group is a tensor, or has one in it."""
-    values = [value for name, value in group.items() if name != "params"]
-    values += [item for value in values if isinstance(value, tuple) for item in value]
-    return any(isinstance(value, Tensor) for value in values)
 
 
 def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:

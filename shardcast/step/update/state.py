@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardcast.memory.chance import row_keys
 from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.shard import Shard
 from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.step.decide.decision import Decision
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
 from shardcast.step.update.fusion import Fusion, Numbers, Operands
 from shardcast.step.update.rules import Rule, as_tensors
@@ -37,7 +39,7 @@ class ShardState:
         self.stored: dict[str, Encoded] = {}
         self._config = config
         self._row = row_of(config, shard.pack.layout.dtype)
-        self._codecs = {name: e.codec(name) for e in epilogues for name in e.state}
+        self._codecs = {name: e.codec for e in epilogues for name in e.state}
         # Fragments of which an epilogue has no values yet.
         self._unbegun = {name: {*range(len(shard.fragments))} for name in self._codecs}
         self._keys: Tensor | None = None
@@ -173,44 +175,83 @@ class ShardState:
         return nbytes
 
 
-class EpilogueStates:
-    """What the epilogues of one update keep: stored tensors of its shards, and counts of steps.
+class Update(ABC):
+    """The update of one optimizer, and of its epilogues.
 
-    Args:
-        states: of the shards; it may grow.
+    Attributes:
+        elementwise: whether state tensors have one element per element of the parameter.
     """
 
-    def __init__(self, epilogues: tuple[Epilogue, ...], states: Mapping[Shard, ShardState]) -> None:
-        self._epilogues, self._states = epilogues, states
-        self._places = {name: n for n, epilogue in enumerate(epilogues) for name in epilogue.state}
-        self.steps = torch.zeros(len(epilogues), dtype=MASTER_DTYPE)  # each has taken part in
-        self.active: tuple[Epilogue, ...] = ()  # in this step
+    elementwise = True
 
-    def begin(self, taken: Tensor, measured: bool) -> None:
-        """Count a step.
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ShardcastConfig,
+        epilogues: tuple[Epilogue, ...],
+    ) -> None:  # fmt: skip
+        self._optimizer, self._config, self._epilogues = optimizer, config, epilogues
+        self._states: dict[Shard, ShardState] = {}  # of shards with fragments
+        self._places = {name: n for n, epilogue in enumerate(epilogues) for name in epilogue.state}
+        # Each has taken part in.
+        self._epilogue_steps = torch.zeros(len(epilogues), dtype=MASTER_DTYPE)
+        self._active: tuple[Epilogue, ...] = ()  # in this step
+
+    @abstractmethod
+    def add(self, shard: Shard) -> None:
+        """Update ``shard`` too, from now on."""
+
+    @abstractmethod
+    def __call__(self, decision: Decision, measured: bool = False) -> None:
+        """Unscale, clip, update and cast the own spans; leave absent gradients untouched.
 
         Args:
-            taken: 0-dim bool, whether it is not skipped.
-            measured: whether epilogues with sums run in it.
+            measured: whether epilogues with sums run too.
         """
-        self.active = tuple(e for e in self._epilogues if measured or not e.sums)
-        for state in self._states.values():
-            state.begin()
-        self.steps = self.steps.to(taken.device) + taken
 
-    def numbers(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> Numbers:
-        """Those of this step, beside a rule's."""
-        if not self.active:
-            return Numbers(step, rule)
-        steps = self.steps[: len(self.active)]  # epilogues with sums stand last
-        if on_host:
-            pairs: Any = zip(self.active, steps.tolist(), strict=True)
-            behind = tuple(epilogue.numbers(count) for epilogue, count in pairs)
-        else:
-            counts = steps.double().unbind()
-            pairs = zip(self.active, counts, strict=True)
-            behind = tuple(as_tensors(e.numbers(count), count) for e, count in pairs)
-        return Numbers(step, rule, behind, steps)
+    def switch(self, _mode: str) -> bool:
+        """``train`` or ``eval``; whether masters may have changed and were published."""
+        return False
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the state, 0-dim tensors and averages aside."""
+
+    def averages_nbytes(self) -> int:
+        """Bytes of all averages."""
+        return sum(state.nbytes(averages=True) for state in self._states.values())
+
+    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
+        """State of one fragment as torch has it, and averages, each with its number of steps."""
+        if shard not in self._states:
+            return {}
+        values = self._states[shard].read(number, [*self._places], decode)
+        return values | {name + STEPS: self._epilogue_steps[self._places[name]] for name in values}
+
+    def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
+        """Overwrite the state of one fragment; a frozen one has none."""
+        if shard in self._states:
+            self._load_averages(shard, number, state, [*self._places])
+            torchs = {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
+            self._load_state(shard, number, torchs)
+
+    def load_average(
+        self, shard: Shard, number: int, name: str, values: Tensor, steps: int
+    ) -> None:
+        """Overwrite an average of one fragment, 1-d, and its number of steps."""
+        name = AVERAGE + name
+        self._load_averages(shard, number, {name: values, name + STEPS: steps}, [name])
+
+    def _load_averages(
+        self, shard: Shard, number: int, state: Mapping[str, Any], names: Sequence[str]
+    ) -> None:
+        if shard in self._states:
+            self._states[shard].take(number, names, state)
+        for name in names:
+            if name + STEPS in state:
+                self._epilogue_steps[self._places[name]] = float(state[name + STEPS])
+
+    @abstractmethod
+    def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
+        """Overwrite torch's state of one fragment."""
 
     def average(self, shard: Shard, number: int, name: str) -> Tensor:
         """Of one fragment, 1-d fp32; the masters before its first step, and where it is frozen."""
@@ -218,33 +259,26 @@ class EpilogueStates:
         values = {} if state is None else state.read(number, [AVERAGE + name], decode=True)
         return values.get(AVERAGE + name, shard.exact(fragment))
 
-    def fragment_state(self, shard: Shard, number: int, decode: bool) -> dict[str, Tensor]:
-        """Averages of one fragment by name, each with its number of steps, 0-dim."""
-        if shard not in self._states:
-            return {}
-        values = self._states[shard].read(number, [*self._places], decode)
-        return values | {name + STEPS: self.steps[self._places[name]] for name in values}
-
-    def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Take averages of one fragment out of ``state``; what is not an average is returned."""
-        if shard in self._states:
-            self._states[shard].take(number, [*self._places], state)
-        for name, place in self._places.items():
-            if name + STEPS in state:
-                self.steps[place] = float(state[name + STEPS])
-        return {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
-
-    def load(self, shard: Shard, number: int, name: str, values: Tensor, steps: int) -> None:
-        """Overwrite an average of one fragment, 1-d, and its number of steps."""
-        if shard in self._states:
-            self._states[shard].take(number, [AVERAGE + name], {AVERAGE + name: values})
-        self.steps[self._places[AVERAGE + name]] = steps
-
     def sums(self, shard: Shard) -> tuple[Tensor, Tensor]:
         """Row sums and segments of :class:`ShardState`; empty before a measured update."""
         state = self._states[shard]
         return state.row_sums, state.segments
 
-    def nbytes(self) -> int:
-        """Bytes of all averages."""
-        return sum(state.nbytes(averages=True) for state in self._states.values())
+    def _begin_epilogues(self, taken: Tensor, measured: bool) -> None:
+        """Count a step; ``taken`` is 0-dim bool, whether it is not skipped."""
+        self._active = tuple(e for e in self._epilogues if measured or not e.sums)
+        if self._epilogues:
+            for state in self._states.values():
+                state.begin()
+            self._epilogue_steps = self._epilogue_steps.to(taken.device) + taken
+
+    def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> Numbers:
+        """Those of this step, beside a rule's."""
+        if not self._active:
+            return Numbers(step, rule)
+        steps = self._epilogue_steps[: len(self._active)]  # epilogues with sums stand last
+        counts: Any = steps.tolist() if on_host else steps.double().unbind()
+        behind = [e.numbers(count) for e, count in zip(self._active, counts, strict=True)]
+        if not on_host:
+            behind = [as_tensors(numbers, step) for numbers in behind]
+        return Numbers(step, rule, tuple(behind), steps)
