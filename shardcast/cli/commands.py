@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -124,8 +125,21 @@ def env(arguments: list[str]) -> int:
     _parser("env").parse_args(arguments)
     variables = [it for it in sorted(os.environ) if it.startswith(PREFIXES) or it in LAUNCHER]
     sections: dict[str, Mapping[str, str]] = {
-        "versions": _versions(),
-        "machine": _machine(),
+        "versions": {
+            "shardcast": f"{shardcast.__version__} ({namesake() or 'shardcast-optim'})",
+            "python": platform.python_version(),
+            "torch": f"{torch.__version__} (CUDA {torch.version.cuda})",
+            **{package: _version(package) for package in PACKAGES},
+        },
+        "machine": {
+            "system": platform.platform(),
+            "processors": f"{os.cpu_count()} ({torch.get_num_threads()} torch threads)",
+            "backends": _backends(),
+            **{
+                f"GPU {index}": str(torch.cuda.get_device_properties(index))
+                for index in range(torch.cuda.device_count())
+            },
+        },
         "environment": {name: os.environ[name] for name in variables},
         "configuration (* changed)": _configuration(),
     }
@@ -137,57 +151,32 @@ def env(arguments: list[str]) -> int:
     return 0
 
 
-def _versions() -> dict[str, str]:
-    versions = {
-        "shardcast": f"{shardcast.__version__} ({namesake() or 'shardcast-optim'})",
-        "python": platform.python_version(),
-        "torch": f"{torch.__version__} (CUDA {torch.version.cuda}, debug {torch.version.debug})",
-    }
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
-def _machine() -> dict[str, str]:
-    facts = {
-        "system": platform.platform(),
-        "processors": f"{os.cpu_count()} ({torch.get_num_threads()} torch threads)",
-        "backends": ", ".join(_backends()) or "none",
-    }
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        facts[f"GPU {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
-    return facts
-
-
-def _backends() -> list[str]:
-    if not dist.is_available():
-        return []
-    checks = {"gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
-    names = [name for name, available in checks.items() if available()]
+def _backends() -> str:
+    names = [name for name in ("gloo", "mpi") if dist.is_backend_available(name)]
     if dist.is_nccl_available() and torch.cuda.is_available():
-        names.append("nccl " + ".".join(str(part) for part in torch.cuda.nccl.version()))
-    return names
+        names.append("nccl " + ".".join(map(str, torch.cuda.nccl.version())))
+    return ", ".join(names) or "none"
 
 
 def _configuration() -> dict[str, str]:
     """Every option as this environment resolves it; an error where it cannot be."""
-    source = os.environ.get(CONFIG_VARIABLE) or "none"
+    facts = {"file": os.environ.get(CONFIG_VARIABLE) or "none"}
     try:
         options = ShardcastConfig.load().to_dict()
     except (ValueError, TypeError, OSError) as error:
-        return {"file": source, "error": str(error)}
+        return {**facts, "error": str(error)}
     default = ShardcastConfig().to_dict()
-    special = {None: "null", True: "true", False: "false"}  # as in YAML
-    return {"file": source} | {
-        f"{name}{'*' * (value != default[name])}": special[value]
-        if value is None or isinstance(value, bool)
-        else str(value)
-        for name, value in options.items()
-    }
+    for name, value in options.items():
+        shown = value if isinstance(value, str) else json.dumps(value)  # as in YAML
+        facts[f"{name}{'*' * (value != default[name])}"] = shown
+    return facts
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

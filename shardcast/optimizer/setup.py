@@ -135,9 +135,7 @@ def plan_for(
         for number, owner, _ in originals.numbered()
     }
     unmatched = (*precision.unmatched, *parallel_dims.unmatched(params)) if before is None else ()
-    if parallel_dims.in_pipeline:
-        validate.check_staged(config)
-    else:
+    if not parallel_dims.in_pipeline:
         validate.check_matched(unmatched)
     pack_groups_by_name = parallel_dims.pack_groups_by_name({**params, **outside})
     for name, param in params.items():
@@ -173,8 +171,7 @@ def _elementwise(
             raise TypeError(trait.entangled)
     names = [type(optimizer).__name__ for optimizer in originals.optimizers]
     draws = next((name for name, t in zip(names, traits, strict=True) if t.draws), "")
-    plain = parallel_dims == ParallelDims(parallel_dims.world_size)
-    validate.check_reproducible(config, plain, parallel_dims.world_size, draws)
+    validate.check_options(config, parallel_dims, draws)
     declared = config.elementwise
     return [trait.elementwise if declared is None else declared for trait in traits]
 
@@ -217,8 +214,8 @@ def agreed(
 
     def ready() -> Plan:
         plan = planned()
-        validate.check_memory(plan.params)
-        validate.check_materialised((*plan.outside.items(), *plan.model.named_buffers()))
+        beside = (*plan.outside.items(), *plan.model.named_buffers())
+        validate.check_memory(plan.params, beside)
         return plan
 
     plan = process_groups.everyone.together(ready, device, call)

@@ -348,8 +348,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
         call = "clip_grad_norm_"
-        params, max_norm = validate.clip_arguments(parameters, max_norm)
-        bound = validate.clip_bound(call, self.originals, params, "max_norm", max_norm)
+        bound = validate.clip_bound(call, self.originals, parameters, "max_norm", max_norm)
         validate.check_norm(call, norm_type, self.config.norm_type, error_if_nonfinite)
         clip = self._pending_clip()
         self._reduce()
@@ -368,9 +367,8 @@ class ShardedOptimizer(StatefulOptimizer):
         Args and errors are those of :meth:`clip_grad_norm_`, with ``clip_value`` for ``max_norm``.
         Non-finite gradients still skip the step.
         """
-        params, clip_value = validate.clip_arguments(parameters, clip_value)
         bound = validate.clip_bound(
-            "clip_grad_value_", self.originals, params, "clip_value", clip_value
+            "clip_grad_value_", self.originals, parameters, "clip_value", clip_value
         )
         clip = self._pending_clip()
         self._reduce()

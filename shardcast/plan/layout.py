@@ -142,17 +142,6 @@ class PackLayout:
     partition: str = "even"
     pack_groups: PackGroups = PackGroups()
 
-    def __post_init__(self) -> None:
-        position = 0
-        for slot in self.slots:
-            if slot.offset < position or slot.numel != math.prod(slot.shape):
-                raise ValueError(f"layout: slot {slot.name!r} overlaps or has a wrong size")
-            position = slot.end
-        ends = [0, *(span.stop for span in self.spans)]
-        starts = [*(span.start for span in self.spans), self.numel]
-        if position > self.numel or ends != starts:
-            raise ValueError(f"layout: the spans of pack {self.index} do not tile it")
-
     def __str__(self) -> str:
         more = f" and {len(self.slots) - 1} more" if len(self.slots) > 1 else ""
         return f"pack {self.index} ({self.slots[0].name!r}{more})"

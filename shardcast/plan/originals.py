@@ -47,7 +47,7 @@ class Originals:
         """The groups of all optimizers, one optimizer after the other; of one, its own list."""
         if len(self.optimizers) == 1:
             return self.optimizers[0].param_groups
-        return JoinedGroups(self.optimizers)
+        return JoinedGroups(group for _, _, group in self.numbered())
 
     @property
     def places(self) -> list[int]:
@@ -137,31 +137,17 @@ class Originals:
 
 
 class JoinedGroups(list[Group]):
-    """The groups of several optimizers; a group that is assigned to a place is so in its owner."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        super().__init__(group for optimizer in optimizers for group in optimizer.param_groups)
-
-    def __setitem__(self, place: Any, group: Any) -> None:
-        if isinstance(place, slice):
-            self._refuse()
-        super().__setitem__(place, group)
-        position = place % len(self)
-        for optimizer in self._optimizers:
-            if position < len(optimizer.param_groups):
-                optimizer.param_groups[position] = group
-                return
-            position -= len(optimizer.param_groups)
+    """The groups of several optimizers, whose own lists alone can be changed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # copies are plain
 
     def _refuse(self, *_args: Any, **_options: Any) -> Any:
         raise RuntimeError(
-            "param_groups: groups of several optimizers can be neither added nor removed in their "
-            "joint list; add one with add_param_group of one of optimizer.optimizers, and freeze "
-            "parameters with requires_grad_(False)"
+            "param_groups: the joint list of several optimizers can not be changed; add a group "
+            "with add_param_group of one of optimizer.optimizers, replace one in its param_groups, "
+            "and freeze parameters with requires_grad_(False)"
         )
 
-    __delitem__ = __iadd__ = append = clear = extend = insert = pop = remove = _refuse
+    __setitem__ = __delitem__ = __iadd__ = append = clear = extend = insert = pop = _refuse
+    remove = reverse = sort = _refuse

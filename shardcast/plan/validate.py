@@ -13,7 +13,7 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Originals
-from shardcast.plan.parallel_dims import Tie
+from shardcast.plan.parallel_dims import ParallelDims, Tie
 from shardcast.plan.precision import PACKABLE
 
 Parameters = Iterable[Tensor] | Tensor
@@ -34,35 +34,32 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check_memory(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError for a parameter without memory, or with that of another one."""
+def check_memory(
+    named: Mapping[str, nn.Parameter], beside: Iterable[tuple[str, Tensor]] = ()
+) -> None:
+    """Raise ValueError for a tensor without memory, or a parameter with that of another one.
+
+    Args:
+        named: parameters that are packed.
+        beside: tensors that are not.
+    """
+    for name, tensor in (*named.items(), *beside):
+        if tensor.is_meta:
+            raise ValueError(
+                f"model: {name!r} is on the meta device and was never materialised; call "
+                "model.to_empty(device=...) and initialise it first, or let materialize= give "
+                "every parameter and buffer its storage, frozen ones too"
+            )
     owners: dict[int, str] = {}
     for name, param in named.items():
         pointer = _compat.local_tensor(param).data_ptr()
-        if not pointer and param.is_meta:  # empty ones have no memory either
+        owner = owners.setdefault(pointer, name)
+        # Packs would give each its own. Empty ones have none, and devices may share addresses.
+        if pointer and owner != name and named[owner].device == param.device:
             raise ValueError(
-                f"model: parameter {name!r} is on the meta device and was never materialised; "
-                "call model.to_empty(device=...) and initialise it first, or pass materialize="
-            )
-        if pointer:
-            owner = owners.setdefault(pointer, name)
-            # Packs would give each its own. Devices do not share addresses, but for odd ones.
-            if owner != name and named[owner].device == param.device:
-                raise ValueError(
-                    f"model: parameters {owner!r} and {name!r} are two objects on the same memory, "
-                    "which packing would untie; tie the Parameter itself, as in "
-                    "b.weight = a.weight rather than b.weight.data = a.weight.data, before the "
-                    "optimizer is built"
-                )
-
-
-def check_materialised(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for a tensor without memory."""
-    for name, tensor in named:
-        if tensor.is_meta:
-            raise ValueError(
-                f"model: {name!r} is on the meta device and was never materialised; let "
-                "materialize= give every parameter and buffer its storage, frozen ones too"
+                f"model: parameters {owner!r} and {name!r} are two objects on the same memory, "
+                "which packing would untie; tie the Parameter itself, as in b.weight = a.weight "
+                "rather than b.weight.data = a.weight.data, before the optimizer is built"
             )
 
 
@@ -133,18 +130,10 @@ def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterabl
         )
 
 
-def clip_arguments(parameters: Any, bound: Any) -> tuple[Any, Any]:
-    """Parameters, if they are given, and bound of a clip that may be called with a bound alone."""
-    numeric = isinstance(parameters, (Real, str)) or (
-        isinstance(parameters, Tensor) and not isinstance(parameters, nn.Parameter)
-    )
-    return (None, parameters) if bound is None and numeric else (parameters, bound)
-
-
 def clip_bound(
-    call: str, originals: Originals, parameters: Parameters | None, name: str, bound: Any
+    call: str, originals: Originals, parameters: Parameters | float | None, name: str, bound: Any
 ) -> float:
-    """The bound of a clip of all trained parameters.
+    """The bound of a clip of all trained parameters, which may be called with a bound alone.
 
     Args:
         name: of the bound, for errors.
@@ -153,10 +142,13 @@ def clip_bound(
         TypeError, ValueError: a bound, or one of a group, is not a number above 0.
         ValueError: ``parameters`` are not all trained ones.
     """
+    is_value = isinstance(parameters, Tensor) and not isinstance(parameters, nn.Parameter)
+    if bound is None and (is_value or isinstance(parameters, (Real, str))):
+        parameters, bound = None, parameters
     for number, optimizer, group in originals.numbered():
         check_limit(group, optimizer.defaults, number)
     if parameters is not None:
-        params = [parameters] if isinstance(parameters, Tensor) else parameters
+        params: Any = [parameters] if isinstance(parameters, Tensor) else parameters
         check_clipped(call, originals.groups, params)
     return _bound(name, bound)
 
@@ -252,30 +244,26 @@ def check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
             )
 
 
-def check_staged(config: ShardcastConfig) -> None:
-    """Raise ValueError for an option that a pipeline does not allow."""
-    if config.grads == "sharded":
+def check_options(config: ShardcastConfig, parallel_dims: ParallelDims, draws: str) -> None:
+    """Raise ValueError for what a pipeline, or the same bits at any number of ranks, cannot have.
+
+    Args:
+        draws: the class of an optimizer that draws random numbers, or may; empty if none does.
+    """
+    ranks, total = parallel_dims.world_size, config.reproducible
+    if parallel_dims.in_pipeline and config.grads == "sharded":
         raise ValueError(
             "grads: expected 'full' in a pipeline, whose backwards accumulate locally until "
             "step(), got 'sharded'"
         )
-
-
-def check_reproducible(config: ShardcastConfig, plain: bool, ranks: int, draws: str) -> None:
-    """Raise ValueError for what a run with the same bits at any number of ranks cannot have.
-
-    Args:
-        plain: there is no mesh, and one stage.
-        draws: the class of an optimizer that draws random numbers, or may; empty if none does.
-    """
-    total = config.reproducible
     if total is None:
         return
+    in_mesh = parallel_dims != ParallelDims(ranks)
     refused = {
         f"{ranks} ranks do not divide its {total} micro-batches; use a number of ranks that does, "
         "or another number of micro-batches": total % ranks > 0,
         "a mesh, a pipeline and shard_ranks sum over other ranks too; shard over plain "
-        "data-parallel ranks, all of them": not plain or isinstance(config.shard_ranks, int),
+        "data-parallel ranks, all of them": in_mesh or isinstance(config.shard_ranks, int),
         f"reduce {config.reduce!r} leaves the order of sums to others; use 'all_to_all'": (
             config.reduce not in ("auto", "all_to_all")
         ),

@@ -13,7 +13,7 @@ from models import GPT, MLP, sharded
 from torch import nn
 
 import shardcast
-from shardcast.plan.layout import GroupId, Layout, PackLayout, ParamInfo, Slot, Span
+from shardcast.plan.layout import GroupId, Layout, ParamInfo
 from shardcast.plan.packing import describe, plan_packs
 
 pytestmark = pytest.mark.timeout(60)
@@ -215,22 +215,6 @@ def test_layouts_are_frozen():
         layout.world_size = 3  # type: ignore[misc]
     with pytest.raises(AttributeError):
         layout.packs[0].slots[0].offset = 3  # type: ignore[misc]
-
-
-def pack_of(slots: list[Slot], spans: list[Span], numel: int) -> PackLayout:
-    return PackLayout(0, "cpu", torch.float32, True, 0, "", numel, tuple(slots), tuple(spans))
-
-
-def test_a_layout_checks_itself():
-    good = Slot("a", (4,), 0, 4)
-    pack_of([good], [Span(0, 0, 4)], 4)
-    with pytest.raises(ValueError, match="slot 'b' overlaps"):
-        pack_of([good, Slot("b", (4,), 3, 4)], [Span(0, 0, 8)], 8)
-    with pytest.raises(ValueError, match="slot 'c' overlaps or has a wrong size"):
-        pack_of([Slot("c", (4,), 0, 5)], [Span(0, 0, 8)], 8)
-    for spans in ([Span(0, 0, 3)], [Span(0, 1, 4)], [Span(0, 0, 2), Span(1, 3, 4)]):
-        with pytest.raises(ValueError, match="do not tile"):
-            pack_of([good], spans, 4)
 
 
 def shown(model: nn.Module, **fields: Any) -> list[str]:
