@@ -298,10 +298,26 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def coalesced(group: Any, device: torch.device | None, async_op: bool = False) -> Any:
-    """A context within which collectives on ``device`` make one launch (NCCL's group calls).
+def all_gather_several(
+    pairs: Sequence[tuple[Tensor, Tensor]], group: Any, async_op: bool
+) -> dist.Work | None:
+    """One launch of the all-gathers of each ``(output, input)`` of one dtype.
 
-    Without a device they are all-gathers alone, for which backends have a call of several.
+    As ``coalesced`` of several ``dist.all_gather_into_tensor``, without the time of each of them.
+    """
+    options: Any = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    name = "all_gather_single_coalesced"  # of torch >= 2.13, and the one before
+    launch: Any = getattr(group, name, None) or group.allgather_into_tensor_coalesced
+    work: dist.Work = launch([pair[0] for pair in pairs], [pair[1] for pair in pairs], options)
+    if not async_op and work is not None:
+        work.wait()
+        return None
+    return work
+
+
+def coalesced(group: Any, device: torch.device, async_op: bool = False) -> Any:
+    """A context within which collectives on ``device`` make one launch (NCCL's group calls).
 
     Not ``async_op``: on the current stream, as each of them alone. Else what the context gives has
     a ``wait()``, and each collective within must be ``async_op`` too, its work not waited for.

@@ -70,9 +70,7 @@ def gathers(group: Any) -> tuple[Tensor, Tensor]:
             pass
         launch.wait()
         several = torch.empty(4), torch.empty(4)
-        with _compat.coalesced(group, None, async_op) as launch:
-            for gathered in several:
-                _compat.all_gather_flat(gathered, mine, group, async_op)
+        launch = _compat.all_gather_several([(t, mine) for t in several], group, async_op)
         launch.wait()
         assert torch.equal(torch.stack(several), torch.stack((out, out)))
     return out, reduced
@@ -83,9 +81,7 @@ def test_flat_gather_and_scatter_under_either_name():
     for rank, (gathered, reduced) in enumerate(world.run(gathers)):
         assert gathered.tolist() == [0, 0, 1, 1]
         assert reduced.tolist() == [3.0 * rank] * 2
-    # torch 2.11 hands no options to a launch of several, and waits for its work afterwards.
-    several = hasattr(torch.distributed, "all_gather_single")
-    flags = [False, False, True, *[False] * 2, *[several] * 2]
+    flags = [False, False, True, *[False] * 2, *[True] * 2]
     assert [c.async_op for c in world.logs[0]] == flags
     assert len({c.launch for c in world.logs[0]}) == 5, "several all-gathers are one launch"
 

@@ -108,14 +108,19 @@ class TensorCollectives:
 
         One launch where the backend groups calls (NCCL), else one for each piece.
         """
+        work = Work(self, "broadcasts", about)
         calls = [
             partial(dist.broadcast, piece, group=self.group, group_src=source, async_op=async_op)
             for source, piece in pieces
         ]
-        work = Work(self, "broadcasts", about)
-        if pieces:
-            device = pieces[0][1].device
-            self._launch(work, calls, self.backend(device), device, async_op)
+        with work:
+            if len(pieces) > 1 and self.backend(device := pieces[0][1].device) in GROUPED:
+                with _compat.coalesced(self.group, device, async_op) as launch:
+                    for call in calls:
+                        call()
+                work.launched += [launch] * async_op
+            else:
+                work.launched += [call() for call in calls]
         return work
 
     def all_gather_all(
@@ -125,29 +130,19 @@ class TensorCollectives:
 
         One for each dtype: NCCL refuses several in a call.
         """
-        calls: dict[torch.dtype, list[Callable[[], Any]]] = {}
-        for output, input in pairs:
-            gather = partial(_compat.all_gather_flat, output, input, self.group, async_op)
-            calls.setdefault(output.dtype, []).append(gather)
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for pair in pairs if self.size > 1 else ():
+            by_dtype.setdefault(pair[0].dtype, []).append(pair)
         work = Work(self, "all-gathers", about)
-        for calls_of_dtype in calls.values() if self.size > 1 else ():
-            self._launch(work, calls_of_dtype, self.backend(pairs[0][0].device), None, async_op)
-        return work
-
-    def _launch(
-        self, work: Work, calls: Sequence[Callable[[], Any]], backend: str,
-        device: torch.device | None, async_op: bool,
-    ) -> None:  # fmt: skip
-        """Make ``calls`` in one launch, if the backend can."""
         with work:
-            if len(calls) == 1 or backend not in GROUPED:
-                work.launched += [call() for call in calls]
-                return
-            with _compat.coalesced(self.group, device, async_op) as launch:
-                for call in calls:
-                    call()
-            if async_op:
-                work.launched.append(launch)
+            for of_dtype in by_dtype.values():
+                if len(of_dtype) > 1 and self.backend(of_dtype[0][0].device) in GROUPED:
+                    work.launched += [_compat.all_gather_several(of_dtype, self.group, async_op)]
+                else:
+                    work.launched += [
+                        _compat.all_gather_flat(*pair, self.group, async_op) for pair in of_dtype
+                    ]
+        return work
 
     def all_reduce(self, tensor: Tensor, about: object = "", async_op: bool = False) -> Work:
         """Replace ``tensor`` by the sum over ranks."""

@@ -57,21 +57,24 @@ class Gradients:
     @property
     def data(self) -> Tensor:
         """1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm."""
-        if self._data is None:
-            numel, own = self.pack.layout.numel, self.pack.own
-            self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
-            slots, start = self.pack.layout.slots, self._data.data_ptr()
-            self._addresses = [
-                start + slot.offset * self.dtype.itemsize if slot.numel else 0 for slot in slots
-            ]
-            self._shown = [_nothing] * len(slots)
-            self._own_data = self._data[own.start : own.stop]
-        return self._data
+        return self._allocate() if self._data is None else self._data
+
+    def _allocate(self) -> Tensor:
+        numel, own = self.pack.layout.numel, self.pack.own
+        data = self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
+        slots, start = self.pack.layout.slots, data.data_ptr()
+        self._addresses = [
+            start + slot.offset * self.dtype.itemsize if slot.numel else 0 for slot in slots
+        ]
+        self._shown = [_nothing] * len(slots)
+        self._own_data = data[own.start : own.stop]
+        return data
 
     @property
     def own(self) -> Tensor:
         """The own span, 1-d: the mean, after a reduction."""
-        _ = self.data  # allocates it
+        if self._data is None:
+            self._allocate()
         return self._own_data
 
     @property

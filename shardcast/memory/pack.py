@@ -35,6 +35,8 @@ class Pack:
         in_model: the model's parameters.
         params: the same, of a DTensor its :class:`LocalParam`.
         own: this rank's span.
+        data: the storage, 1-d; padding is zero.
+        own_data: the own span of it.
     """
 
     def __init__(self, layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> None:
@@ -44,7 +46,7 @@ class Pack:
         self.params: list[Any] = [as_packed(param) for param in params]
         self._has_dtensors = any(map(_compat.is_dtensor, params))
         self.own = layout.spans[comm.rank]
-        self.data = torch.empty(0)
+        self.data = self.own_data = torch.empty(0)
         self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
 
     @property
@@ -74,6 +76,7 @@ class Pack:
             self.data = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         else:
             self.data = source.to(layout.dtype)
+        self.own_data = self.span(self.own)
         views = self.views(self.data)
         if source is None:
             with torch.no_grad():
@@ -109,12 +112,16 @@ class Pack:
         return [hashlib.blake2b(ctypes.string_at(*r), digest_size=16).digest() for r in ranges]
 
     @property
-    def versions(self) -> list[int]:
-        """How often each parameter was written as autograd counts; writes to ``data`` are not."""
-        counts = [param._version for param in self.in_model]
+    def marks(self) -> list[int]:
+        """Other numbers after a write that autograd counts, or that assigned ``param.data``.
+
+        Writes to ``data`` are not counted.
+        """
+        marks = [param._version for param in self.in_model]
         if self._has_dtensors:  # ``to_local()`` has the local tensor's counter
-            counts += [local._version for local in self.locals]
-        return counts
+            marks += [local._version for local in self.locals]
+        marks += [param.data_ptr() for param in self.params]
+        return marks
 
     def take_moved(self) -> bool:
         """Take values that were assigned as ``param.data``; whether there were any.

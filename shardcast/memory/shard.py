@@ -58,7 +58,7 @@ class Shard:
     @property
     def published(self) -> Tensor:
         """The own span of the pack, 1-d."""
-        return self.pack.span(self.pack.own)
+        return self.pack.own_data
 
     @property
     def casts(self) -> bool:
@@ -176,7 +176,7 @@ class Shard:
             param.grad = None
             if param.grad_dtype != dtype:
                 param.grad_dtype = dtype
-        pack.data = pack.data[:0]
+        pack.data = pack.own_data = pack.data[:0]
 
 
 def build_shard(

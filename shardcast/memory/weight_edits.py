@@ -37,14 +37,14 @@ class WeightEdits:
 
     def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
         self._shards = shards
-        self._versions: dict[Pack, list[int]] = {}
+        self._marks: dict[Pack, list[int]] = {}
         self.steps = 0
         self._first = torch.zeros((), dtype=torch.float64, device=device)
         self.due = False
 
     def note(self) -> None:
         """What was written until now is our own, or taken."""
-        self._versions = {shard.pack: shard.pack.versions for shard in self._shards}
+        self._marks = {shard.pack: shard.pack.marks for shard in self._shards}
 
     def edited(self) -> list[Shard]:
         """Shards of packs that were written to since :meth:`note`.
@@ -52,12 +52,10 @@ class WeightEdits:
         Raises:
             RuntimeError: names a parameter that has another dtype, device or shape now.
         """
-        return [
-            shard
-            for shard in self._shards
-            # Both are looked at: a parameter that was moved has to come back.
-            if shard.pack.take_moved() | (shard.pack.versions != self._versions[shard.pack])
-        ]
+        edited = [shard for shard in self._shards if shard.pack.marks != self._marks[shard.pack]]
+        for shard in edited:
+            shard.pack.take_moved()
+        return edited
 
     def take(self) -> None:
         """Make what was written the masters."""

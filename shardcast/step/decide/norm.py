@@ -24,7 +24,7 @@ class PNorm:
 
     def __init__(self, p: float, device: torch.device) -> None:
         self._p, self._device = p, device
-        self._zero = torch.zeros(1, dtype=torch.float32, device=device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
 
     @property
     def is_maximum(self) -> bool:
@@ -43,7 +43,7 @@ class PNorm:
         """
         if _compat.is_host(self._device) or not spans:
             powers = [self.power(own) for own in spans]
-            return torch.stack(powers) if powers else self._zero[:0]
+            return torch.stack(powers) if powers else self._zero.new_empty(0)
         norms = [self._zero] * len(spans)
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, own in enumerate(spans):
@@ -53,8 +53,8 @@ class PNorm:
             every = torch._foreach_norm([spans[n] for n in numbers], self._p, dtype=torch.float32)
             for number, norm in zip(numbers, every, strict=True):
                 norms[number] = norm if device == self._device else norm.to(self._device)
-        flat = torch.cat([norm.view(1) for norm in norms])
-        return flat if self.is_maximum else flat.pow(self._p)
+        stacked = torch.stack(norms)
+        return stacked if self.is_maximum else stacked.pow(self._p)
 
     def power(self, own: Tensor) -> Tensor:
         """The power of a 1-d span of the host, 0-dim."""

@@ -91,7 +91,7 @@ def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> Work:
     """
     comm, about = packs[0].comm, packs[0].layout
     if gathers:
-        pairs = [(pack.data, pack.span(pack.own)) for pack in packs]
+        pairs = [(pack.data, pack.own_data) for pack in packs]
         return comm.all_gather_all(pairs, about, async_op)
     pieces = [(span.owner, pack.span(span)) for pack in packs for span in pack.layout.owned_spans]
     return comm.broadcast_all(pieces, about, async_op)
