@@ -124,14 +124,12 @@ class FusedUpdate(Update):
                     known[key] = rule, self._numbers_of(step, of_rule, on_host)
                 rule, numbers = known[key]
                 fusion = state.prepare(rule, epilogues)
-                size = WINDOW if self._config.offload else max(1, run.stop - run.start)
-                for start in range(run.start, run.stop, size):
-                    part = slice(start, min(start + size, run.stop))
+                for part in _windows(run) if self._config.offload else (run,):
                     yield _Range(state, part, fusion, numbers, decision.factors[group])
 
     def _runs(
         self, state: ShardState, present: Sequence[bool]
-    ) -> Iterator[tuple[slice, int, bool]]:
+    ) -> Sequence[tuple[slice, int, bool]]:
         """Maximal ranges of the own span with one history, all present or all absent.
 
         Each with the place of a fragment in it among those of all shards.
@@ -141,15 +139,16 @@ class FusedUpdate(Update):
         """
         own, fragments = state.shard.pack.own, state.shard.fragments
         if self._uniform and all(present):
-            yield slice(0, own.stop - own.start), state.first, True
-            return
+            return ((slice(0, own.stop - own.start), state.first, True),)
         histories = self._histories[state.first : state.first + len(fragments)]
         pairs = list(zip(present, histories, strict=True))
         begins = [n for n, pair in enumerate(pairs) if n == 0 or pair != pairs[n - 1]]
+        runs = []
         for begin, end in itertools.pairwise([*begins, len(pairs)]):
             stop = fragments[end].start if end < len(pairs) else own.stop
             run = state.shard.local(fragments[begin].start, stop)
-            yield run, state.first + begin, present[begin]
+            runs.append((run, state.first + begin, present[begin]))
+        return runs
 
     def _numbers(self, of: GroupId, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
         """The rule of a group, and its numbers of a step."""
@@ -221,6 +220,11 @@ class FusedUpdate(Update):
         self._steps[own.first + number] = steps
         self._histories[own.first + number] = ("loaded", steps) if state else None
         self._uniform = False  # until the next step has looked
+
+
+def _windows(run: slice) -> Iterator[slice]:
+    for start in range(run.start, run.stop, WINDOW):
+        yield slice(start, min(start + WINDOW, run.stop))
 
 
 def _plain(value: Any) -> Any:

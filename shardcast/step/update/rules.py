@@ -12,6 +12,7 @@ A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -253,10 +254,15 @@ def rule_of(
     decays, maximize = bool(group["weight_decay"] != 0), bool(group["maximize"])
     if kind is torch.optim.SGD:
         momentum, nesterov = bool(group["momentum"] != 0), bool(group["nesterov"])
-        return (TorchSGDRule if fused else SGDRule)(momentum, decays, nesterov, maximize)
+        return _rule(TorchSGDRule if fused else SGDRule, momentum, decays, nesterov, maximize)
     coupled = not group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
     adam = TorchAdamRule if fused else AdamRule
-    return adam(coupled, decays, bool(group["amsgrad"]), maximize)
+    return _rule(adam, coupled, decays, bool(group["amsgrad"]), maximize)
+
+
+@functools.cache  # one object for the same flags: rules are compared in every step
+def _rule(kind: type[AdamRule] | type[SGDRule], *flags: bool) -> AdamRule | SGDRule:
+    return kind(*flags)
 
 
 def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:

@@ -45,7 +45,9 @@ class ShardState:
         self._keys: Tensor | None = None
         self.row_sums, self.segments = torch.empty(0), torch.empty(0)
         self._prepared: tuple[Rule, tuple[Epilogue, ...], Fusion] | None = None
-        self._fetched: tuple[Any, ...] = ()  # what the operands are of, by identity
+        # What the operands are of: by identity, and which part of it.
+        self._fetched: tuple[Any, ...] = ()
+        self._part: slice | None = None
         self._operands = Operands()
 
     def encoded(self, name: str) -> Encoded:
@@ -102,9 +104,9 @@ class ShardState:
         shard = self.shard
         assert shard.grads is not None
         own, data, first = shard.grads.own, shard.pack.data, shard.master.first
-        fetched = fusion, own, data, first, part.start, part.stop
-        same = self._fetched and all(map(operator.is_, fetched[:4], self._fetched))
-        if same and old is None and fetched[4:] == self._fetched[4:]:
+        fetched = fusion, own, data, first
+        same = part == self._part and all(map(operator.is_, fetched, self._fetched))
+        if same and old is None:
             return self._operands
         operands = Operands([own[part]])
         if fusion.casts:
@@ -119,7 +121,7 @@ class ShardState:
             operands += [sums[rows] for sums in self.row_sums]
         # Sharded gradients are new in each step: kept operands would keep the last ones.
         if old is None and not self._config.offload and self._config.grads == "full":
-            self._fetched, self._operands = fetched, operands
+            self._fetched, self._part, self._operands = fetched, part, operands
         return operands
 
     def send(self, part: slice, fusion: Fusion, operands: Sequence[Tensor]) -> None:
