@@ -8,7 +8,7 @@ it until it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
