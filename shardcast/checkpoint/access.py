@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -64,7 +64,7 @@ class Snapshot:
         }
         trained = set(self._trained.values())
         self._outside = {n: p for n, p in optimizer.model.named_parameters() if p not in trained}
-        self._buffers = _persistent(optimizer.stages)
+        self._buffers = optimizer.buffer_averages.saved()
         tensors = {**self._trained, **self._outside, **self._buffers}
         self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
         self._extra: dict[str, tuple[nn.Module, Any]] = {
@@ -173,9 +173,20 @@ class Snapshot:
         for number, (name, param) in enumerate(self._outside.items()):
             if self._stores(self._process_groups.parallel_dims.pack_groups_of(name, param), number):
                 yield self._view(name, param)
+        averages = self._optimizer.buffer_averages.state()
         for name, buffer in self._buffers.items():
             if self.inventory.buffers[name, self._regions[name]] == self.comm.rank:
-                yield self._view(name, buffer)
+                own = self._optimizer.buffer_averages.of_training.get(name, buffer)
+                yield self._view(name, own)
+                for key, average in averages.get(name, {}).items():
+                    yield self._average_view(name, key, average)
+
+    def _average_view(self, name: str, key: str, average: Tensor) -> ShardView:
+        """An average of a buffer, or its number of steps."""
+        path = state_path(self.inventory.stored(name), key)
+        if average.dim() == 0:
+            return ShardView.whole(path, average)
+        return ShardView(path, self._regions[name], 0, average.reshape(-1))
 
     def _view(self, name: str, tensor: Tensor) -> ShardView:
         """A parameter or buffer that the optimizer does not have."""
@@ -269,6 +280,16 @@ class Snapshot:
         for tensor, view in zip(untrained.values(), staged, strict=True):
             local = _compat.local_tensor(tensor)
             local.copy_(view.flat.view(local.shape))
+        averages: dict[str, dict[str, Tensor]] = {}
+        for name, values in self._optimizer.buffer_averages.state().items():
+            stored = source.state.get(self.inventory.stored(name), {})
+            averages[name] = {
+                key: torch.empty_like(value, device="cpu")
+                for key, value in values.items()
+                if key in stored
+            }
+            source.read([self._average_view(name, *item) for item in averages[name].items()])
+        self._optimizer.buffer_averages.load(averages)
 
     def _take_pack(self, shard: Shard, source: Source) -> None:
         views, loading = [], []
@@ -312,16 +333,3 @@ def is_elementwise(value: Tensor, fragment: Fragment, flat: bool) -> bool:
 def state_key(name: str) -> str:
     """The key that ``state_dict`` has for a parameter or buffer."""
     return name.replace(RECOMPUTED, "")
-
-
-def _persistent(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The buffers that ``state_dict`` saves, each under its first name.
-
-    Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
-    """
-    names: dict[Tensor, str] = {}
-    for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
-    return {name: buffer for buffer, name in names.items()}

@@ -188,7 +188,10 @@ def _compare_groups(where: str, present: Sequence[Sequence[str]], stored: Any) -
 
 
 def _compare_state(mine: Inventory, source: Source) -> None:
+    buffers = {name for name, _ in mine.buffers}
     for name, values in source.state.items():
+        if name in buffers:  # averages of them, which go where they are asked for
+            continue
         if name not in mine.trained:
             raise ValueError(
                 f"{source.where}: it has optimizer state of {name!r}, which is not trained here"

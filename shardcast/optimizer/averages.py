@@ -55,7 +55,8 @@ class Averages:
                     shard.published[part].copy_(self.values(shard, number, name))
             self._sync(shards, name)
         try:
-            yield
+            with optimizer.buffer_averages.switched(name):
+                yield
         finally:
             with torch.no_grad():
                 if optimizer.edits.edited():
@@ -100,6 +101,7 @@ class Averages:
             for number, fragment in enumerate(shard.fragments):
                 values = _cut(weights[fragment.slot.name], fragment)
                 optimizer.update_of(shard).load_average(shard, number, name, values, steps)
+        optimizer.buffer_averages.begin(name, weights, steps)
 
 
 def _cut(values: Tensor, fragment: Fragment) -> Tensor:

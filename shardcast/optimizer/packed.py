@@ -19,6 +19,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
 from shardcast.memory.weight_edits import WeightEdits
 from shardcast.messages import warn
+from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.model_hooks import Copy, ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
 from shardcast.optimizer.stages import called_by_script
@@ -85,6 +86,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             True for s in self.stages for _ in s.buffers()
         )
         self._buffers = Buffers(self.stages, self.comm) if written and self.comm.size > 1 else None
+        self.buffer_averages = BufferAverages(self.stages, plan.config.averages, self.comm)
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
         self.edits.note()
@@ -238,6 +240,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         report["state"] = sum(update.nbytes() for update in self.updates)
         if self.config.averages:
             report["averages"] = sum(update.averages_nbytes() for update in self.updates)
+            report["averages"] += self.buffer_averages.nbytes
         if self.decider.guard is not None:
             report["guard"] = self.decider.guard.nbytes
         return report

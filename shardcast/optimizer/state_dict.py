@@ -42,6 +42,7 @@ class Loading:
         active: indices of the packs that are trained, or were at some time.
         pieces: of this rank's fragments.
         decider: the loss scale and the count of skipped steps, of a local state.
+        buffers: averages by name of buffer, of a local state.
         groups: options of the parameter groups.
         masters: masters are among it, on every rank.
     """
@@ -51,6 +52,7 @@ class Loading:
     decider: Mapping[str, Any] | None = None
     groups: Groups = ()
     masters: bool = False
+    buffers: Mapping[str, Mapping[str, Tensor]] | None = None
 
 
 class StateDict:
@@ -83,6 +85,10 @@ class StateDict:
                 **self._head(),
                 "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
                 "scaler": optimizer.decider.state_dict(),
+                "buffers": {
+                    name: copied(averages)
+                    for name, averages in optimizer.buffer_averages.state().items()
+                },
             },
         }
 
@@ -134,7 +140,8 @@ class StateDict:
             return replace(plain, groups=groups)
         self._check_head(head)
         pieces = self._plan_local(loaded["state"])
-        return Loading(frozenset(head["active"]), pieces, head["scaler"], groups, masters=True)
+        active = frozenset(head["active"])
+        return Loading(active, pieces, head["scaler"], groups, True, head.get("buffers", {}))
 
     def _head(self) -> dict[str, Any]:
         optimizer, parallel_dims = self._optimizer, self._optimizer.process_groups.parallel_dims
@@ -206,6 +213,8 @@ class StateDict:
             optimizer.update_of(shard).load_fragment(shard, number, values)
         if loading.decider is not None:
             optimizer.decider.load_state_dict(dict(loading.decider))
+        if loading.buffers is not None:
+            optimizer.buffer_averages.load(loading.buffers)
         if loading.masters:
             optimizer.publish()
         load_groups(self._groups, loading.groups)
