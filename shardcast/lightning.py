@@ -15,7 +15,7 @@ under any other strategy. The norm of the last step is ``self.optimizers().grad_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -194,10 +194,11 @@ class LogMetrics(Callback):
     """Logs the metrics of parameters in every ``log_every_n_steps``-th step.
 
     Args:
-        pattern: of their names; needs ``ShardcastStrategy({"metrics": True})``.
+        pattern: of their names, or from labels to patterns, as ``optimizer.metrics`` takes them;
+            needs ``ShardcastStrategy({"metrics": True})``.
     """
 
-    def __init__(self, pattern: str = "*") -> None:
+    def __init__(self, pattern: str | Mapping[str, str] = "*") -> None:
         self._pattern = pattern
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:

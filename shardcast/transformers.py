@@ -68,8 +68,9 @@ class ShardcastTrainerMixin:
         shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment.
         evaluate_average: the name of an average (``averages`` of the configuration), which is in
             the model while it evaluates and predicts.
-        log_metrics: a pattern of names of parameters, ``"*"`` for all, of which ``metrics()`` of
-            the optimizer is logged beside the loss (``metrics`` of the configuration).
+        log_metrics: a pattern of names of parameters, ``"*"`` for all, or from labels to patterns,
+            of which ``metrics()`` of the optimizer is logged beside the loss (``metrics`` of the
+            configuration).
     """
 
     accelerator: Any
@@ -81,11 +82,12 @@ class ShardcastTrainerMixin:
     _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
     _shardcast_config: ConfigSource = None
     _evaluate_average: str | None = None
-    _log_metrics: str | None = None
+    _log_metrics: str | Mapping[str, str] | None = None
 
     def __init__(
         self, *args: Any, shardcast_config: ConfigSource = None,
-        evaluate_average: str | None = None, log_metrics: str | None = None, **kwargs: Any,
+        evaluate_average: str | None = None, log_metrics: str | Mapping[str, str] | None = None,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         self._log_metrics = log_metrics
         self._shardcast_config, self._evaluate_average = shardcast_config, evaluate_average

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -90,9 +90,9 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         """As of ShardedOptimizer: have an average in the model, on every rank."""
         return self.optimizer.averaged(name)  # type: ignore[no-any-return]
 
-    def metrics(self, pattern: str = "*") -> dict[str, dict[str, Tensor]]:
+    def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
         """As of ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
-        return self.optimizer.metrics(pattern)  # type: ignore[no-any-return]
+        return self.optimizer.metrics(patterns)  # type: ignore[no-any-return]
 
     def count(self, tokens: float | Tensor) -> None:
         """As of ShardedOptimizer; the loss is then not divided by the accumulation steps."""

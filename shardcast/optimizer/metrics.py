@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
+from collections.abc import Hashable, Mapping
+from fnmatch import fnmatchcase as match
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Metrics:
         self._weights = torch.empty(0)  # what a fragment counts, 1 but for copies
         self._numels = torch.empty(0)
         self._totals: Tensor | None = None
+        self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}  # see _chosen
 
     def due(self) -> bool:
         """Whether this step is measured; equal on all ranks."""
@@ -58,6 +60,7 @@ class Metrics:
         weights: list[float] = []
         numels: list[float] = []
         self._slots = []
+        self._choices.clear()
         for shard in shards:
             slots, groups = shard.pack.layout.slots, shard.pack.layout.pack_groups
             first = len(self._slots)
@@ -76,7 +79,7 @@ class Metrics:
         self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
         self._numels = torch.tensor([numels], dtype=torch.float64).to(device)
 
-    def read(self, pattern: str) -> dict[str, dict[str, Tensor]]:
+    def read(self, patterns: str | Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
         """See :meth:`shardcast.ShardedOptimizer.metrics`. Local."""
         if not self._period:
             raise RuntimeError(
@@ -84,17 +87,44 @@ class Metrics:
             )
         if self._totals is None:
             return {}
-        chosen = [n for n, name in enumerate(self._slots) if fnmatch.fnmatchcase(name, pattern)]
-        grad, weight, update = (row.sqrt() for row in self._totals[:3].unbind())
-        swallowed, numel = self._totals[3:].unbind()
-        rows = (grad, weight, update, update / weight, swallowed / numel)
-        by_metric = [row.float().unbind() for row in rows]
+        labels, slots, rows = self._chosen(patterns)
+        chosen = self._totals.new_zeros(ROWS, len(labels))
+        chosen.index_add_(1, rows, self._totals[:, slots])
+        grad, weight, update = (row.sqrt() for row in chosen[:3].unbind())
+        swallowed, numel = chosen[3:].unbind()
+        values = (grad, weight, update, update / weight, swallowed / numel)
+        columns = torch.stack(values, dim=1).float().unbind()
         return {
-            self._slots[n]: {
-                name: of_metric[n] for name, of_metric in zip(NAMES, by_metric, strict=True)
-            }
-            for n in chosen
+            label: dict(zip(NAMES, of.unbind(), strict=True))
+            for label, of in zip(labels, columns, strict=True)
         }
+
+    def _chosen(self, patterns: str | Mapping[str, str]) -> tuple[list[str], Tensor, Tensor]:
+        """Labels, and on the device slots with the label of each; kept for the next call."""
+        key = patterns if isinstance(patterns, str) else tuple(patterns.items())
+        if key not in self._choices:
+            if isinstance(patterns, str):
+                pairs = [(name, n) for n, name in enumerate(self._slots) if match(name, patterns)]
+                labels = [name for name, _ in pairs]
+            else:
+                labels = [*patterns]
+                pairs = [
+                    (label, n)
+                    for label, pattern in patterns.items()
+                    for n, name in enumerate(self._slots)
+                    if match(name, pattern)
+                ]
+            unmatched = set(labels) - {label for label, _ in pairs}
+            if unmatched:
+                raise ValueError(
+                    f"metrics: expected patterns of parameter names, got none that match for "
+                    f"{', '.join(map(repr, sorted(unmatched)))}"
+                )
+            rows = {label: row for row, label in enumerate(labels)}
+            places = torch.tensor([[n, rows[label]] for label, n in pairs], dtype=torch.int64)
+            slots, rows_of_slots = places.view(-1, 2).to(self._optimizer.device).unbind(1)
+            self._choices[key] = labels, slots, rows_of_slots
+        return self._choices[key]
 
 
 def _of_fragments(row_sums: Tensor, segments: Tensor) -> Tensor:

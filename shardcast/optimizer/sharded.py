@@ -401,23 +401,26 @@ class ShardedOptimizer(StatefulOptimizer):
         """Of the last step, before clipping; 0-dim, ``None`` before any."""
         return None if self._last_norm is None else self._last_norm.float()
 
-    def metrics(self, pattern: str = "*") -> dict[str, dict[str, Tensor]]:
+    def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
         """Norms of the last step that ``metrics`` measured and that was not skipped. Local.
 
         Args:
-            pattern: of parameter names, as in a shell: ``"*.attn.*"``.
+            patterns: of parameter names, as in a shell: ``"*.attn.*"``; or from labels to such
+                patterns: all parameters that one matches are measured as one tensor.
 
         Returns:
-            By parameter, 0-dim fp32 on the device, of the whole parameter and equal on all ranks
-            that hold it: ``grad_norm`` (as the update has it: unscaled and clipped),
+            By parameter or label, 0-dim fp32 on the device, of the whole parameter and equal on
+            all ranks that hold it: ``grad_norm`` (as the update has it: unscaled and clipped),
             ``weight_norm`` (of the new fp32 masters), ``update_norm`` (their change),
             ``update_to_weight`` (its ratio to the weight), ``swallowed`` (share of elements whose
-            master changed and whose published value did not). Empty before a first such step.
+            master changed and whose published value did not). Empty before a first measured step;
+            zeros, and ratios NaN, as long as all of them were skipped.
 
         Raises:
             RuntimeError: without the option ``metrics``.
+            ValueError: a label's pattern matches no parameter.
         """
-        return (self._metrics or Metrics(self)).read(pattern)
+        return (self._metrics or Metrics(self)).read(patterns)
 
     @property
     def loss_scale(self) -> Tensor | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from typing import Any
 
 import pytest
 import torch
+from bag import Bag
 from models import CASES, exact_muon, install, run_world, sharded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -38,24 +40,29 @@ def muon_and_sgd(model: nn.Module) -> Any:
     return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=1e-2)]
 
 
-def by_hand(model: nn.Module, optimizer: Any, act: Any) -> Norms:
-    """The norms of one step, from full parameters; on rank 0."""
-    names = dict(model.named_parameters())
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in names.items()}
-    before = {n: t.clone() for n, t in optimizer.full_parameters().items()}
-    low = {name: param.detach().clone() for name, param in names.items()}
-    act()
+def by_hand(model: nn.Module, optimizer: Any, scale: float) -> Norms:
+    """Makes a step; its norms from full parameters, on rank 0."""
+    params = dict(model.named_parameters())
+    grads = {
+        n: torch.zeros(1) if p.grad is None else p.grad.double() / scale for n, p in params.items()
+    }
+    before = {name: tensor.clone() for name, tensor in optimizer.full_parameters().items()}
+    low = {name: param.detach().clone() for name, param in params.items()}
+    optimizer.step()
     after, norms = optimizer.full_parameters(), {}
-    for name in names if after else ():
+    for name in params if after else ():
         new, old, grad = (t[name].double() for t in (after, before, grads))
-        same = names[name].detach().to(BF16).view(torch.int16) == low[name].view(torch.int16) \
-            if names[name].dtype == BF16 else names[name].detach() == low[name]  # fmt: skip
-        norms[name] = {
-            "grad_norm": grad.norm(), "weight_norm": new.norm(), "update_norm": (new - old).norm(),
-            "update_to_weight": (new - old).norm() / new.norm(),
-            "swallowed": ((new != old) & same).double().mean(),
-        }  # fmt: skip
+        swallowed = (new != old) & (params[name].detach() == low[name])
+        norms[name] = norms_of(grad, new, new - old, swallowed)
     return norms
+
+
+def norms_of(grad: Tensor, weight: Tensor, update: Tensor, swallowed: Any = None) -> Any:
+    return {
+        "grad_norm": grad.norm(), "weight_norm": weight.norm(), "update_norm": update.norm(),
+        "update_to_weight": update.norm() / weight.norm(),
+        "swallowed": torch.zeros(()).double() if swallowed is None else swallowed.double().mean(),
+    }  # fmt: skip
 
 
 def compare(found: Norms, expected: Norms) -> None:
@@ -79,6 +86,7 @@ def compare(found: Norms, expected: Norms) -> None:
         (adamw, 4, {"partition": "whole", "moments": "int8", "offload": True}),
         (rmsprop, 3, {"param_dtype": BF16}),
         (rmsprop, 2, {"averages": {"ema": 0.9}}),
+        (adamw, 2, {"param_dtype": torch.float16, "loss_scale": 64.0}),
         (muon_and_sgd, 2, {"param_dtype": BF16}),
         pytest.param(
             adamw, 1, {"param_dtype": BF16, "fuse": "compile"},
@@ -105,11 +113,12 @@ def test_metrics_are_those_of_one_process_by_hand(
         )  # fmt: skip
         for step in range(4):
             install(model, step)
+            optimizer.scale_loss(torch.zeros(()))  # the installed gradients are those of it
             first = next(iter(model.parameters()))
             if step == 2:
                 first.grad = None
             if step < 3:
-                expected = by_hand(model, optimizer, optimizer.step)
+                expected = by_hand(model, optimizer, fields.get("loss_scale", 1.0))
             else:
                 first.grad.fill_(torch.nan)
                 optimizer.step()
@@ -175,6 +184,86 @@ def test_metrics_without_the_option_are_refused_by_name():
         sharded(CASES["mlp"].build()).metrics()
     with pytest.raises(ValueError, match="metrics"):
         sharded(CASES["mlp"].build(), metrics=-1)
+
+
+def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
+    def run(group: Any) -> None:
+        model = CASES["gpt"].build()
+        optimizer = sharded(model, group, param_dtype=BF16, metrics=True)
+        install(model, 0)
+        optimizer.step()
+        each = optimizer.metrics()
+        groups = optimizer.metrics({"all": "*", "blocks": "blocks.*"})
+        assert list(groups) == ["all", "blocks"]
+        for label, found in groups.items():
+            members = [m for n, m in each.items() if label == "all" or n.startswith("blocks.")]
+            for name in ("grad_norm", "weight_norm", "update_norm"):
+                total = torch.stack([m[name].double() for m in members]).norm()
+                torch.testing.assert_close(found[name].double(), total, rtol=1e-6, atol=0)
+            ratio = found["update_norm"] / found["weight_norm"]
+            torch.testing.assert_close(found["update_to_weight"], ratio)
+            assert min(m["swallowed"] for m in members) <= found["swallowed"]
+            assert found["swallowed"] <= max(m["swallowed"] for m in members)
+        with pytest.raises(ValueError, match="'attention'"):
+            optimizer.metrics({"attention": "*.attention.*", "all": "*"})
+
+    run_world(2, run)
+
+
+def test_metrics_of_a_first_step_that_was_skipped_are_none_or_nothing():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, metrics=True)
+    install(model, 0)
+    model.a.weight.grad.fill_(torch.inf)
+    optimizer.step()
+    for found in optimizer.metrics().values():
+        assert found["update_norm"] == 0 and found["update_to_weight"].isnan()
+
+
+def numbered(*shape: int) -> Tensor:
+    return torch.linspace(-1, 2, math.prod(shape)).view(shape)
+
+
+@pytest.mark.parametrize(
+    ("grid", "stages", "factors", "options"),
+    [
+        (  # means over the data-parallel ranks of 2**rank, of the tied weight their sum
+            {"dp": 2, "pp": 2},
+            [{"words": (5, 3), "positions": (4, 3)}, {"head": (5, 3), "norm": (3,)}],
+            {"words": [7.5], "positions": [2.5], "head": [7.5], "norm": [5.0]},
+            {"tied": [("words", "head")]},
+        ),
+        (  # the experts of two ranks have one name, and are measured as one stack
+            {"ep": 2, "edp": 2}, [{"router": (3,), "expert": (5, 2)}],
+            {"router": [3.75], "expert": [0.75, 3.0]},
+            {"dp": ("ep", "edp"), "experts": {"edp": ["expert"]}},
+        ),
+    ],
+)  # fmt: skip
+def test_metrics_are_of_the_whole_parameter_in_pipelines_ties_and_experts(
+    grid: dict[str, int], stages: Any, factors: dict[str, list[float]], options: dict[str, Any]
+):
+    def run(mesh: Any) -> Norms:
+        model = Bag(**stages[mesh.get_local_rank("pp") if "pp" in grid else 0])
+        for param in model.parameters():
+            param.data = numbered(*param.shape)
+        optimizer = shardcast.shard(
+            [model] if "pp" in grid else model, torch.optim.SGD(model.parameters(), lr=0.5),
+            mesh=mesh, param_dtype=FP32, metrics=True, **options,
+        )  # fmt: skip
+        for param in model.parameters():
+            param.grad = numbered(*param.shape) * 2.0 ** mesh.get_rank()
+        optimizer.step()
+        return optimizer.metrics()
+
+    for found in threaded_world(grid, run):
+        expected = {}
+        for name in found:
+            shape = next(stage[name] for stage in stages if name in stage)
+            grad = torch.stack([numbered(*shape) * factor for factor in factors[name]]).double()
+            weight = numbered(*shape).double() - 0.5 * grad
+            expected[name] = norms_of(grad, weight, 0.5 * grad)
+        compare(found, expected)
 
 
 def test_metrics_and_averages_are_of_the_whole_parameter_on_a_mesh():
