@@ -51,18 +51,6 @@ def test_groups_across_the_order_of_the_model_keep_their_own_options(kind: str, 
     check(interleaved(make, **options), steps(5), worlds=WORLDS, partition=partition)
 
 
-def test_options_of_another_group_would_be_noticed():
-    """The control: the same options for all groups give other parameters."""
-
-    def even_out(_step: int, _model: nn.Module, optimizer: Any) -> None:
-        if isinstance(optimizer, shardcast.ShardedOptimizer):
-            for group in optimizer.param_groups:
-                group["weight_decay"] = 0.3
-
-    with pytest.raises(AssertionError):
-        check(interleaved(torch.optim.AdamW), steps(3, even_out), worlds=(2,))
-
-
 @pytest.mark.parametrize("partition", ["even", "whole"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_may_be_changed_by_hand_between_steps(kind: str, partition: str):
@@ -82,15 +70,6 @@ def test_every_option_may_be_changed_by_hand_between_steps(kind: str, partition:
 
     make, options = KINDS[kind]
     check(interleaved(make, **options), steps(6, before), worlds=(1, 3), partition=partition)
-
-
-def test_momentum_may_be_switched_on_after_steps():
-    def before(step: int, _model: nn.Module, optimizer: Any) -> None:
-        if step == 2:
-            for group in optimizer.param_groups:
-                group["momentum"] = 0.9
-
-    check(interleaved(torch.optim.SGD), steps(5, before))
 
 
 def test_momentum_switched_on_after_steps_starts_from_the_bare_gradient():
@@ -188,21 +167,6 @@ def test_a_layer_added_with_its_group_follows_the_rules_of_the_others():
     assert model[1].weight.dtype == model[2].weight.dtype == torch.float32
     model(BATCH).float().square().mean().backward()
     optimizer.step()
-
-
-def test_a_group_added_to_the_original_is_refused_or_trained():
-    model = mlp()
-    inner = torch.optim.AdamW([*model[0].parameters()], lr=1e-2)
-    optimizer = shardcast.shard(model, inner, param_dtype="fp32")
-    before = model[2].weight.detach().clone()
-    try:
-        inner.add_param_group({"params": list(model[2].parameters())})
-    except RuntimeError as refused:
-        assert "shardcast" in str(refused)
-        return
-    set_grads(model, 0)
-    optimizer.step()
-    assert not torch.equal(before, model[2].weight)
 
 
 def test_keys_of_the_users_own_stay_and_are_saved():

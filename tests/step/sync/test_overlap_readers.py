@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.memory.pack import Pack
-from shardcast.step.sync.sync import Sync
 from shardcast.testing import (
     BufferHazardError,
     Death,
@@ -83,25 +80,6 @@ def trained(group: Any, overlap: bool, **fields: Any) -> tuple[Net, shardcast.Sh
 
 
 Deaf = Callable[[], AbstractContextManager[None]]
-
-
-@pytest.fixture
-def deaf(monkeypatch: pytest.MonkeyPatch) -> Deaf:
-    """A context in which nothing waits; for the rank alone that is in it."""
-    ranks: set[int] = set()  # by thread
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        ranks.add(threading.get_ident())
-        yield
-        ranks.discard(threading.get_ident())
-
-    def unless_deaf(wait: Callable[[Any], None]) -> Callable[[Any], None]:
-        return lambda self: None if threading.get_ident() in ranks else wait(self)
-
-    for owner in (Sync, Pack):
-        monkeypatch.setattr(owner, "wait", unless_deaf(owner.wait))
-    return context
 
 
 def tensors(value: Any, name: str = "") -> Tensors:
@@ -169,25 +147,6 @@ def test_readers_find_what_they_would_without_overlap(reader: str, sync: str):
     for mine, theirs in zip(plain, overlapped, strict=True):
         assert_same_bits(mine, theirs)
     assert plain[0]
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_readers_that_do_not_wait_are_found_out(reader: str, deaf: Deaf):
-    """Negative control: for each of them, some rank then reads what is not there yet."""
-    sync = "all_gather" if reader in OWN_PART else "broadcast"
-    plain, _ = run_world(2, read, reader, False, sync)
-
-    def careless(group: Any) -> Tensors:
-        model, optimizer = trained(group, True, sync=sync)
-        with deaf():
-            found = tensors(READERS[reader](model, optimizer))
-        optimizer.close()
-        return found
-
-    overlapped, _ = run_world(2, careless)
-    with pytest.raises(AssertionError):
-        for mine, theirs in zip(plain, overlapped, strict=True):
-            assert_same_bits(mine, theirs)
 
 
 def load(model: Net, _optimizer: Any, _path: Path) -> None:
@@ -294,22 +253,6 @@ def test_training_goes_on_as_without_overlap(act: Callable[..., None], kind: str
     for (mine, own), (theirs, their_own) in zip(plain, overlapped, strict=True):
         assert_same_bits(mine, theirs)
         assert_same_bits(own, their_own)
-
-
-@pytest.mark.parametrize("act", [load, load_a_part, load_optimizer], ids=lambda act: act.__name__)
-def test_writers_that_do_not_wait_are_found_out(
-    act: Callable[..., None], deaf: Deaf, tmp_path: Path
-):
-    """Negative control: the strict group sees writes into what is under way."""
-
-    def careless(group: Any) -> None:
-        model, optimizer = trained(group, True)
-        with deaf():
-            act(model, optimizer, tmp_path)
-        optimizer.close()
-
-    with pytest.raises(BufferHazardError, match="was written between its launch and wait"):
-        ThreadedWorld(2).run(careless)
 
 
 # -- errors and other ranks ---------------------------------------------------------------------

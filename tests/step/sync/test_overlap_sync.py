@@ -12,7 +12,6 @@ from models import CASES, Tensors, assert_same_bits, parts, run_world, sharded, 
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
 from shardcast.testing import BufferHazardError, SpawnedWorld
 
@@ -189,29 +188,6 @@ def test_a_module_begins_while_the_packs_of_later_ones_are_on_their_way():
     syncs = world.logs[0][-4:]
     assert [call.op for call in syncs] == ["all_gather_single"] * 4
     assert all(call.async_op for call in syncs)
-
-
-def test_a_wait_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: without the wait of one module the loss is not a number."""
-
-    def run(group: Any) -> float:
-        model = Layers()
-        optimizer = started(group, model, X)
-        wait_for = Overlap._wait_for
-
-        def careless(self: Overlap, param: nn.Parameter) -> None:
-            if param is not model.layers[2].weight and param is not model.layers[2].bias:
-                wait_for(self, param)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Overlap, "_wait_for", careless)
-            bad = model(X).sum().item()
-        optimizer.close()
-        assert model(X).isfinite().all()
-        return bad
-
-    results, _ = run_world(2, run)
-    assert all(bad != bad for bad in results)
 
 
 def test_an_update_waits_for_the_broadcasts_that_read_what_it_writes(
