@@ -61,7 +61,7 @@ class ShardcastAccelerator(Accelerator):
     """
 
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
-        guards.refuse_requested(kwargs)
+        guards.refuse_options(kwargs)
         super().__init__(*args, **kwargs)
         self._take_over(shardcast_config, {})
 
@@ -234,7 +234,7 @@ class ShardcastAccelerator(Accelerator):
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))
         if self.shardcast_config.reproducible is not None and self.num_processes > 1:
-            data.rank_after_rank(prepared, self.shardcast_config.reproducible)
+            data.deal_consecutive(prepared, self.shardcast_config.reproducible)
         return prepared
 
     # -- backward and step --------------------------------------------------------------------

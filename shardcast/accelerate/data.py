@@ -11,7 +11,7 @@ from accelerate.data_loader import BatchSamplerShard
 from shardcast.messages import warn
 
 
-class RankAfterRank:
+class ConsecutiveBatches:
     """Batches of a sampler in such an order that ranks to which they are dealt in turn have:
 
     of each step rank 0 the first ones, rank 1 the next, as at any other number of ranks.
@@ -36,11 +36,11 @@ class RankAfterRank:
                 yield from step[first :: self._share]
 
 
-def rank_after_rank(loader: Any, total: int) -> None:
+def deal_consecutive(loader: Any, total: int) -> None:
     """Have a prepared loader give each rank the batches of a step that follow one another."""
     dealt = getattr(loader, "batch_sampler", None)
     if isinstance(dealt, BatchSamplerShard) and not dealt.split_batches:
-        dealt.batch_sampler = RankAfterRank(dealt.batch_sampler, total, dealt.num_processes)
+        dealt.batch_sampler = ConsecutiveBatches(dealt.batch_sampler, total, dealt.num_processes)
     else:
         warn(
             "reproducible: expected a DataLoader whose batches are dealt to the ranks, got "

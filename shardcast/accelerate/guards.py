@@ -18,12 +18,6 @@ from shardcast.optimizer.model_hooks import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in transformers
-PLUGINS = {  # keyword of Accelerator -> (variable that the launcher sets, name)
-    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-    "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FSDP"),
-    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-}
 
 
 def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> ShardcastConfig:
@@ -52,25 +46,14 @@ def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> Sha
     return config.replace(fp32_outputs=tuple(heads)) if heads else config
 
 
-def refuse_requested(keywords: Mapping[str, Any]) -> None:
-    """Check the keywords of an Accelerator before Accelerate starts plug-ins.
-
-    Raises:
-        TypeError: options of shardcast among the keywords.
-        RuntimeError: a plug-in that shards or casts by itself.
-    """
+def refuse_options(keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError where options of shardcast are among the keywords of an Accelerator."""
     options = [field.name for field in fields(ShardcastConfig) if field.name in keywords]
     if options:
         raise TypeError(
             f"{options[0]}: it is an option of shardcast, not a keyword of Accelerate's "
             f"Accelerator; write ShardcastAccelerator(shardcast_config={{{options[0]!r}: ...}})"
         )
-    for keyword, (variable, name) in PLUGINS.items():
-        by_launcher = os.environ.get(variable, "").lower() == "true"
-        if keywords.get(keyword) is not None or by_launcher:
-            _refuse(name, f"{variable}=true" if by_launcher else f"{keyword}=")
-    if str(keywords.get("mixed_precision") or "").lower() == "fp8":
-        _refuse("fp8", "mixed_precision='fp8'")
 
 
 def refuse_unsupported(accelerator: Any) -> None:

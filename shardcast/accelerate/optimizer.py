@@ -19,7 +19,7 @@ from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.sharded import ShardedOptimizer
 
 
-class _Saves:
+class SaveNumbers:
     """Numbers the saves since the last step, equally on all ranks that call them equally often.
 
     Args:
@@ -51,7 +51,7 @@ class ShardcastOptimizer(AcceleratedOptimizer):
         super().__init__(sharded, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
         self.model, self._models = model, list(models)
-        self._saves = _Saves(str(broadcast_object_list([uuid.uuid4().hex])[0]))
+        self._saves = SaveNumbers(str(broadcast_object_list([uuid.uuid4().hex])[0]))
         sharded.register_step_post_hook(self._saves.note_step)
         handles = []
         if sharded.config.param_dtype != torch.float32:

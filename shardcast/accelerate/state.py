@@ -95,7 +95,7 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
             "under DDP, which a tensor-parallel model cannot take; load it without tp, save that, "
             "and load the copy"
         )
-    wrap = _Wrapped if _has_prefix(Path(input_dir)) else None
+    wrap = WithPrefix if _has_prefix(Path(input_dir)) else None
     options = {"map_location": "cpu"} | stock.keywords  # each rank keeps its part only
     with accelerator.seen_by_stock(wrap, optimizers=True):
         stock.func(os.fspath(input_dir), **options)
@@ -160,7 +160,7 @@ def _committed(accelerator: Any, input_dir: Any) -> str | None:
     return None
 
 
-class _Wrapped(nn.Module):
+class WithPrefix(nn.Module):
     """Gives the model's names the prefix that they have in a DDP wrapper's state."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 PATIENCE = timedelta(seconds=60)  # for other ranks that may be in a call, too
 
 
-class Together(NamedTuple):
+class Cluster(NamedTuple):
     """Optimizers that have a model in common, and all models that they train."""
 
     optimizers: list[torch.optim.Optimizer]
@@ -32,15 +32,15 @@ def models_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> 
 
 def clusters(
     optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
-) -> list[Together]:
+) -> list[Cluster]:
     """The ``optimizers`` with the models that they train, those together that share one."""
-    groups: list[Together] = []
+    groups: list[Cluster] = []
     for optimizer in optimizers:
-        joined = Together([optimizer], models_of(optimizer, models))
+        joined = Cluster([optimizer], models_of(optimizer, models))
         for cluster in [it for it in groups if not set(joined.models).isdisjoint(it.models)]:
             groups.remove(cluster)
             models_once = dict.fromkeys(cluster.models + joined.models)
-            joined = Together(cluster.optimizers + joined.optimizers, list(models_once))
+            joined = Cluster(cluster.optimizers + joined.optimizers, list(models_once))
         groups.append(joined)
     return groups
 

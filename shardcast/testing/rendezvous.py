@@ -1,13 +1,13 @@
 """Where the ranks of a threaded world meet: every call is checked against every other rank's.
 
 Launching never blocks, as with real asynchronous collectives: a rank leaves a copy of what it
-sends in the slot of that sequence number and goes on. Waiting blocks until every rank has
-launched. Within one group that cannot deadlock: whoever waits in a slot has launched all slots
-before it, so the lowest slot that anybody waits in is filled by all who wait. Ranks that wait for
+sends in the exchange of that sequence number and goes on. Waiting blocks until every rank has
+launched. Within one group that cannot deadlock: whoever waits in an exchange has launched all
+before it, so the lowest one that anybody waits in is filled by all who wait. Ranks that wait for
 each other in different groups are found out at once, since all of them stand in line.
 
-A rank reads only the copies which the others left in a slot, never their memory: what a rank does
-to its tensors after the launch cannot reach another rank, it can only be found out.
+A rank reads only the copies which the others left in an exchange, never their memory: what a rank
+does to its tensors after the launch cannot reach another rank, it can only be found out.
 
 Ranks are threads that take turns: one runs at a time, and only a collective passes the turn on.
 Real ranks are processes and share nothing. Threads share torch's random generator and every
@@ -43,7 +43,7 @@ MESSAGE = "message"  # the op of what one rank sends to one other
 
 
 @dataclass
-class Slot:
+class Exchange:
     """One collective: what each rank that has launched it left for the others."""
 
     ranks: tuple[int, ...]
@@ -106,13 +106,13 @@ class Run:
         self.attempts = [0] * world_size
         """How many collectives each rank has come to."""
         self._groups: dict[str, tuple[int, ...]] = {}
-        self._open: dict[tuple[str, int], Slot] = {}  # those that not all ranks have launched
+        self._open: dict[tuple[str, int], Exchange] = {}  # those that not all ranks have launched
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # a rank has left, none is ready, the run ends
         self._turn = [threading.Condition(lock) for _ in range(world_size)]
         # All ranks stand in line before the first one runs: the order does not depend on how
         # fast the threads start. A rank is there with what it waits in, if it waits.
-        self._line: dict[int, Slot | None] = dict.fromkeys(range(world_size))
+        self._line: dict[int, Exchange | None] = dict.fromkeys(range(world_size))
         self._holder: int | None = None
         self._last = world_size - 1
         self._since = time.monotonic()  # the turn changed hands
@@ -123,10 +123,10 @@ class Run:
 
     # -- turns ----------------------------------------------------------------------------------
 
-    def take_turn(self, rank: int, slot: Slot | None = None) -> None:
-        """Wait until ``slot`` is settled and it is ``rank``'s turn, or until the run ends."""
+    def take_turn(self, rank: int, exchange: Exchange | None = None) -> None:
+        """Wait until ``exchange`` is settled and it is ``rank``'s turn, or until the run ends."""
         with self._changed:
-            self._line[rank] = slot
+            self._line[rank] = exchange
             self._pass_on()
             self._turn[rank].wait_for(lambda: self._ended or self._next() == rank)
             del self._line[rank]
@@ -143,14 +143,14 @@ class Run:
                 self._holder, self._since = None, time.monotonic()
             self._pass_on()
 
-    def wait_turn(self, rank: int, slot: Slot | None = None) -> None:
+    def wait_turn(self, rank: int, exchange: Exchange | None = None) -> None:
         """Give the turn and take it again.
 
         In one, since the order must not depend on who is quicker, this rank or the next one.
         """
         with self._changed:
             self.give_turn(rank)
-            self.take_turn(rank, slot)
+            self.take_turn(rank, exchange)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
         """Give the turn for good; the others know that this rank will not come any more."""
@@ -224,61 +224,61 @@ class Run:
             raise RankDied(f"rank {rank} died at its collective {at}, as injected")
         return any(isinstance(fault, Drop) for fault in due)
 
-    def launch(self, key: str, ranks: tuple[int, ...], rank: int, call: Call) -> Slot:
-        """Leave ``call`` of a rank in its slot; raise if it differs from others."""
+    def launch(self, key: str, ranks: tuple[int, ...], rank: int, call: Call) -> Exchange:
+        """Leave ``call`` of a rank in its exchange; raise if it differs from others."""
         at = (key, call.record.seq)
-        slot = self._open.setdefault(at, Slot(ranks, call.record))
-        difference = None if self.failure else slot.difference(rank, call)
-        slot.calls[rank] = call
-        if not slot.missing:
+        exchange = self._open.setdefault(at, Exchange(ranks, call.record))
+        difference = None if self.failure else exchange.difference(rank, call)
+        exchange.calls[rank] = call
+        if not exchange.missing:
             self._open.pop(at, None)  # only its ranks hold it now
         if difference is not None:
-            self._fail(lambda: _mismatch(slot, f"does not match: {difference}"))
-        self.check(slot)
-        return slot
+            self._fail(lambda: _mismatch(exchange, f"does not match: {difference}"))
+        self.check(exchange)
+        return exchange
 
-    def wait(self, rank: int, slot: Slot) -> None:
-        """Block until the slot is full; raise if it never will be."""
-        if not self.settled(slot):
-            self.wait_turn(rank, slot)
-        self.check(slot)
+    def wait(self, rank: int, exchange: Exchange) -> None:
+        """Block until the exchange is full; raise if it never will be."""
+        if not self.settled(exchange):
+            self.wait_turn(rank, exchange)
+        self.check(exchange)
 
-    def settled(self, slot: Slot | None) -> bool:
-        """Whether waiting for this slot would not block."""
-        if slot is None or self.failure is not None:
+    def settled(self, exchange: Exchange | None) -> bool:
+        """Whether waiting for this exchange would not block."""
+        if exchange is None or self.failure is not None:
             return True
-        return not slot.missing or self._lost(slot) is not None
+        return not exchange.missing or self._lost(exchange) is not None
 
-    def check(self, slot: Slot) -> None:
-        """Raise if the run has failed, or a rank that the slot waits for has left."""
+    def check(self, exchange: Exchange) -> None:
+        """Raise if the run has failed, or a rank that the exchange waits for has left."""
         if self.failure is not None:
             raise self.failure()
-        lost = self._lost(slot)
+        lost = self._lost(exchange)
         if lost is None:
             return
         error = self.left[lost]
         did = "returned" if error is None else f"raised {type(error).__name__}: {error}"
         raise RankLeftError(
             f"rank {lost} has left after {self.attempts[lost]} collectives (it {did}), "
-            f"{slot} waits for it{slot.table()}",
+            f"{exchange} waits for it{exchange.table()}",
             lost,
         ) from error
 
     def check_received(self) -> None:
         """Raise if a message was sent that nobody has received, for which a real rank may wait."""
-        for slot in self._oldest():
-            if slot.record.op == MESSAGE:
-                raise _mismatch(slot, "was never received")
+        for exchange in self._oldest():
+            if exchange.record.op == MESSAGE:
+                raise _mismatch(exchange, "was never received")
 
-    def _lost(self, slot: Slot) -> int | None:
+    def _lost(self, exchange: Exchange) -> int | None:
         """The first rank that left without having launched this collective."""
-        return next((rank for rank in self.left if rank in slot.missing), None)
+        return next((rank for rank in self.left if rank in exchange.missing), None)
 
-    def _oldest(self) -> list[Slot]:
+    def _oldest(self) -> list[Exchange]:
         """Of each group the first collective that not all ranks have launched."""
-        oldest: dict[str, Slot] = {}
-        for (key, _), slot in [*self._open.items()]:
-            oldest.setdefault(key, slot)
+        oldest: dict[str, Exchange] = {}
+        for (key, _), exchange in [*self._open.items()]:
+            oldest.setdefault(key, exchange)
         return [*oldest.values()]
 
     # -- failure --------------------------------------------------------------------------------
@@ -298,30 +298,32 @@ class Run:
     def _fail_stuck(self) -> None:
         """Every rank that has not left waits for another one, in another group."""
         lines, calls = ["no rank can go on, each waits for another one:"], {}
-        for rank, slot in sorted(self._line.items()):
-            if slot is not None:
-                calls[rank] = record = slot.calls[rank].record
-                peers = name_ranks(slot.missing)
-                lines.append(f"  rank {rank} waits in {slot} for {peers}: {record}")
+        for rank, exchange in sorted(self._line.items()):
+            if exchange is not None:
+                calls[rank] = record = exchange.calls[rank].record
+                peers = name_ranks(exchange.missing)
+                lines.append(f"  rank {rank} waits in {exchange} for {peers}: {record}")
         self._fail(lambda: CollectiveMismatchError("\n".join(lines), calls))
 
     def _fail_late(self) -> None:
         """The turn has not changed hands for ``timeout`` seconds."""
-        slots = self._oldest()
+        exchanges = self._oldest()
         if self._holder is not None:  # the other late ones have only been waiting for their turn
-            slots.sort(key=lambda slot: self._holder not in slot.missing)
+            exchanges.sort(key=lambda exchange: self._holder not in exchange.missing)
             late: tuple[int, ...] = (self._holder,)
-        elif slots:
-            late = slots[0].missing
+        elif exchanges:
+            late = exchanges[0].missing
         else:
             late = tuple(rank for rank in range(self.world_size) if rank not in self.left)
-        where, table = (str(slots[0]), slots[0].table()) if slots else ("any collective", "")
+        where, table = (
+            (str(exchanges[0]), exchanges[0].table()) if exchanges else ("any collective", "")
+        )
         have = "has" if len(late) == 1 else "have"
         message = f"{name_ranks(late)} {have} not arrived at {where} within {self.timeout} s"
         self._fail(lambda: RendezvousTimeoutError(message + table, late))
         self.end()
 
 
-def _mismatch(slot: Slot, problem: str) -> CollectiveMismatchError:
-    calls = {rank: call.record for rank, call in sorted(slot.calls.items())}
-    return CollectiveMismatchError(f"{slot} {problem}{slot.table()}", calls)
+def _mismatch(exchange: Exchange, problem: str) -> CollectiveMismatchError:
+    calls = {rank: call.record for rank, call in sorted(exchange.calls.items())}
+    return CollectiveMismatchError(f"{exchange} {problem}{exchange.table()}", calls)

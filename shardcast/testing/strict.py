@@ -13,7 +13,7 @@ from torch import Tensor
 from .faults import BufferHazardError
 from .group import Call, MockWork, RecordedGroup, deliver
 from .record import Collective
-from .rendezvous import MESSAGE, Run, Slot
+from .rendezvous import MESSAGE, Exchange, Run
 
 DEFAULT = "0"  # the key of the default group
 
@@ -64,14 +64,14 @@ class StrictGroup(RecordedGroup):
             return MockWork()
         self._note(call.record)
         copies = [tensor.clone() for tensor in call.inputs]
-        slot = run.launch(self.key, self.ranks, self.world_rank, replace(call, inputs=copies))
+        exchange = run.launch(self.key, self.ranks, self.world_rank, replace(call, inputs=copies))
 
         def write() -> None:
-            sent = [slot.calls[rank].inputs for rank in self.ranks]
+            sent = [exchange.calls[rank].inputs for rank in self.ranks]
             deliver(self.rank(), call, sent, _reduce_in_rank_order)
 
         watched = self._watch(call) if call.record.async_op else []
-        return self._work(call.record.seq, call, slot, write, watched)
+        return self._work(call.record.seq, call, exchange, write, watched)
 
     def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
         """A rendezvous of two, where the one that sends does not wait."""
@@ -85,20 +85,20 @@ class StrictGroup(RecordedGroup):
         inputs, outputs = ([tensor.detach().clone()], []) if sends else ([], [tensor.data])
         call = Call(record, inputs, outputs)
         key = f"{self.key}: {source} to {dest}, tag {tag}"
-        slot = self._present_run().launch(key, pair, self.world_rank, call)
+        exchange = self._present_run().launch(key, pair, self.world_rank, call)
         if sends:
             return MockWork()
 
         def write() -> None:
-            outputs[0].copy_(slot.calls[pair[0]].inputs[0].view_as(outputs[0]))
+            outputs[0].copy_(exchange.calls[pair[0]].inputs[0].view_as(outputs[0]))
 
-        return self._work((line, number), call, slot, write)
+        return self._work((line, number), call, exchange, write)
 
     def _work(
         self,
         key: Hashable,
         call: Call,
-        slot: Slot,
+        exchange: Exchange,
         write: Callable[[], None],
         watched: Sequence[tuple[str, Tensor, Tensor]] = (),
     ) -> dist.Work:
@@ -109,7 +109,7 @@ class StrictGroup(RecordedGroup):
         def finish() -> None:
             del self._pending[key]
             changed = [side for side, value, then in watched if not _same_bits(value, then)]
-            run.wait(rank, slot)
+            run.wait(rank, exchange)
             write()
             if changed:  # told only now, so that the other ranks get what they wait for
                 raise BufferHazardError(
@@ -118,9 +118,9 @@ class StrictGroup(RecordedGroup):
                 )
 
         def ready() -> bool:
-            if not run.settled(slot):
+            if not run.settled(exchange):
                 run.wait_turn(rank)  # who polls must let the others run
-            return run.settled(slot)
+            return run.settled(exchange)
 
         return MockWork(finish, ready)
 

@@ -144,24 +144,6 @@ def test_fp32_training_is_that_of_ddp(tmp_path: Path, gloo: SpawnedWorld, clip: 
             assert (value - theirs[1][name]).abs().max() <= 1e-6, name
 
 
-class Counted(Net):
-    """Sums over rows, which are counted."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        self.optimizers().count(len(batch[0]))
-        return super().training_step(batch, index) * len(batch[0])
-
-
-def test_counted_rows_replace_the_division_by_accumulated_batches(tmp_path: Path):
-    trained = []
-    for kind in (Net, Counted):
-        module = kind()
-        trainer = trainer_of(str(tmp_path), 1, max_epochs=1, accumulate_grad_batches=3)
-        trainer.fit(module, loader())
-        trained.append([param.detach() for param in module.parameters()])
-    torch.testing.assert_close(*trained, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
 def test_resume_is_exact(tmp_path: Path, gloo: SpawnedWorld, precision: str):
     options = {"precision": precision}
@@ -229,15 +211,6 @@ def test_no_parameter_is_cast_in_forward_and_backward(tmp_path: Path, precision:
         found, stock = casts_and_loss(strategy="ddp")
         assert found >= 2, "the control: autocast casts the weights"
         assert loss == pytest.approx(stock, rel=2e-3)
-
-
-def test_norms_may_stay_in_fp32(tmp_path: Path):
-    strategy = ShardcastStrategy({"keep_fp32": "norms"})
-    module = Net()
-    trainer = trainer_of(str(tmp_path), 1, strategy=strategy, precision="bf16-true")
-    trainer.fit(module, loader())
-    assert module.net[0].weight.dtype == torch.bfloat16
-    assert module.net[1].weight.dtype == torch.float32
 
 
 def test_a_module_may_be_fitted_twice_and_validated(tmp_path: Path):

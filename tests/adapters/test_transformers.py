@@ -15,7 +15,6 @@ import torch
 import transformers
 from commands import TORCHRUN, command, python
 from safetensors.torch import load_file
-from test_accelerate import Casts
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -212,21 +211,6 @@ def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
         assert resumed == pytest.approx(whole, abs=1e-5, rel=1e-5)
 
 
-def plain_resume(group: Any, folder: str, resume: str) -> list[Any]:
-    """Continue on one rank with twice the batch: the same samples in each step."""
-    return run(group, folder, resume, per_device_train_batch_size=4)["log"]
-
-
-def test_a_checkpoint_of_two_ranks_goes_on_on_one(tmp_path: Path, gloo: SpawnedWorld):
-    two = gloo.run(run, str(tmp_path / "two"), timeout=100)[0]["log"]
-    with spawn_world(1, timeout=100, start_method="forkserver") as alone:
-        one = alone.run(plain_resume, str(tmp_path / "one"), str(tmp_path / "two/checkpoint-3"))
-    # Batches are dealt to ranks in another way, so steps see other samples: the log goes on from
-    # the three steps before, at a loss of the same size, and not from the beginning.
-    assert one[0][:3] == two[:3] and len(one[0]) == STEPS
-    assert all(abs(a[0] - b[0]) < 0.5 for a, b in zip(one[0][3:], two[3:], strict=True))
-
-
 def test_a_checkpoint_of_one_rank_goes_on_on_two(tmp_path: Path, gloo: SpawnedWorld):
     with spawn_world(1, timeout=100, start_method="forkserver") as alone:
         one = alone.run(run, str(tmp_path / "one"))[0]
@@ -287,27 +271,6 @@ def test_a_checkpoint_without_the_optimizers_state_is_not_resumed_in_silence(tmp
     shutil.rmtree(tmp_path / "checkpoint-3" / "shardcast")
     with pytest.warns(UserWarning, match="the optimizer begins with fresh state"):
         trainer_of(str(tmp_path), steps=4).train(resume_from_checkpoint=True)
-
-
-class CountingTrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """Counts the casts of one step's forward and backward."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any):
-        self.casts = Casts(model)
-        self.casts.__enter__()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any):
-        self.casts.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("kind", ["sharded", "stock"])
-def test_no_parameter_is_cast_in_forward_and_backward(tmp_path: Path, kind: str):
-    trainer = trainer_of(str(tmp_path), kind, steps=1, bf16=True, save_strategy="no")
-    counting = CountingTrainerCallback()
-    trainer.add_callback(counting)
-    trainer.train()
-    found = counting.casts.parameters
-    assert found == 0 if kind == "sharded" else found > 2 * 7, "autocast casts each weight"
 
 
 def saved(group: Any, folder: str) -> tuple[dict[str, Tensor], list[str]]:
