@@ -5,7 +5,8 @@
 # Needs root, iproute2 and Linux; elsewhere it says so and ends. Ten minutes on two cores.
 #
 # Usage: bash launch/two_hosts.sh [--rounds N]
-# Environment: VENV, PYTHON (see environment.sh); RATES (default: "200mbit 1gbit")
+# Environment: VENV, PYTHON (see environment.sh); RATES (default: "200mbit 1gbit"); RANKS of each
+# host (default: 2)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ $(uname) != Linux || $(id -u) != 0 ]]; then
@@ -58,7 +59,7 @@ start() {
         mount --bind "$1" /proc/sys/kernel/random/boot_id
         shift
         exec "$@"' bash "$work/boot_id-$host" \
-        "$python" -m torch.distributed.run --nnodes=2 --nproc-per-node=2 \
+        "$python" -m torch.distributed.run --nnodes=2 --nproc-per-node="${RANKS:-2}" \
         --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400 --rdzv-id=two-hosts \
         --rdzv-conf="is_host=$((1 - host))" \
         --local-addr="10.77.0.$((host + 1))" -m benchmarks.two_hosts "$@"
@@ -70,6 +71,6 @@ for rate in ${RATES:-200mbit 1gbit}; do
             tc qdisc replace dev wire root tbf rate "$rate" burst 64kb limit 64mb
     done
     start 1 --title "$rate" "$@" &
-    start 0 --title "$rate between two hosts of two ranks" "$@"
+    start 0 --title "$rate between two hosts of ${RANKS:-2} ranks" "$@"
     wait
 done

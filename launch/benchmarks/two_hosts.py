@@ -1,4 +1,4 @@
-"""Steps of two hosts with two ranks each beside what the cost model predicts of them.
+"""Steps of two hosts with a few ranks each beside what the cost model predicts of them.
 
 A program for torchrun, which launch/two_hosts.sh starts on two hosts. Exchanges of two ranks inside
 a host, and between the hosts, give the constants of a machine, as in :mod:`benchmarks.costmodel`;
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +40,10 @@ WORKLOAD = Workload(
     tokens=32,
 )
 STEPS = 2  # that are timed together
+WIRE = Path("/sys/class/net/wire/statistics")  # of the link between the hosts
 OWN: dict[str, dict[str, Any]] = {
     "shardcast": {},
+    "shardcast, all_to_all": {"reduce": "all_to_all"},
     "shardcast, two_level": {"reduce": "two_level"},
     "shardcast, shard_ranks: 2": {"shard_ranks": 2},
     "shardcast, overlap_sync": {"overlap_sync": True},
@@ -51,7 +54,8 @@ PEERS: dict[str, Build] = {
     "ZeroRedundancyOptimizer": partial(TorchZeRO, views=False),
 }
 COLUMNS = (
-    "system", "step ms", "x", "step - local ms", "predicted ms", "predicted / measured", "bits",
+    "system", "step ms", "x", "step - local ms", "predicted ms", "predicted / measured",
+    "link MB, there / back", "bits",
 )  # fmt: skip
 
 
@@ -62,14 +66,13 @@ def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo")
     costmodel.keep_freed_memory()
-    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     systems: dict[str, System] = {}
     builds = {name: partial(Shardcast, **fields) for name, fields in OWN.items()} | PEERS
     for name, build in {**builds, "local, bf16": LOCAL["local, bf16"]}.items():
         torch.manual_seed(0)
         systems[name] = build(WORKLOAD.build(), WORKLOAD)
     systems["local, autocast"] = LOCAL["local, autocast"](WORKLOAD.build(), WORKLOAD)
-    links = Links(local_ranks)
+    links = Links(int(os.environ["LOCAL_WORLD_SIZE"]))
     times: dict[str, list[float]] = {name: [] for name in systems}
     names = list(systems)
     for number in range(args.rounds + 1):
@@ -81,6 +84,7 @@ def main() -> None:
                 times[name].append(seconds.item())
     bits = {name: digest(systems[name].model) for name in OWN}
     medians = {name: statistics.median(values) for name, values in times.items()}
+    crossed = {name: crossing(systems[name]) for name in builds}
     machine = links.machine(medians["local, bf16"])
     predicted = predictions(machine)
     if dist.get_rank() == 0:
@@ -96,7 +100,8 @@ def main() -> None:
                 f"{1e3 * added:.0f}",
             )
             ahead = f"{1e3 * predicted[name]:.0f}", f"{predicted[name] / added:.2f}"
-            lines.append((name, *cells, *ahead, bits.get(name, "")))
+            both = " / ".join(f"{nbytes / 1e6:.1f}" for nbytes in crossed[name])
+            lines.append((name, *cells, *ahead, both, bits.get(name, "")))
         print(report.table(COLUMNS, lines, True))
     dist.destroy_process_group()
 
@@ -111,18 +116,38 @@ def seconds_of(system: System, number: int) -> float:
     return (time.perf_counter() - start) / STEPS
 
 
+def crossing(system: System) -> tuple[float, float]:
+    """Bytes that cross the link in a step: from the first host, and to it."""
+
+    def counters() -> list[int]:
+        dist.barrier()
+        return [int((WIRE / f"{way}_bytes").read_text()) for way in ("tx", "rx")]
+
+    plan = Plan("", (), 0)
+    one_step(system, WORKLOAD, plan, 0)
+    first = counters()
+    for step in range(STEPS):
+        one_step(system, WORKLOAD, plan, step)
+    sent, received = (b - a for a, b in zip(first, counters(), strict=True))
+    return sent / STEPS, received / STEPS
+
+
 class Links:
     """Exchanges of pairs of ranks, all pairs at a time: inside each host, and between the hosts."""
 
-    def __init__(self, local_ranks: int) -> None:
+    def __init__(self, per_host: int) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        if (local_ranks, size) != (2, 4):
-            raise SystemExit(f"two hosts with two ranks each are needed, got {size} ranks")
-        self.comms, self.times = {}, {}
-        for link, pairs in {"inside": ((0, 1), (2, 3)), "between": ((0, 2), (1, 3))}.items():
-            groups = [dist.new_group(pair) for pair in pairs]
-            place = next(i for i, pair in enumerate(pairs) if rank in pair)
-            self.comms[link] = Comm(groups[place])
+        if per_host % 2 or size != 2 * per_host:
+            raise SystemExit(f"two hosts of an even number of ranks are needed, got {size} ranks")
+        self.per_host, self.comms, self.times = per_host, {}, {}
+        pairs_of = {
+            "inside": [(first, first + 1) for first in range(0, size, 2)],
+            "between": [(first, first + per_host) for first in range(per_host)],
+        }
+        for link, pairs in pairs_of.items():
+            groups = {pair: dist.new_group(pair) for pair in pairs}
+            own = next(pair for pair in pairs if rank in pair)
+            self.comms[link] = Comm(groups[own])
             self.times[link] = {size: [] for size in costmodel.SIZES}
         self.sums: list[float] = []
 
@@ -139,13 +164,13 @@ class Links:
             medians = [statistics.median(times[size]) for size in costmodel.SIZES]
             begins[link], each = costmodel.fitted(costmodel.SIZES, medians)
             bandwidths[link] = 0.5 / each  # a rank sends half of what is exchanged
-        memory = costmodel.memory_of(4, statistics.median(self.sums))
+        memory = costmodel.memory_of(2 * self.per_host, statistics.median(self.sums))
         numel = sum(param.numel() for param in WORKLOAD.build().parameters())
         flops = 6 * numel * WORKLOAD.sequences * WORKLOAD.tokens / local
         protocol = Protocol(begins["inside"], 0.0, max(0.0, begins["between"] - begins["inside"]))
         return Machine(
-            "here", 2, bandwidths["inside"], bandwidths["between"], memory, memory, flops,
-            (protocol,), exchanged=1, backend="gloo", launch=0.0,
+            "here", self.per_host, bandwidths["inside"], bandwidths["between"], memory, memory,
+            flops, (protocol,), exchanged=1, backend="gloo", launch=0.0,
         )  # fmt: skip
 
 
@@ -154,18 +179,18 @@ def predictions(machine: Machine) -> dict[str, float]:
     torch.manual_seed(0)
     model = WORKLOAD.build()
     numel = sum(param.numel() for param in model.parameters())
-    tokens, group = WORKLOAD.sequences * WORKLOAD.tokens, machine.group(4)
+    tokens, group = WORKLOAD.sequences * WORKLOAD.tokens, machine.group(dist.get_world_size())
     found = {}
     for name, fields in OWN.items():
         config = ShardcastConfig(**fields)
         inner = torch.optim.AdamW(model.parameters())
-        parts = estimate(model, inner, 4, config, topology=Topology("gloo", 2, True))
+        parts = estimate(model, inner, group.size, config, topology=Topology.of(machine))
         found[name] = step_time(parts, config, machine, numel, tokens).added
     ddp = peer_times(units_of(model), 2, group, tokens)["DDP + autocast"]
     found["DDP + autocast"] = ddp.added
-    # DDP's, with a quarter of the update, and then every owner's fp32 weights to all others.
+    # DDP's, with a part of the update, and then every owner's fp32 weights to all others.
     sync = group.broadcasts(4 * numel, len(list(model.parameters())))
-    found["ZeroRedundancyOptimizer"] = ddp.added - 0.75 * ddp.update + sync
+    found["ZeroRedundancyOptimizer"] = ddp.added - (1 - 1 / group.size) * ddp.update + sync
     return found
 
 

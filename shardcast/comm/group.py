@@ -214,12 +214,16 @@ class TensorCollectives:
         self._turn = (self._turn + 1) % TURNS  # several may be under way between the same ranks
         options: dict[str, Any] = {"group": self.group, "tag": TAG + self._turn}
         with work:
+            # Receives first: between two ranks, gloo would have the word that one may begin wait
+            # behind what is sent to it, and the link is busy in one direction at a time.
             for distance in range(1, self.size):
-                to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-                if inputs[to].numel():
-                    work.launched += [dist.isend(inputs[to], group_dst=to, **options)]
+                source = (self.rank - distance) % self.size
                 if outputs[source].numel():
                     work.launched += [dist.irecv(outputs[source], group_src=source, **options)]
+            for distance in range(1, self.size):
+                to = (self.rank + distance) % self.size
+                if inputs[to].numel():
+                    work.launched += [dist.isend(inputs[to], group_dst=to, **options)]
 
 
 class Work:

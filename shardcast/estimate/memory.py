@@ -328,7 +328,9 @@ def _launches(
         if sync != "messages" and syncs_at_once(sync, backend, overlap_sync):
             together.add(pack.sync_kind)
         else:
-            alone = sync == "broadcast" and backend not in GROUPED  # see Comm.broadcast_all
+            # See Comm.broadcast_all, and Sync.begin.
+            broadcasts = sync == "broadcast" or (sync == "messages" and overlap_sync)
+            alone = broadcasts and backend not in GROUPED
             launches += pack.owners if alone else 1
     return launches + len(together)
 

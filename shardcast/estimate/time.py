@@ -109,12 +109,12 @@ def sync_times(packs: Sequence[Traffic], group: Group, overlaps: bool) -> list[f
     for synced in launches.values():
         algorithm = synced[0].algorithms.sync
         stored = sum(pack.stored for pack in synced)
-        if algorithm == "messages":
-            seconds.append(group.exchange(stored))
-        elif algorithm == "broadcast":
+        if algorithm == "all_gather":
+            seconds.append(group.gather(stored, len(synced)))
+        elif algorithm == "broadcast" or overlaps:
             seconds.append(group.broadcasts(stored, sum(pack.owners for pack in synced)))
         else:
-            seconds.append(group.gather(stored, len(synced)))
+            seconds.append(group.exchange(stored))
     return seconds or [0.0] * len(packs)
 
 

@@ -16,7 +16,8 @@ Algorithms that sync it:
 
 * ``all_gather``: one call, in place; needs spans of equal length.
 * ``broadcast``: from each owner, all of them in one group of calls where the backend has groups.
-* ``messages``: from rank to rank, on gloo, which copies what it gathers; of host memory only.
+* ``messages``: from rank to rank, on gloo, which copies what it gathers; of host memory only. They
+  must be waited for in the step that sends them, so beside a forward they are broadcasts.
 """
 
 from __future__ import annotations
@@ -155,11 +156,12 @@ def sync_costs(
         owners: the number of those spans.
         equal: whether all spans have one length.
     """
-    group = group_of(world_size, topology)
-    if topology.sends_messages:
-        return {"messages": group.exchange(owned)}
-    costs = {"all_gather": group.gather(nbytes)} if equal else {}
-    return {**costs, "broadcast": group.broadcasts(owned, owners)}
+    group, sends = group_of(world_size, topology), topology.sends_messages
+    # Messages to each rank of another node leave this one as often; a ring leaves it once.
+    gathers = equal and (not sends or can_two_level(world_size, topology))
+    costs = {"all_gather": group.gather(nbytes)} if gathers else {}
+    alone = {"messages": group.exchange(owned)} if sends else {}
+    return costs | (alone or {"broadcast": group.broadcasts(owned, owners)})
 
 
 def reduce_costs(
@@ -173,8 +175,7 @@ def reduce_costs(
     """
     group = group_of(world_size, topology)
     costs = {"all_to_all": group.exchange(nbytes)}
-    # Two levels have not been measured on gloo.
-    if equal and can_two_level(world_size, topology) and topology.backend != "gloo":
+    if equal and can_two_level(world_size, topology):
         costs["two_level"] = group.two_level(nbytes)
     return costs
 
@@ -193,7 +194,7 @@ def syncs_at_once(algorithm: str, backend: str, overlaps: bool) -> bool:
     Args:
         overlaps: beside the next forward, which waits for each pack by itself.
     """
-    return algorithm == "messages" or (backend in GROUPED and not overlaps)
+    return not overlaps and (algorithm == "messages" or backend in GROUPED)
 
 
 def can_two_level(world_size: int, topology: Topology) -> bool:

@@ -286,13 +286,14 @@ class Group:
         """Each owner's part of ``nbytes`` to all others, in one launch.
 
         A rank that has passed on one begins the next: only the first waits for the whole chain.
+        Gloo takes one owner after another, so it uses a link one way at a time.
         """
-        calls = owners * self.machine.call
-        return (
-            self._fastest(lambda p: calls + self._hops(p) + nbytes / self._flow(p))
-            if owners
-            else 0.0
-        )
+        if not owners:
+            return 0.0
+        calls, ways = owners * self.machine.call, 1
+        if self.machine.backend == "gloo" and self.nodes > 1:
+            ways = 2
+        return self._fastest(lambda p: calls + self._hops(p) + ways * nbytes / self._flow(p))
 
     def exchange(self, nbytes: float) -> float:
         """An all-to-all: each rank sends 1 / ``size`` of its ``nbytes`` to each other one."""

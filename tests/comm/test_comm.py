@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import run_world
 
 from shardcast.comm import Comm
@@ -144,6 +146,20 @@ def test_pieces_of_several_exchanges_arrive_where_they_belong_over_gloo(gloo: Sp
         at = 10.0 * copy
         assert first[copy] == [[at], [100.0 + at]]
         assert second[copy] == [[at + n for n in (1, 2, 3, 4)], []]
+
+
+def posted(group: Any) -> list[str]:
+    """The calls of an exchange, in order."""
+    calls = mock.Mock(**{f"{name}.side_effect": getattr(dist, name) for name in ("isend", "irecv")})
+    with mock.patch.multiple(dist, isend=calls.isend, irecv=calls.irecv):
+        traded(group, 1)
+    return [call[0] for call in calls.mock_calls]
+
+
+def test_both_ways_of_a_link_are_used_at_once_as_receives_are_posted_before_sends(
+    gloo: SpawnedWorld,
+):
+    assert gloo.run(posted) == [["irecv", "isend"]] * 2
 
 
 def act(group: Any, errors: dict[int, Exception], calls: dict[int, str], method: str) -> Any:

@@ -28,7 +28,7 @@ from shardcast.estimate import (
     units_of,
 )
 from shardcast.optimizer.setup import plan_for
-from shardcast.plan.algorithms import Topology
+from shardcast.plan.algorithms import Topology, choose
 from shardcast.plan.overlap import arrivals, exposed, hidden
 from shardcast.plan.packing import with_algorithms
 from shardcast.testing import SpawnedWorld
@@ -259,14 +259,35 @@ def test_with_no_time_to_hide_in_everything_is_exposed():
     assert bare.step == pytest.approx(time.reduce + time.decide + time.update + time.sync)
 
 
-def test_messages_of_all_packs_begin_together():
+def test_messages_of_all_packs_begin_together_and_are_broadcasts_beside_a_forward():
     machine = replace(PLAIN, backend="gloo")
     model = Two()
     config = ShardcastConfig(pack_params=1, alignment=8)
     found = estimate(model, torch.optim.AdamW(model.parameters()), 2, config, Topology.of(machine))
     assert {pack.algorithms.sync for pack in found.traffic} == {"messages"}
+    group, overlapped = machine.group(2), config.replace(overlap_sync=True)
     time = step_time(found, config, machine, 2000, 1)
-    assert time.sync == pytest.approx(machine.group(2).exchange(4000))
+    assert time.sync == pytest.approx(group.exchange(4000))
+    time = step_time(found, overlapped, machine, 2000, 1)
+    assert time.sync == pytest.approx(2 * group.broadcasts(2000, 2)), "none may outlive a step"
+
+
+@pytest.mark.parametrize(
+    ("node", "size", "equal", "expected"),
+    [
+        (4, 4, True, ("all_to_all", "messages")),
+        (1, 4, True, ("all_to_all", "messages")),
+        (2, 4, True, ("all_to_all", "all_gather")),
+        (2, 4, False, ("all_to_all", "messages")),
+        (4, 8, True, ("two_level", "all_gather")),
+    ],
+)
+def test_over_gloo_values_leave_a_host_once_and_sums_where_that_is_less(
+    node: int, size: int, equal: bool, expected: tuple[str, str]
+):
+    lengths = [1 << 21] * (size - 1) + [(1 << 21) - (0 if equal else 64)]
+    topology = Topology("gloo", node)
+    assert choose(ShardcastConfig(), topology, lengths, lengths, torch.bfloat16)[:2] == expected
 
 
 def test_routes_are_those_that_a_run_on_this_backend_takes():
