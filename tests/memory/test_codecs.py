@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from models import CASES, adamw, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import Tensor, nn
 
 import shardcast
@@ -356,11 +356,21 @@ def test_a_skipped_step_and_absent_gradients_change_nothing(
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_loads_to_the_bit_on_another_number_of_ranks(kind: str, tmp_path: Path):
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [*((kind, adamw) for kind in KINDS), ("bf16", sgd), ("int8", sgd)]
+)
+def test_a_checkpoint_loads_to_the_bit_on_another_number_of_ranks(
+    kind: str, optimizer: Any, tmp_path: Path
+):
+    make = optimizer
+
     def run(group: Any, resume: bool) -> tuple[Any, Any]:
         model = CASES["gpt"].build(seed=int(resume))
-        optimizer = sharded(model, group, param_dtype=BF16, pack_params=3, **KINDS[kind])
+        optimizer = sharded(model, group, make, param_dtype=BF16, pack_params=3, **KINDS[kind])
         if resume:
             checkpoint.load(tmp_path, model, optimizer)
         for step in range(4 if resume else 0, 6):

@@ -272,3 +272,19 @@ def test_a_full_state_has_averages_and_every_rank_takes_its_part():
     assert_same_bits(run_world(3, lambda group: run(group, full))[0][0], expected)
     plain = CASES["mlp"].build()
     torch.optim.AdamW(plain.parameters()).load_state_dict(full)  # which leaves them alone
+
+
+@pytest.mark.parametrize("kind", [adamw, lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2)])
+def test_metrics_change_no_bit_of_an_average_that_is_rounded_by_chance(kind: Any):
+    """Where a class makes the masters itself, a step with metrics takes them as a state."""
+
+    def average(metrics: Any) -> Any:
+        model = CASES["mlp"].build()
+        averages = {"ema": {"decay": 0.9, "stored": "bf16"}}
+        optimizer = sharded(model, None, kind, averages=averages, metrics=metrics)
+        steps(model, optimizer)
+        return optimizer.full_parameters("ema")
+
+    plain = average(False)
+    for metrics in (True, 2):
+        assert_same_bits(average(metrics), plain)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
+from shardcast.memory.codecs import moment_codec
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
@@ -205,9 +206,11 @@ class FusedUpdate(Update):
         if state is None or self._histories[state.first + number] is None:
             return averages
         step = self._steps[state.first + number]
-        without_step = self._kind is torch.optim.SGD  # torch keeps none for it
-        if without_step and not float(step):
+        sgd = self._kind is torch.optim.SGD
+        if sgd and not float(step):
             return averages
+        # torch keeps none for SGD; chance needs it for the same bits after a resume.
+        without_step = sgd and not moment_codec(self._config, "").by_chance
         views = state.read(number, rules.STATE_NAMES[self._kind], decode)
         return {**({} if without_step else {"step": step}), **views, **averages}
 

@@ -29,6 +29,7 @@ from shardcast.step.update.rules import Rule
 
 CHUNK = 1 << 17  # elements per thread and eager call on a CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
+RULE_STATES = 4  # chances that are the rule's; those of epilogues come after them
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
@@ -177,7 +178,10 @@ def update_(
             bits = None
             if codec.by_chance:
                 assert keys is not None
-                bits = random_bits(keys, news[number], steps[number], number - 1)
+                # An average has the same bits whatever rule, or none, runs in a step.
+                of_epilogue = number - 1 - len(state)
+                chance = number - 1 if of_epilogue < 0 else RULE_STATES + of_epilogue
+                bits = random_bits(keys, news[number], steps[number], chance)
             encoded = codec.encode(news[number], bits)
         for memory, values in zip(pieces, encoded, strict=True):
             _write_(memory, values, skip)
