@@ -19,7 +19,8 @@ class Metrics:
 
     Kinds: "run" (arguments, configuration, world size, digest of the corpus, tokens of a step),
     "train" (loss: mean since the last record; lr, grad_norm, skipped_steps, tokens_per_second),
-    "validation" (loss), "memory" (bytes of rank 0 by kind), "sample" (text).
+    "update_to_weight" (by layer, with the option `metrics`), "validation" (loss), "memory" (bytes
+    of rank 0 by kind), "sample" (text).
     Losses are in nats per byte.
     """
 

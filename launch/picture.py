@@ -1,10 +1,11 @@
-"""Draw docs/memory-and-loss.svg and .png, the picture of README; or docs/bf16-loss.
+"""Draw docs/memory-and-loss.svg and .png, the picture of README; docs/bf16-loss; update-to-weight.
 
     python launch/picture.py                                    # from the recorded run
     bash launch/quickstart.sh                                   # and after a run of one's own:
     python launch/picture.py --record runs/quickstart/ddp runs/quickstart/shardcast
 
     python launch/picture.py --bf16-loss            # from recorded runs of launch/bf16_loss.sh
+    python launch/picture.py --update-to-weight     # from that of launch/update_to_weight.sh
 
 Left: bytes per rank of 6.7 billion parameters, as ``shardcast estimate gpt:gpt_7b`` says. Right:
 the losses of the quickstart, recorded in launch/recorded/quickstart.csv.
@@ -21,7 +22,7 @@ import torch
 from comparison import name_of
 from gpt import gpt_7b
 from metrics import Record
-from plot import held_out_losses, memory_and_losses
+from plot import held_out_losses, memory_and_losses, ratios_of_layers
 
 import shardcast
 from shardcast.estimate import estimate, peers
@@ -29,6 +30,7 @@ from shardcast.estimate import estimate, peers
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "launch" / "recorded" / "quickstart.csv"
 BF16_LOSS = RECORDED.with_name("bf16-loss.csv")
+UPDATE_TO_WEIGHT = RECORDED.with_name("update-to-weight.csv")
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LEAN = ROOT / "configs" / "lean.yaml"
 
@@ -55,6 +57,25 @@ def recorded(path: Path = RECORDED) -> dict[str, list[Record]]:
     return runs
 
 
+def record_ratios(directory: Path, path: Path) -> None:
+    """Write the update-to-weight ratios of one run into a small file, a column for each layer."""
+    rows = [row for row in metrics.read(directory) if row["kind"] == "update_to_weight"]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        layers = [name for name in rows[0] if name not in ("kind", "step")]
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", *layers])
+        for row in rows:
+            writer.writerow([row["step"], *(f"{row[name]:.3e}" for name in layers)])
+
+
+def recorded_ratios(path: Path = UPDATE_TO_WEIGHT) -> dict[str, dict[int, float]]:
+    """By layer and step."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    layers = [name for name in rows[0] if name != "step"]
+    return {name: {int(row["step"]): float(row[name]) for row in rows} for name in layers}
+
+
 def memory_of_7b() -> dict[str, dict[int, float]]:
     """Bytes per rank by system and number of ranks."""
     with torch.device("meta"):
@@ -74,7 +95,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw a picture of the documentation.")
     parser.add_argument("--record", nargs="+", type=Path, metavar="DIR", help="take these runs")
     parser.add_argument("--bf16-loss", action="store_true", help="that of docs/bf16-loss.md")
+    parser.add_argument("--update-to-weight", action="store_true", help="that of docs/gradients.md")
     parsed = parser.parse_args(arguments)
+    if parsed.update_to_weight:
+        if parsed.record:
+            record_ratios(parsed.record[0], UPDATE_TO_WEIGHT)
+        paths = [ROOT / "docs" / f"update-to-weight{suffix}" for suffix in (".svg", ".png")]
+        print(ratios_of_layers(recorded_ratios(), *paths))
+        return
     source = BF16_LOSS if parsed.bf16_loss else RECORDED
     if parsed.record:
         record(parsed.record, source)

@@ -108,6 +108,25 @@ def held_out_losses(runs: dict[str, list[Record]], *paths: Path) -> str:
     return f"picture: {paths[0]}"
 
 
+def ratios_of_layers(ratios: dict[str, dict[int, float]], *paths: Path) -> str:
+    """Draw update-to-weight over steps, a line for each layer, for light and dark pages."""
+    try:
+        figure = empty_figure(8, 4)
+    except RuntimeError:
+        return "no picture: it needs matplotlib (the extra `plot`)"
+    axes = figure.subplots()
+    colors = ("#db6d28", "#a371f7", "#2f81f7", "#39a0a0", "#3fb950", "#f85149")
+    for number, (name, by_step) in enumerate(ratios.items()):
+        style = {"color": colors[number % len(colors)], "linewidth": 1.5}
+        axes.plot(by_step.keys(), by_step.values(), label=name, **style)
+    axes.axhline(1e-3, color=INK, linestyle=":", linewidth=1)
+    axes.set(xlabel="step", ylabel="norm of the update / norm of the weight", yscale="log")
+    axes.legend(frameon=False, labelcolor=INK, ncols=3)
+    for path in paths:
+        save(figure, path)
+    return f"picture: {paths[0]}"
+
+
 def _color(name: str, number: int) -> str:
     return str(style_of(name).get("color", "#a371f7" if number else "C0"))
 

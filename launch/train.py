@@ -75,6 +75,8 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
         arguments=vars(args), config=config.to_dict(),
     )  # fmt: skip
     progress = Progress(log, processes, args.steps, tokens_per_step)
+    layers = {f"blocks.{n}": f"blocks.{n}.*" for n in range(args.depth)}
+    patterns = {"tokens": "tokens.*", **layers, "head": "tokens.*" if args.tie_head else "head.*"}
     progress.say(
         f"{sum(p.numel() for p in network.parameters()):,} parameters, "
         f"{corpus.train.numel():,} bytes of text, {world} process(es) on {device.type}"
@@ -102,6 +104,10 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
             progress.add(share)
         optimizer.step()
         optimizer.zero_grad()
+        if not args.baseline and config.metrics and (step - 1) % int(config.metrics) == 0:
+            values = optimizer.metrics(patterns)
+            ratios = {label: float(of["update_to_weight"]) for label, of in values.items()}
+            log.write("update_to_weight", step=step, **ratios)
 
         validate = step % args.validation_interval == 0 or step == args.steps
         if validate or step % args.log_interval == 0:

@@ -290,6 +290,22 @@ def test_a_bf16_model_without_masters_trains_worse_as_its_page_says(tmp_path: Pa
     assert memory["state"] == 2 * memory["parameters"] == 2 * 2 * 30_176
 
 
+def test_update_to_weight_of_a_run_is_recorded_and_drawn_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratios = picture.recorded_ratios()
+    assert list(ratios) == ["tokens", *(f"blocks.{n}" for n in range(4)), "head"]
+    assert all(1e-4 < ratio < 0.1 for by_step in ratios.values() for ratio in by_step.values())
+    monkeypatch.setenv("SHARDCAST_METRICS", "2")
+    main([*TINY_RUN, "--output", str(tmp_path)])
+    picture.record_ratios(tmp_path, tmp_path / "ratios.csv")
+    ratios = picture.recorded_ratios(tmp_path / "ratios.csv")
+    steps = range(1, 1 + max(metrics.curve(metrics.read(tmp_path), "train")), 2)
+    assert all(list(by_step) == list(steps) for by_step in ratios.values())
+    plot.ratios_of_layers(ratios, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
+
+
 def test_a_slurm_job_gives_each_task_the_cores_that_it_asked_for(tmp_path: Path) -> None:
     for name, line in (("scontrol", "echo node1"), ("srun", 'printf "%s\\n" "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
