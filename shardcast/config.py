@@ -200,11 +200,11 @@ class ShardcastConfig(Checked):
         "is fastest and rounds once",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
-    reproducible: int | None = option(
-        None,
-        "number of micro-batches of a step over all ranks, for a run with the same bits at any "
-        "number of ranks that divides it (docs/reproducible.md); null: sums as they are fastest",
-        COUNT,
+    reproducible: bool | int = option(
+        False,
+        "the same bits at any number of ranks that divides the micro-batches of a step over all "
+        "ranks (docs/reproducible.md): their number, or true, which counts those of the first step",
+        ("true or a number of micro-batches >= 0", lambda total: total >= 0),
     )
     sync: str = option(
         "auto",

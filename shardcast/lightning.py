@@ -259,7 +259,7 @@ class ShardcastStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """As DDPStrategy's; Lightning asks for them where it deals out the samples itself."""
-        if self.precision_plugin.config.reproducible is not None and self.world_size > 1:
+        if self.precision_plugin.config.reproducible and self.world_size > 1:
             warn(
                 "reproducible: Lightning's DistributedSampler deals samples to the ranks in turn, "
                 "so that another number of ranks trains other micro-batches, and other bits; give "

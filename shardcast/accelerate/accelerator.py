@@ -233,8 +233,10 @@ class ShardcastAccelerator(Accelerator):
         """
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))
-        if self.shardcast_config.reproducible is not None and self.num_processes > 1:
-            data.deal_consecutive(prepared, self.shardcast_config.reproducible)
+        if self.shardcast_config.reproducible and self.num_processes > 1:
+            total = self.shardcast_config.reproducible
+            counted = self.gradient_accumulation_steps * self.num_processes
+            data.deal_consecutive(prepared, counted if total is True else total)
         return prepared
 
     # -- backward and step --------------------------------------------------------------------

@@ -290,7 +290,7 @@ def _add(
     grad = grad_dtype(pack.dtype, config).itemsize
     wire, stored = wire_dtype(pack.dtype, config).itemsize, pack.dtype.itemsize
     sums = 0  # of micro-batches in fp32, one of which is sent
-    if config.reproducible is not None and config.reproducible > size:
+    if config.reproducible > size:
         sums, wire = most_sums(config.reproducible // size), MASTER_DTYPE.itemsize
     for span in pack.spans:
         rank, numel = ranks[span.owner], span.numel

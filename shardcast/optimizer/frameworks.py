@@ -72,8 +72,8 @@ def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) ->
     """
     at_end = False
     for sharded in optimizers:
-        total = sharded.config.reproducible
-        is_all = total is not None and total == accumulation * sharded.comm.size
+        total, option = accumulation * sharded.comm.size, sharded.config.reproducible
+        is_all = option is True or option == total
         if is_all:
             sharded.divisor = total
         at_end = at_end or is_all or sharded.decider.tokens.counted

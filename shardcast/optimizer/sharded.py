@@ -201,7 +201,7 @@ class ShardedOptimizer(StatefulOptimizer):
         return self.reduce.no_sync()
 
     def micro_batch(self, index: int) -> None:
-        """Say of which micro-batch of the step the next backwards are; with ``reproducible``.
+        """Say of which micro-batch of the step the next backwards are, with ``reproducible=8``.
 
         Local. Without it each backward is the next micro-batch of this rank, and a step has to have
         all of them; with it several backwards may be of one, and a step may have fewer. Gradients
@@ -213,7 +213,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
         Raises:
             ValueError: it is another rank's, or other micro-batches came since it was.
-            RuntimeError: ``reproducible`` is off.
+            RuntimeError: ``reproducible`` is no number.
         """
         self.reduce.micro_batch(index)
 

@@ -98,7 +98,7 @@ def choose(
     wire = wire_dtype(storage, config)
     if config.reduce == "two_level":
         _check_two_level(size, equal, topology)
-    if config.reproducible is not None:
+    if config.reproducible:
         reduce, why = "all_to_all", "adds in a fixed order"
     elif config.reduce == "two_level" and topology.node >= size:
         reduce, why = "all_to_all", "there is one node"

@@ -65,7 +65,7 @@ def shard_ranks(
     several = topology.backend == "nccl" and 1 < topology.node < size and topology.between > 0
     saves = config.grads == "sharded" or config.offload or config.moments != "fp32"
     saves |= config.master != "fp32"
-    exact = config.reproducible is not None  # sums between copies are in no order of ours
+    exact = bool(config.reproducible)  # sums between copies are in no order of ours
     if asked != "auto" or not several or size % topology.node or saves or exact:
         return size, ""
     return _fastest(config, layout, topology, free, costs)

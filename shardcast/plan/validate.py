@@ -256,12 +256,12 @@ def check_options(config: ShardcastConfig, parallel_dims: ParallelDims, draws: s
             "grads: expected 'full' in a pipeline, whose backwards accumulate locally until "
             "step(), got 'sharded'"
         )
-    if total is None:
+    if not total:
         return
     in_mesh = parallel_dims != ParallelDims(ranks)
     refused = {
         f"{ranks} ranks do not divide its {total} micro-batches; use a number of ranks that does, "
-        "or another number of micro-batches": total % ranks > 0,
+        "or another number of micro-batches": total is not True and total % ranks > 0,
         "a mesh, a pipeline and shard_ranks sum over other ranks too; shard over plain "
         "data-parallel ranks, all of them": in_mesh or isinstance(config.shard_ranks, int),
         f"reduce {config.reduce!r} leaves the order of sums to others; use 'all_to_all'": (

@@ -334,6 +334,8 @@ class Decider:
         state: dict[str, Any] = {"loss_scale": None, "growth": 0.0, **self.skips.state_dict()}
         if self.loss_scale is not None:
             state.update(self.loss_scale.state_dict())
+        if self._micro_batches is not None:
+            state["micro_batches"] = self._micro_batches.total
         return state if self.guard is None else {**state, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,6 +343,8 @@ class Decider:
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state)
         self.skips.load_state_dict(state)
+        if self._micro_batches is not None:
+            self._micro_batches.load(state.get("micro_batches", 0))
         if self.guard is not None and "guard" in state:
             self.guard.load_state_dict(state["guard"])
 

@@ -194,6 +194,8 @@ class Reducer:
             for bucket in self._buckets.values():
                 bucket.drop_cleared(self.spent)
         else:
+            if self.micro_batches is not None and self.grads:
+                self.micro_batches.agree(self.grads[0].pack.data.device)
             self._new_round().flush()
         # One replaced by hand after the reduction is final, as with DDP.
         replaced = [grads.adopt() for grads in self.grads]

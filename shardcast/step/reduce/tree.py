@@ -16,6 +16,7 @@ most ``log2`` of their number and one more elsewhere.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import Comm, Flight
+from shardcast.messages import by_rank
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.reduce.mean import CHUNK
@@ -44,25 +46,64 @@ class MicroBatches:
     """Which micro-batches of a step this rank has, and which of them it has had.
 
     Args:
-        total: in a step, over all ranks, which divide it.
+        total: in a step, over all ranks, which divide it; ``True``: as many as the first step has.
 
     Attributes:
+        total: 0 as long as it is not known; ``current`` counts this rank's own until then.
         own: those of this rank, rank after rank.
+        nodes: of each rank.
         current: the one that the running backward is of, or the next one.
         begun: gradients of it have come.
         numbered: the script says which one each is.
     """
 
     def __init__(self, total: int, comm: Comm) -> None:
-        self.total, self._comm = total, comm
-        count = total // comm.size
-        self.ranges = [range(rank * count, (rank + 1) * count) for rank in range(comm.size)]
-        self.own = self.ranges[comm.rank]
-        self._done: set[int] = set()
+        self._comm, self._done = comm, set[int]()
+        self.sums: list[PartialSums] = []  # of each pack
+        self._is_counted = total is True
+        self._settle(0 if self._is_counted else total)
         self.reset()
+
+    def _settle(self, total: int) -> None:
+        self.total, self._is_known = total, total > 0
+        count = total // self._comm.size or sys.maxsize
+        ranges = [range(rank * count, (rank + 1) * count) for rank in range(self._comm.size)]
+        self.own = ranges[self._comm.rank] if total else ranges[0]
+        self.nodes = [nodes_of(own) for own in ranges] if total else []
+
+    def load(self, total: int) -> None:
+        """Have as many as the steps of a checkpoint, where the first step would say how many."""
+        if self._is_counted and total:
+            self._settle(total)
+            self.reset()
+
+    def agree(self, device: torch.device) -> None:
+        """Count those of the first step, of all ranks. Collective; the host waits.
+
+        Raises:
+            RuntimeError: on all ranks, if their sums are no nodes of one tree.
+        """
+        if self.total:
+            return
+        size, counts = self._comm.size, self._comm.exchange(len(self._done), device)
+        count = counts[0]
+        if len(set(counts)) > 1 or (size > 1 and count & (count - 1)):
+            raise RuntimeError(
+                "reproducible: expected in the first step one number of micro-batches on all "
+                f"ranks, a power of two, got {by_rank(enumerate(counts))}; with others set "
+                f"reproducible to their number over all ranks ({sum(counts)}), not to true"
+            )
+        self._settle(max(1, count) * size)
+        self._is_known = count > 0  # else it is a step without backwards
+        self._done = {self.own.start + number for number in self._done}
+        self.current += self.own.start
+        for sums in self.sums:
+            sums.shift(self.own.start)
 
     def reset(self) -> None:
         """A step begins."""
+        if not self._is_known:
+            self._settle(0)
         self.current, self.begun, self.numbered = self.own.start, False, False
         self._done.clear()
 
@@ -75,8 +116,13 @@ class MicroBatches:
         """A gradient of the current one comes.
 
         Raises:
-            RuntimeError: this rank has had all of its own.
+            RuntimeError: this rank has had all of its own, or a loaded number does not suit ranks.
         """
+        if self.total % self._comm.size:
+            raise RuntimeError(
+                "reproducible: expected a number of ranks that divides the micro-batches of a step "
+                f"of the loaded run, {self.total}, got {self._comm.size}"
+            )
         if self.current not in self.own:
             raise RuntimeError(
                 f"reproducible: expected {len(self.own)} micro-batches in a step on each of "
@@ -91,7 +137,13 @@ class MicroBatches:
 
         Raises:
             ValueError: it is not one of this rank, or it was ended.
+            RuntimeError: how many there are is not known yet.
         """
+        if not self.total:
+            raise RuntimeError(
+                "micro_batch: expected reproducible to be the number of micro-batches of a step, "
+                "got true, which counts them in the first step"
+            )
         if index not in self.own or index in self._done:
             why = "was ended before" if index in self._done else "is not of this rank"
             raise ValueError(
@@ -130,10 +182,10 @@ class PartialSums:
 
     def __init__(self, micro_batches: MicroBatches, wire: torch.dtype) -> None:
         self._micro_batches, self._wire = micro_batches, wire
+        micro_batches.sums.append(self)
         self._sums: dict[Node, Tensor] = {}
         self._sent: list[Tensor] = []  # until they have arrived
         self._free: list[Tensor] = []  # memory for sums: to allocate it anew costs a pass on a CPU
-        self._nodes = [nodes_of(own) for own in micro_batches.ranges]  # of each rank
 
     @property
     def nbytes(self) -> int:
@@ -147,6 +199,13 @@ class PartialSums:
         """What was sent has arrived."""
         self._free += self._sent
         self._sent = []
+
+    def shift(self, first: int) -> None:
+        """Micro-batches that were counted from 0 were counted from ``first``."""
+        self._sums = {
+            Node(level, number + (first >> level)): total
+            for (level, number), total in self._sums.items()
+        }
 
     def discard(self, elements: slice) -> None:
         """Elements whose gradients were cleared."""
@@ -178,19 +237,20 @@ class PartialSums:
         Args:
             gradient: of the current micro-batch, or zeros.
         """
-        if len(self._micro_batches.own) == 1:
-            rows = [gradient.to(self._wire)]
+        own, nodes = self._micro_batches.own, self._micro_batches.nodes
+        if len(own) == 1:
+            rows = [self._sums.pop(Node(0, own.start), gradient).to(self._wire)]
         else:
             if self._micro_batches.begun:
                 self.add(gradient)
             rows = []
-            for node in self._nodes[comm.rank]:
+            for node in nodes[comm.rank]:
                 total = _sum(self._sums, node)
                 rows.append(self._room(gradient).zero_() if total is None else total)
             self._sums.clear()
             self._sent = rows
         depth = (self._micro_batches.total - 1).bit_length()
-        return _Nodes(comm, pack, rows, self._nodes, Node(depth, 0), buffer)
+        return _Nodes(comm, pack, rows, nodes, Node(depth, 0), buffer)
 
 
 class _Nodes(Flight):

@@ -69,7 +69,7 @@ def muon(model: nn.Module) -> Any:
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # A pairwise cover: kind of optimizer, parameters, moments, master, clip, model.
 MATRIX: dict[str, tuple[Any, dict[str, Any], bool]] = {
-    "adamw bf16": (adamw, {"param_dtype": BF16}, False),
+    "adamw bf16 metrics": (adamw, {"param_dtype": BF16, "metrics": True}, False),
     "adamw bf16 clip absent int8": (
         adamw, {"param_dtype": BF16, "max_grad_norm": 0.5, "moments": "int8"}, True
     ),
@@ -78,7 +78,11 @@ MATRIX: dict[str, tuple[Any, dict[str, Any], bool]] = {
         {"param_dtype": BF16, "master": "split16", "moments": "bf16", "max_grad_norm": 0.1},
         False,
     ),
-    "adamw fp32 clip": (adamw, {"param_dtype": FP32, "max_grad_norm": 0.5}, False),
+    "adamw fp32 clip guard": (
+        adamw,
+        {"param_dtype": FP32, "max_grad_norm": 0.5, "guard": {"norm": 0.5, "window": 2}},
+        False,
+    ),
     "sgd fp32 absent": (sgd, {"param_dtype": FP32, "pack_params": 2}, True),
     "sgd fp16 clip absent": (sgd, {"param_dtype": FP16, "max_grad_norm": 0.5}, True),
     "sgd bf16 int8 split16": (
@@ -99,7 +103,12 @@ MATRIX: dict[str, tuple[Any, dict[str, Any], bool]] = {
 
 
 def train(
-    group: Any, build: Any, fields: dict[str, Any], absent: bool, steps: int, total: int = TOTAL
+    group: Any,
+    build: Any,
+    fields: dict[str, Any],
+    absent: bool,
+    steps: int,
+    total: int = TOTAL,
 ) -> tuple[str, float, int]:
     """Digest, last norm and skipped steps of a run; each rank its block of the micro-batches."""
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -150,6 +159,31 @@ def test_all_grids_end_with_the_same_bits(case: str):
         assert results[0][2] > 0, "some steps were skipped for an overflow"
     plain = on_grids((1, 4), build, fields, absent, steps)
     assert len({digest for digest, *_ in plain}) > 1, "the control: without it they differ"
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_micro_batches_that_the_first_step_counts_give_the_bits_of_their_number(absent: bool):
+    fields = {"param_dtype": BF16, "max_grad_norm": 0.5}
+    (expected,) = on_grids((2,), adamw, {**fields, "reproducible": TOTAL}, absent, 3)
+    assert on_grids(GRIDS, adamw, {**fields, "reproducible": True}, absent, 3) == [expected] * 4
+    six = [{**fields, "reproducible": total} for total in (True, 6)]
+    (counted,) = {*on_grids((1, 3, 6), adamw, six[0], absent, 3, 6)}
+    assert [counted] == on_grids((2,), adamw, six[1], absent, 3, 6)
+
+
+def test_counted_micro_batches_that_are_no_part_of_a_tree_are_refused_with_their_number():
+    def run(group: Any, counts: tuple[int, ...], message: str) -> None:
+        model, optimizer = linear(group, reproducible=True)
+        optimizer.step()  # without backwards: nothing is counted
+        with pytest.raises(RuntimeError, match=r"micro_batch: .* got true"):
+            optimizer.micro_batch(0)
+        for index in range(counts[group.rank()]):
+            backward(model, index)
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+
+    run_world(2, run, (3, 3), r"a power of two, got ranks 0, 1: 3; .* all ranks \(6\)")
+    run_world(2, run, (2, 1), r"one number .* rank 0: 2; rank 1: 1; .* all ranks \(3\)")
 
 
 @pytest.mark.parametrize("total", [1, 6, 12])
@@ -281,7 +315,7 @@ def test_numbers_of_other_ranks_and_a_second_time_are_refused():
 
     run_world(2, run)
     with pytest.raises(RuntimeError, match="reproducible"):
-        linear(None, reproducible=None)[1].micro_batch(0)
+        linear(None, reproducible=False)[1].micro_batch(0)
 
 
 class Noisy(torch.optim.SGD):
@@ -344,7 +378,7 @@ def test_an_exact_norm_is_the_norm_and_has_no_order(size: float):
 
 def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_places():
     def run(group: Any) -> list[str]:
-        model, optimizer = linear(group, reproducible=None, alignment=8)
+        model, optimizer = linear(group, reproducible=False, alignment=8)
         backward(model, 0)
         optimizer.step()
         digests = [optimizer.digest()] * 2
@@ -368,7 +402,8 @@ def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_p
 def optimizer_of(group: Any, **fields: Any) -> tuple[nn.Module, shardcast.ShardedOptimizer]:
     model = copy.deepcopy(SKIPS)
     fields = {"param_dtype": BF16, "max_grad_norm": 0.5, "fuse": "eager", **fields}
-    optimizer = shardcast.shard(model, adamw(model), process_group=group, reproducible=4, **fields)
+    fields.setdefault("reproducible", 4)
+    optimizer = shardcast.shard(model, adamw(model), process_group=group, **fields)
     optimizer.divisor = 4.0
     return model, optimizer
 
@@ -384,11 +419,13 @@ def make_step(model: nn.Module, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def test_a_run_that_goes_on_at_other_numbers_of_ranks_keeps_its_bits(tmp_path: Path):
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_run_that_goes_on_at_other_numbers_of_ranks_keeps_its_bits(counted: bool, tmp_path: Path):
     fields = {"moments": "bf16", "master": "split16", "averages": {"ema": 0.9}}
 
     def go_on(group: Any, first: int, last: int) -> tuple[str, str]:
-        model, optimizer = optimizer_of(group, **fields)
+        more = {"reproducible": True} if counted and last - first < 8 else {}
+        model, optimizer = optimizer_of(group, **fields, **more)
         folder = tmp_path / str(last - first)
         resumed = checkpoint.resume(folder, model, optimizer)
         loaded = optimizer.digest()
@@ -460,3 +497,19 @@ def test_the_estimate_knows_the_sums_that_a_rank_keeps(total: int):
     fields = {"param_dtype": "fp32", "reproducible": total}
     estimated = estimate(model, sgd, 2, fields)
     assert max(run_world(2, run)[0]) == estimated.gradients, "on the rank that keeps most"
+
+
+def test_ranks_that_do_not_divide_the_micro_batches_of_a_checkpoint_are_refused(tmp_path: Path):
+    def run(group: Any, saves: bool) -> None:
+        model, optimizer = linear(group, reproducible=True)
+        if saves:
+            backward(model, 0)
+            optimizer.step()
+            checkpoint.save(tmp_path, model, optimizer, step=1)
+        else:
+            checkpoint.resume(tmp_path, model, optimizer)
+            with pytest.raises(RuntimeError, match=r"reproducible: .* divides .* 2, got 3"):
+                backward(model, 0)
+
+    run_world(2, run, True)
+    run_world(3, run, False)
