@@ -107,7 +107,11 @@ class ShardcastTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer does; its accelerator then shards what it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        enable(self.accelerator, self._shardcast_config)
+        accelerator = enable(self.accelerator, self._shardcast_config)
+        config = accelerator.shardcast_config
+        if config.reproducible is True:  # Accelerate does not know by how much Trainer accumulates
+            total = self.args.gradient_accumulation_steps * accelerator.num_processes
+            accelerator.shardcast_config = config.replace(reproducible=total)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As Trainer does, with the metrics of parameters that ``log_metrics`` names."""

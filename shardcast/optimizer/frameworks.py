@@ -74,6 +74,12 @@ def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) ->
     for sharded in optimizers:
         total, option = accumulation * sharded.comm.size, sharded.config.reproducible
         is_all = option is True or option == total
+        counted = sharded.reduce.micro_batches
+        if option is True and counted is not None and counted.total not in (0, total):
+            raise RuntimeError(
+                f"reproducible: expected {total} micro-batches in a step, accumulation steps times "
+                f"ranks, got {counted.total}; set reproducible to their number, not to true"
+            )
         if is_all:
             sharded.divisor = total
         at_end = at_end or is_all or sharded.decider.tokens.counted
