@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import mlp, set_grads
 from torch import nn
 
-import shardcast
 from shardcast import ShardcastConfig
 from shardcast.estimate import Estimate, estimate, peer_times, step_time
 from shardcast.plan.costs import PRESETS
-from shardcast.testing import ThreadedWorld
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = 128
@@ -145,21 +142,6 @@ def test_counting_elements_alone_falls_short(
         assert misled.cost_imbalance < 1.1  # by its own count it is even
 
 
-def test_blocks_of_rows_count_as_matrices_of_their_own():
-    """Three blocks of a fused projection cost less than one matrix of all rows."""
-    with torch.device("meta"):
-        model = nn.ParameterList(nn.Parameter(torch.empty(96, 32)) for _ in range(3))
-    fused, *apart = model
-    muon = torch.optim.Muon(apart)
-    muon.add_param_group({"params": [fused], "row_splits": (8,) * 12})
-    layout = estimate(model, muon, 2, {}).layout
-    owners = {
-        slot.name: next(s.owner for s in pack.spans if s.start <= slot.offset < s.stop)
-        for pack, slot in layout.slots()
-    }
-    assert owners["1"] != owners["2"]
-
-
 def test_the_time_of_an_update_has_the_matrix_products_of_the_busiest_rank():
     machine, config = PRESETS["h100"], ShardcastConfig()
     shapes = MODELS["GPT 125M"]()
@@ -176,31 +158,3 @@ def test_the_time_of_an_update_has_the_matrix_products_of_the_busiest_rank():
     more = {name: time.update - without[name].update for name, time in others.items()}
     assert more["DDP + autocast"] == pytest.approx(whole / machine.flops)
     assert more["Megatron"] == pytest.approx(whole / machine.flops / 64)
-
-
-def test_elementwise_updates_have_no_matrix_products():
-    model = mlp()
-    assert estimate(model, torch.optim.AdamW(model.parameters()), 2, {}).products == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_memory_of_muon_and_adamw_is_what_the_fullest_rank_holds(size: int, dtype: str):
-    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if p.dim() != 2]
-        return [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
-
-    def run(group: Any) -> dict[str, int]:
-        model = mlp()
-        optimizer = shardcast.shard(
-            model, optimizers(model), process_group=group, param_dtype=dtype, fuse="eager"
-        )
-        set_grads(model, 0)
-        optimizer.step()
-        return optimizer.memory_report()
-
-    model = mlp()
-    found = estimate(model, optimizers(model), size, {"param_dtype": dtype})
-    reports = ThreadedWorld(size).run(run)
-    assert found.total == max(sum(report.values()) for report in reports)

@@ -32,106 +32,86 @@ from shardcast.plan.originals import Originals
 from shardcast.testing import Collective, SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)
-KINDS = {
-    "AdamW": lambda params: torch.optim.AdamW(params),
-    "amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+Kind = Callable[[nn.Module], Any]
+
+
+def of_torch(name: str, **options: Any) -> Kind:
+    return lambda model: getattr(torch.optim, name)(model.parameters(), **options)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    blocks = [p for n, p in model.named_parameters() if "blocks" in n and p.dim() == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in blocks)]
+    return [torch.optim.Muon(blocks), torch.optim.AdamW(others)]
+
+
+def frozen(model: nn.Module) -> torch.optim.Optimizer:
+    model.blocks[0].requires_grad_(False)
+    return torch.optim.AdamW(model.parameters())
+
+
+FUSED: dict[str, Kind] = {
+    "AdamW": of_torch("AdamW"),
+    "amsgrad": of_torch("Adam", amsgrad=True),
+    "SGD": of_torch("SGD", lr=0.1),
+    "momentum": of_torch("SGD", lr=0.1, momentum=0.9),
 }
+OTHERS: dict[str, Kind] = {
+    "centered RMSprop with momentum": of_torch("RMSprop", centered=True, momentum=0.9),
+    "Muon and AdamW": muon_and_adamw,
+    "frozen": frozen,
+    **{
+        name: of_torch(name)
+        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+    },
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "bf16": {"param_dtype": "bf16"},
+    "fp32": {"param_dtype": "fp32", "pack_params": 3},
+    "kept": {"keep_fp32": "norms", "grad_dtype": "fp32", "pack_mb": 0.002},
+    "sharded": {"grads": "sharded", "pack_params": 2},
+    "bf16 moments": {"moments": "bf16", "offload": True},
+    "int8 moments": {"moments": "int8", "keep_fp32": "norms", "alignment": 64},
+    "averages": {
+        "averages": {"ema": 0.9, "low": {"decay": 0.9, "stored": "bf16"}},
+        "pack_params": 3,
+    },
+}
+# Every two of fields, kind, number of ranks and partition meet.
+MEMORY = [
+    *((fields, kind, 1 + (n + m) % 4, ("even", "whole")[(n + m // 2) % 2])
+      for n, fields in enumerate(FIELDS) for m, kind in enumerate(FUSED)),
+    *(("bf16", kind, 3, "auto") for kind in OTHERS),
+]  # fmt: skip
 
 
-def ran(group: Any, kind: str, fields: dict[str, Any]) -> dict[str, int]:
+def ran(group: Any, kind: Kind, fields: dict[str, Any]) -> dict[str, int]:
     """What a rank holds after a step."""
     model = CASES["gpt"].build()
-    inner = KINDS[kind](model.parameters())
-    optimizer = shardcast.shard(model, inner, process_group=group, **fields)
+    optimizer = shardcast.shard(model, kind(model), process_group=group, fuse="eager", **fields)
     for _ in range(2):
         for param in model.parameters():
-            param.grad = torch.ones_like(param, dtype=fields.get("grad_dtype") and torch.float32)
+            if param.requires_grad:
+                dtype = fields.get("grad_dtype") and torch.float32
+                param.grad = torch.ones_like(param, dtype=dtype)
         optimizer.step()
         report = optimizer.memory_report()
         optimizer.zero_grad()
     return report
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"param_dtype": "bf16"},
-        {"param_dtype": "fp32", "pack_params": 3},
-        {"keep_fp32": "norms", "grad_dtype": "fp32", "pack_mb": 0.002},
-        {"grads": "sharded", "pack_params": 2},
-        {"moments": "bf16", "offload": True},
-        {"moments": "int8", "keep_fp32": "norms", "alignment": 64},
-        {"averages": {"ema": 0.9, "low": {"decay": 0.9, "stored": "bf16"}}, "pack_params": 3},
-    ],
-    ids=["bf16", "fp32", "kept", "sharded", "bf16 moments", "int8 moments", "averages"],
-)
+@pytest.mark.parametrize(("fields", "kind", "size", "partition"), MEMORY)
 def test_the_estimate_is_what_the_fullest_rank_holds(
-    fields: dict[str, Any], kind: str, size: int, partition: str
+    fields: str, kind: str, size: int, partition: str
 ):
-    fields = {**fields, "partition": partition}
+    chosen, build = {**FIELDS[fields], "partition": partition}, {**FUSED, **OTHERS}[kind]
     with torch.device("meta"):
         model = CASES["gpt"].build()
-    found = estimate(model, KINDS[kind](model.parameters()), size, fields)
-    reports = run_world(size, ran, kind, fields)[0]
-    fullest = max(sum(report.values()) for report in reports)
-    assert found.total == fullest
+    found = estimate(model, build(model), size, chosen)
+    reports = run_world(size, ran, build, chosen)[0]
+    assert found.total == max(sum(report.values()) for report in reports)
     assert found.parameters == reports[0]["parameters"]
     assert found.layout.world_size == size and found.imbalance >= 1.0
-
-
-def ran_frozen(group: Any) -> dict[str, int]:
-    model = CASES["mlp"].build()
-    model.a.requires_grad_(False)
-    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), process_group=group)
-    for param in (*model.b.parameters(), *model.c.parameters()):
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    return optimizer.memory_report()
-
-
-def test_frozen_parameters_of_the_optimizer_have_masters_but_no_gradients_and_no_state():
-    model = CASES["mlp"].build()
-    model.a.requires_grad_(False)
-    found = estimate(model, torch.optim.AdamW(model.parameters()), 2)
-    report = run_world(2, ran_frozen)[0][0]
-    assert {kind: getattr(found, kind) for kind in report} == report
-
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "Adadelta": {},
-    "Adagrad": {},
-    "Adamax": {},
-    "ASGD": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {},
-    "RMSprop, centered, momentum": {"centered": True, "momentum": 0.9},
-    "Rprop": {},
-}
-
-
-def ran_other(group: Any, kind: Any, options: dict[str, Any]) -> dict[str, int]:
-    model = CASES["gpt"].build()
-    optimizer = shardcast.shard(model, kind(model.parameters(), **options), process_group=group)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    return optimizer.memory_report()
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_state_of_other_elementwise_optimizers_is_known_too(name: str):
-    kind, options = getattr(torch.optim, name.partition(",")[0]), OTHERS[name]
-    with torch.device("meta"):
-        model = CASES["gpt"].build()
-    found = estimate(model, kind(model.parameters(), **options), 3)
-    reports = run_world(3, ran_other, kind, options)[0]
-    assert found.total == max(sum(report.values()) for report in reports)
 
 
 def counted(group: Any, fields: dict[str, Any]) -> None:
@@ -196,29 +176,7 @@ def test_what_is_sent_is_that_of_the_rank_that_sends_most(partition: str, sync: 
     assert found.sent == max(sent) == sent[found.sender]
 
 
-def test_nothing_is_sent_by_one_rank():
-    model = CASES["gpt"].build()
-    found = estimate(model, torch.optim.AdamW(model.parameters()), 1)
-    assert (found.sent, found.collectives, found.imbalance) == (0, 0, 1.0)
-
-
 # -- real runs ----------------------------------------------------------------------------------
-
-
-class Encoder(nn.Module):
-    """Many small tensors: 40 residual blocks of 8 each, most of them shorter than 100 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(1000, 48)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(
-            48, 4, 96, batch_first=True, dropout=0.0) for _ in range(40))  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Convolutions(nn.Module):
@@ -241,7 +199,6 @@ REAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: GPT(GPTConfig(context=32, width=96, depth=3, tie_head=True)),
         lambda: torch.randint(256, (2, 32)),
     ),
-    "encoder": (Encoder, lambda: torch.randint(1000, (2, 16))),
     "convolutions": (Convolutions, lambda: torch.randn(2, 3, 8, 8)),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -284,40 +241,69 @@ def test_real_runs_hold_what_was_estimated(name: str, fields: dict[str, Any], gl
 
 
 def test_peers_hold_what_is_known_of_them_at_two_ranks():
-    held = peers(1, 2, 2)
-    assert held == {
+    assert peers(1, 2, 2) == {
         "DDP + autocast": 16, "ZeroRedundancyOptimizer": 12, "ZeRO-1": 10, "ZeRO-2": 9, "FSDP": 8,
         "Megatron": 12, "FlashOptim + DDP": 7,
     }  # fmt: skip
 
 
 def test_other_optimizers_are_refused():
-    model = torch.nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"expected one of ASGD, Ada.*SGD, got Adafactor"):
         estimate(model, torch.optim.Adafactor(model.parameters()), 2)
 
 
-def test_the_command_prints_a_table_and_json(
+# -- the command ----------------------------------------------------------------------------------
+
+PAGE = """
+import torch
+from gpt import *
+
+def wide(): return torch.nn.Linear(30000, 30000)
+def gpt(): return GPT(GPTConfig())
+def layers(): return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(24)))
+
+def pair():
+    model = torch.nn.Linear(1000, 1000)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def triple(): return (*pair(), None)
+def unlike(): return torch.nn.Linear(2, 2), "AdamW"
+"""
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "mine.py").write_text(
-        "import torch\ndef build(): return torch.nn.Linear(30000, 30000)\n"
-    )
+) -> Command:
+    """What ``shardcast estimate`` prints; models are functions of :data:`PAGE`."""
+    (tmp_path / "built.py").write_text(PAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    arguments = ["estimate", "mine:build", "--world_size", "1", "1024"]
-    assert main(arguments) == 0
-    short = capsys.readouterr().out
+
+    def printed(*arguments: str, status: int = 0) -> str:
+        try:
+            assert main(["estimate", *arguments]) == status
+        except SystemExit as exit:  # of the parser of arguments
+            assert exit.code == status
+        captured = capsys.readouterr()
+        return captured.err if status else captured.out
+
+    return printed
+
+
+def test_the_command_prints_a_table_and_json(command: Command):
+    sizes = ("--world_size", "1", "1024")
+    short, printed = command("built:wide", *sizes), command("built:wide", *sizes, "--details")
     assert "1 rank: 14.4 GB per rank" in short and "1,024 ranks: 5.0 GB per rank" in short
-    assert main([*arguments, "--details"]) == 0
-    printed = capsys.readouterr().out
     assert short in printed
     figures = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
     assert figures["world_size"][:2] == ["1", "1,024"] and figures["masters"] == ["3.6", "0.4500"]
     assert {"ZeRO-1, GB", "packs", "FSDP2, step", "Megatron, step"} <= figures.keys()
     for name, text in _estimate_command.LEGEND.items():
         assert figures[name][2:] == text.split(), "every figure that is no plain word is explained"
-    assert main([*arguments, "--json"]) == 0
-    first, last = json.loads(capsys.readouterr().out)
+    first, last = json.loads(command("built:wide", *sizes, "--json"))
+    assert (first["sent"], first["collectives"], first["imbalance"]) == (0, 0, 1.0)
     assert 0 <= first["state"] - 8 * 900_030_000 < 10_000, "padding aside"
     assert last["masters"] == pytest.approx(first["masters"] / 8, rel=0.01), "over a node"
     assert last["total"] < first["total"]
@@ -361,81 +347,44 @@ def test_advice_saves_memory_where_it_is_short_and_only_as_much_as_needed():
 def test_doubts_are_the_ratio_with_other_constants():
     job, config = job_of(96, PRESETS["h100"]), ShardcastConfig()
     found = figures(job, 64, config)
-    slower = replace(job, machine=job.machine.scaled(latency=3.0))
+    slower, idle = (replace(job, machine=job.machine.scaled(latency=x)) for x in (3.0, 0.0))
     assert found.doubts["latency x 3"] == pytest.approx(figures(slower, 64, config).ratio)
-    assert 0 < found.latency < 0.1
-    without = replace(job, machine=job.machine.scaled(latency=0.0))
-    assert figures(without, 64, config).latency == 0
+    assert 0 < found.latency < 0.1 and figures(idle, 64, config).latency == 0
 
 
-def test_advice_is_printed_and_written_as_a_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "wide.py").write_text(
-        "from torch import nn\n"
-        "def build(): return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))\n"
-    )
+def test_advice_is_printed_and_written_as_a_configuration(command: Command, tmp_path: Path):
     (tmp_path / "base.yaml").write_text("max_grad_norm: 1.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    arguments = ["estimate", "wide:build", "--config", str(tmp_path / "base.yaml")]
-    written = tmp_path / "better.yaml"
-    assert main([*arguments, "--world_size", "8", "--write", str(written)]) == 0
-    assert "overlap_sync: true" in capsys.readouterr().out
+    base, written = ("--config", str(tmp_path / "base.yaml")), tmp_path / "better.yaml"
+    printed = command("built:layers", *base, "--world_size", "8", "--write", str(written))
+    assert "overlap_sync: true" in printed
     config = ShardcastConfig.load(written)
     assert config.overlap_sync and config.max_grad_norm == 1.0
     assert config.named >= {"overlap_sync", "max_grad_norm"}
 
 
-PAIRS = """
-import torch
-
-def build():
-    model = torch.nn.Linear(1000, 1000)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-def triple():
-    return (*build(), None)
-
-def unlike():
-    return torch.nn.Linear(2, 2), "AdamW"
-"""
-
-
-def test_a_function_may_return_the_model_and_its_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "pairs.py").write_text(PAIRS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["estimate", "pairs:build", "--world_size", "2"]) == 0
-    assert "1,001,000 parameters, SGD" in capsys.readouterr().out
+def test_a_function_may_return_the_model_and_its_optimizer(command: Command):
+    assert "1,001,000 parameters, SGD" in command("built:pair", "--world_size", "2")
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         *(([name], "expected MODULE:FUNCTION") for name in ("no:build", "torch:nn2", "torch", "")),
-        (["pairs:build", "--optimizer", "AdamW"], "leave out --optimizer AdamW"),
-        (["pairs:triple"], "got Linear, SGD, NoneType"),
-        (["pairs:unlike"], "got Linear, str"),
-        (["pairs:build", "--machine", "tpu"], "expected one of h100, a100, h100-ethernet, gloo"),
-        *((["pairs:build", option, text], f"{option}: expected a whole number >= 1")
+        (["built:pair", "--optimizer", "AdamW"], "leave out --optimizer AdamW"),
+        (["built:triple"], "got Linear, SGD, NoneType"),
+        (["built:unlike"], "got Linear, str"),
+        (["built:pair", "--machine", "tpu"], "expected one of h100, a100, h100-ethernet, gloo"),
+        *((["built:pair", option, text], f"{option}: expected a whole number >= 1")
           for option in ("--tokens", "--world_size") for text in ("0", "-1", "1.5", "many")),
-        (["pairs:build", "--world_size", "8", "64", "--write", "x.yaml"], "--write: expected one"),
+        (["built:pair", "--world_size", "8", "64", "--write", "x.yaml"], "--write: expected one"),
         (["nothing:there", "--plot", "x.png"], "pip install matplotlib"),  # before the work
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_used_are_named(
-    arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
-    (tmp_path / "pairs.py").write_text(PAIRS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments: list[str], named: str, command: Command, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    try:
-        assert main(["estimate", *arguments]) == 2
-    except SystemExit as exit:  # of the parser of arguments
-        assert exit.code == 2
-    assert named in capsys.readouterr().err
+    assert named in command(*arguments, status=2)
 
 
 LLAMA = """
@@ -488,38 +437,24 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_take_a_minute_and_four_g
 
 
 def test_the_picture_is_drawn_over_world_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    picture = tmp_path / "memory.png"
     seen: list[Any] = []
     original = drawing.empty_figure
-
-    def figure(*size: float) -> Any:
-        seen.append(original(*size))
-        return seen[-1]
-
-    monkeypatch.setattr(drawing, "empty_figure", figure)
-    (tmp_path / "drawn.py").write_text("from gpt import *\ndef build(): return GPT(GPTConfig())\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "beside.yaml").write_text("overlap_sync: true\npack_params: 4")
-    arguments = ["--config", str(tmp_path / "beside.yaml"), "--plot", str(picture)]
-    assert main(["estimate", "drawn:build", *arguments, "--world_size", "8"]) == 0
-    assert "8 ranks:" in capsys.readouterr().out
+    monkeypatch.setattr(
+        drawing, "empty_figure", lambda *size: seen.append(original(*size)) or seen[-1]
+    )
+    picture, options = tmp_path / "memory.png", tmp_path / "beside.yaml"
+    options.write_text("overlap_sync: true\npack_params: 4")
+    arguments = ("--config", str(options), "--plot", str(picture), "--world_size", "8", "--json")
+    (row,) = json.loads(command("built:gpt", *arguments))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    memory, time = seen[-1].axes
-    lines = {line.get_label(): line for line in memory.lines}
-    assert {"DDP + autocast", "ZeRO-1", "ZeRO-2", "FSDP", "Megatron"} < lines.keys()
-    assert list(lines["FSDP"].get_xdata()) == [2**power for power in range(13)]
-    with torch.device("meta"):
-        model = GPT(GPTConfig())
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert lines["shardcast"].get_ydata()[0] == estimate(model, optimizer, 1).total / 1e6
-    assert "MB" in memory.get_ylabel() and memory.get_xscale() == "log"
-    times = {line.get_label(): line for line in time.lines}
-    assert times.keys() == {"shardcast", "DDP + autocast", "FSDP2", "Megatron"}
-    config = shardcast.ShardcastConfig(overlap_sync=True, pack_params=4)
-    job = Job([(model, Originals([optimizer]))], PRESETS["h100"], 8192)
-    (last,) = _estimate_command.rows_of((4096,), job, config)
-    assert last["time"]["in_forward"] > 0 and last["time"]["in_backward"] > 0
-    assert times["shardcast"].get_ydata()[-1] == last["time"]["step"]
-    assert "seconds" in time.get_ylabel() and time.get_xscale() == "log"
+    memory, time = ({line.get_label(): line for line in axes.lines} for axes in seen[-1].axes)
+    assert {"DDP + autocast", "ZeRO-1", "ZeRO-2", "FSDP", "Megatron"} < memory.keys()
+    assert list(memory["FSDP"].get_xdata()) == [2**power for power in range(13)]
+    assert time.keys() == {"shardcast", "DDP + autocast", "FSDP2", "Megatron"}
+    assert memory["shardcast"].get_ydata()[3] == row["total"] / 1e6
+    assert time["shardcast"].get_ydata()[3] == row["time"]["step"]
+    assert row["time"]["in_forward"] > 0 and row["time"]["in_backward"] > 0
+    for axes, label in zip(seen[-1].axes, ("MB", "seconds"), strict=True):
+        assert label in axes.get_ylabel() and axes.get_xscale() == "log"
