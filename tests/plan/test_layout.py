@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -87,6 +86,9 @@ def test_every_layout_has_its_promised_properties(
                 homes = [s for s in pack.spans if s.start <= slot.offset and slot.end <= s.stop]
                 assert homes or slot.numel == 0, "whole: every slot inside one span"
         covered = [f for rank in range(size) for f in pack.fragments(rank)]
+        for fragment in covered:
+            begin, end = fragment.param_range
+            assert (fragment.numel, begin) == (end - begin, fragment.start - fragment.slot.offset)
         assert sum(f.numel for f in covered) == sum(slot.numel for slot in pack.slots)
         small = len(pack.slots) == 1 or pack.slots[-1].offset + pack.slots[-1].numel <= (
             chosen["pack_mb"] * 2**20 / pack.dtype.itemsize
@@ -112,19 +114,19 @@ def test_whole_is_balanced_to_within_the_largest_parameter(
     assert max(loads) - min(loads) <= largest + align * len(layout.packs)
 
 
-def test_whole_beats_round_robin_on_a_known_example():
-    """Sizes 7 5 4 3 3 2 over two ranks: 12 and 12, where taking turns would give 14 and 10."""
-    params = [
-        ParamInfo(f"p{i}", (n * 64,), torch.float32) for i, n in enumerate([7, 5, 4, 3, 3, 2])
-    ]
-    layout = plan(params, 2, "whole", **OPTIONS)
-    assert [layout.owned(rank) for rank in range(2)] == [12 * 64, 12 * 64]
-
-
-def test_whole_balances_over_all_packs_not_in_each():
-    params = [ParamInfo(f"p{i}", (64,), torch.float32) for i in range(6)]
-    layout = plan(params, 3, "whole", **{**OPTIONS, "pack_params": 1})
-    assert [layout.owned(rank) for rank in range(3)] == [128, 128, 128]
+@pytest.mark.parametrize(
+    ("sizes", "world", "per_pack", "expected"),
+    [
+        ([7, 5, 4, 3, 3, 2], 2, None, [12, 12]),  # taking turns would give 14 and 10
+        ([1] * 6, 3, 1, [2, 2, 2]),  # over all packs, not in each
+    ],
+)
+def test_whole_is_balanced_on_known_examples(
+    sizes: list[int], world: int, per_pack: int | None, expected: list[int]
+):
+    params = [ParamInfo(f"p{i}", (n * 64,), torch.float32) for i, n in enumerate(sizes)]
+    layout = plan(params, world, "whole", **{**OPTIONS, "pack_params": per_pack})
+    assert [layout.owned(rank) for rank in range(world)] == [64 * n for n in expected]
 
 
 @pytest.mark.parametrize(
@@ -209,14 +211,6 @@ def test_ranks_on_different_gpus_of_one_kind_have_equal_digests():
     assert len(digests) == 1
 
 
-def test_layouts_are_frozen():
-    layout = plan([ParamInfo("p", (3,), torch.float32)], 2, "even", **OPTIONS)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        layout.world_size = 3  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        layout.packs[0].slots[0].offset = 3  # type: ignore[misc]
-
-
 def shown(model: nn.Module, **fields: Any) -> list[str]:
     layout: Layout = sharded(model, param_dtype=torch.bfloat16, **fields).layout
     lines = repr(layout).splitlines()
@@ -238,13 +232,31 @@ def packs_shown(lines: list[str]) -> list[list[str]]:
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"]
 
 
-def test_repr_shows_the_first_parameters_left_unpacked():
-    assert packs_shown(shown(MLP())) == [NAMES]
-    assert packs_shown(shown(MLP(), unpacked_first=2)) == [[NAMES[0]], [NAMES[1]], NAMES[2:]]
+def by_kind(name: str, param: nn.Parameter) -> str:
+    return "matrix" if param.dim() == 2 else "vector"
 
 
-def test_repr_shows_the_cap_in_number_of_parameters():
-    assert packs_shown(shown(MLP(), pack_params=4)) == [NAMES[:4], NAMES[4:]]
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    return torch.optim.AdamW([{"params": params[4:]}, {"params": params[:4]}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "packs", "told"),
+    [
+        ({}, [NAMES], "group 0"),
+        ({"unpacked_first": 2}, [[NAMES[0]], [NAMES[1]], NAMES[2:]], ""),
+        ({"pack_params": 4}, [NAMES[:4], NAMES[4:]], ""),
+        ({"group_fn": by_kind}, [NAMES[::2], NAMES[1::2]], "key 'matrix'"),
+        ({"optimizer": two_groups}, [NAMES[:4], NAMES[4:]], "group 1"),
+    ],
+    ids=["one", "first", "cap", "function", "groups"],
+)
+def test_repr_shows_packs_and_what_makes_them(
+    fields: dict[str, Any], packs: list[list[str]], told: str
+):
+    lines = shown(MLP(), **fields)
+    assert packs_shown(lines) == packs and told in lines[1]
 
 
 def test_repr_shows_the_cap_in_megabytes():
@@ -272,20 +284,6 @@ def test_repr_shows_the_alignment(alignment: int):
     assert all(offset * 2 % alignment == 0 for offset in offsets)
 
 
-def test_repr_shows_the_group_function_and_optimizer_groups():
-    lines = shown(MLP(), group_fn=lambda name, param: "matrix" if param.dim() == 2 else "vector")
-    assert packs_shown(lines) == [NAMES[::2], NAMES[1::2]]
-    assert "key 'matrix'" in lines[1]
-
-    def two(model: nn.Module) -> torch.optim.Optimizer:
-        params = list(model.parameters())
-        return torch.optim.AdamW([{"params": params[4:]}, {"params": params[:4]}])
-
-    lines = shown(MLP(), optimizer=two)
-    assert packs_shown(lines) == [NAMES[:4], NAMES[4:]]
-    assert "group 1" in lines[1]
-
-
 def test_repr_shows_dtypes_and_frozen_parameters():
     model = GPT()
     model.wpe.weight.requires_grad_(False)
@@ -294,12 +292,3 @@ def test_repr_shows_dtypes_and_frozen_parameters():
     assert sum("float32 on cpu" in line for line in told) == 1
     assert sum("frozen" in line for line in told) == 1
     assert sum("bfloat16 on cpu" in line for line in told) == 2
-
-
-def test_equal_on_all_ranks_means_made_without_looking_at_the_rank():
-    """A plan has no rank among its inputs; only looking up fragments does."""
-    params = [ParamInfo("p", (100,), torch.float32)]
-    layout = plan(params, 4, "even", **{**OPTIONS, "alignment": 8})
-    (fragment,) = layout.packs[0].fragments(3)
-    assert (fragment.start, fragment.stop) == (78, 100)
-    assert fragment.param_range == (78, 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from models import CASES, GPT, Block, sharded
 from torch import Tensor, nn
+
+from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,91 +44,56 @@ RULES: dict[str, tuple[Any, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_rules_keep_the_named_modules_in_fp32(rule: str):
-    keep, expected = RULES[rule]
-    model = GPT()
-    optimizer = sharded(model, param_dtype=BF16, keep_fp32=keep)
-    assert kept(model) == expected
-    assert {p.dtype for p in model.parameters()} <= {BF16, FP32}
-    for pack in optimizer.layout.packs:
-        names = {slot.name for slot in pack.slots}
-        assert names <= expected or not names & expected
-        assert pack.dtype == (FP32 if names <= expected and names else BF16)
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("rule", RULES)
-def test_forward_and_backward_work_under_every_rule(rule: str, dtype: torch.dtype):
-    model = CASES["gpt"].build()
-    reference = CASES["gpt"].build()
-    optimizer = sharded(model, param_dtype=dtype, keep_fp32=RULES[rule][0], loss_scale=1.0)
+def test_rules_keep_the_named_modules_in_fp32_and_the_model_trains(rule: str, dtype: torch.dtype):
+    keep, expected = RULES[rule]
+    model, reference = CASES["gpt"].build(), CASES["gpt"].build()
+    optimizer = sharded(model, param_dtype=dtype, keep_fp32=keep, loss_scale=1.0)
+    assert kept(model) == expected
+    for pack in optimizer.layout.packs:
+        names = {slot.name for slot in pack.slots}
+        assert pack.dtype == (FP32 if names & expected else dtype)
+        assert names <= expected or not names & expected
     tokens, _ = CASES["gpt"].batch(0)
     out = model(tokens)
     assert out.dtype == dtype, "the model's outputs are in param_dtype"
     # Two blocks of activations of order 1, each rounded to 8 bits (bf16) some ten times.
     torch.testing.assert_close(out.float(), reference(tokens), atol=0.1, rtol=0.1)
     CASES["gpt"].loss(model, CASES["gpt"].batch(0)).backward()
-    for param in model.parameters():
-        assert param.grad is None or param.grad.dtype == param.dtype
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
     optimizer.step()
 
 
-def test_kept_modules_see_and_compute_fp32():
-    class Probe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+class Inner(nn.Module):
+    """Notes in which dtype its layers hand to each other, or what it is given."""
 
-        def forward(self, x: Tensor, *, other: Tensor, flag: bool = True) -> dict[str, Any]:
-            seen.extend([x.dtype, other.dtype, self.scale.dtype])
-            return {"out": (x + other) * self.scale, "mask": x > 0, "same": flag}
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.probe = nn.Linear(4, 4), Probe()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            seen.append(x.dtype)
-            out = self.probe(x, other=x)
-            assert out["mask"].dtype == torch.bool and out["same"] is True
-            return out["out"]
-
-    seen: list[torch.dtype] = []
-    model = Root()
-    sharded(model, param_dtype=BF16, keep_fp32=Probe)
-    assert model(torch.ones(2, 4)).dtype == BF16
-    assert seen == [BF16, FP32, FP32, FP32]
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.a(x)
+        self.seen = x.dtype, between.dtype
+        return self.b(between)
 
 
-def test_modules_inside_a_kept_one_hand_fp32_to_each_other():
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            seen.append(x.dtype)
-            return self.b(x)
-
-    seen: list[torch.dtype] = []
+@pytest.mark.parametrize(
+    ("keep", "given", "between", "out"),
+    [
+        ((), BF16, BF16, BF16),
+        (Inner, FP32, FP32, BF16),
+        ("1.a.*", BF16, BF16, BF16),
+        ("*", FP32, FP32, FP32),
+    ],
+)
+def test_kept_modules_take_and_hand_on_fp32_and_return_their_callers_dtype(
+    keep: Any, given: torch.dtype, between: torch.dtype, out: torch.dtype
+):
     model = nn.Sequential(nn.Linear(4, 4), Inner())
-    sharded(model, param_dtype=BF16, keep_fp32=Inner)
-    assert model(torch.ones(2, 4)).dtype == BF16
-    assert seen == [FP32]
-
-
-def test_a_root_kept_whole_takes_and_computes_fp32():
-    model = nn.Linear(4, 4)
-    sharded(model, param_dtype=BF16, keep_fp32=nn.Linear)
-    x = torch.full((1, 4), 1 + 2**-20)
-    seen: list[torch.dtype] = []
-    model.register_forward_hook(lambda _m, args, _out: seen.append(args[0].dtype))
-    model(x)
-    assert seen == [FP32]
+    sharded(model, param_dtype=BF16, keep_fp32=keep)
+    assert model(torch.ones(2, 4)).dtype == out
+    assert model[1].seen == (given, between)
 
 
 class Patches(nn.Module):
@@ -155,15 +123,10 @@ def test_low_precision_children_of_a_kept_module_work():
 
 
 def test_a_root_of_which_all_is_kept_is_not_rounded_at_all():
-    model = CASES["gpt"].build()
-    tokens, _ = CASES["gpt"].batch(0)
-    expected = model(tokens)
-    sharded(model, param_dtype=BF16, keep_fp32="*")
-    out = model(tokens)
-    assert out.dtype == FP32 and torch.equal(out, expected)
-    root = nn.Linear(4, 4)
+    root, x = nn.Linear(4, 4), torch.full((1, 4), 1 + 2**-20)
+    expected = root(x)
     sharded(root, param_dtype=BF16, keep_fp32=nn.Linear)
-    assert root(torch.ones(1, 4)).dtype == FP32
+    assert torch.equal(root(x), expected)
 
 
 @pytest.mark.parametrize("names", ["2", "", ("2",), ["*"]])
@@ -177,9 +140,14 @@ def test_named_modules_return_fp32(names: Any):
     assert seen == [FP32 if names == ["*"] else BF16], "the next layer takes it all the same"
 
 
-def test_a_misspelt_module_is_refused_by_name():
-    with pytest.raises(ValueError, match="fp32_outputs: the pattern 'heads' matches no module"):
-        sharded(GPT(), param_dtype=BF16, fp32_outputs="heads")
+@pytest.mark.parametrize(
+    ("option", "pattern", "told"),
+    [("fp32_outputs", "heads", "no module"), ("keep_fp32", "blocks.*.norm.*", "no param")],
+)
+def test_a_misspelt_pattern_is_refused_by_name(option: str, pattern: str, told: str):
+    expected = re.escape(f"{option}: the pattern {pattern!r} matches {told}")
+    with pytest.raises(ValueError, match=expected):
+        sharded(GPT(), param_dtype=BF16, **{option: pattern})
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -214,18 +182,14 @@ def test_inputs_of_kept_modules_are_cast_inside_containers_of_any_kind():
     assert x.dtype == BF16, "the caller's tensor is as it was"
 
 
-def test_inputs_can_be_left_alone():
-    model = nn.Linear(4, 2)
+def test_inputs_can_be_left_alone_and_fp32_models_cast_nothing():
+    model, exact = nn.Linear(4, 2), nn.Linear(4, 2)
     sharded(model, param_dtype=BF16, cast_forward_inputs=False)
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.ones(1, 4))
     assert model(torch.ones(1, 4, dtype=BF16)).dtype == BF16
-
-
-def test_fp32_models_get_no_hooks_that_cast():
-    model = nn.Linear(4, 2)
-    sharded(model, cast_forward_inputs=True)
-    assert model(torch.ones(1, 4)).dtype == FP32
+    sharded(exact, cast_forward_inputs=True)
+    assert exact(torch.ones(1, 4)).dtype == FP32 and "forward" not in vars(exact)
 
 
 def test_batch_norm_with_running_statistics_just_works():
@@ -254,11 +218,6 @@ def test_parameters_that_the_optimizer_does_not_hold_are_cast_too():
     assert torch.equal(model[0].weight, before)
 
 
-def test_a_misspelt_pattern_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"the pattern 'blocks\.\*\.norm\.\*' matches no param"):
-        sharded(GPT(), param_dtype=BF16, keep_fp32="blocks.*.norm.*")
-
-
 @pytest.mark.parametrize(
     ("fields", "grad", "wire"),
     [
@@ -269,8 +228,6 @@ def test_a_misspelt_pattern_is_refused_by_name():
     ],
 )
 def test_gradient_and_wire_dtypes(fields: dict[str, Any], grad: torch.dtype, wire: torch.dtype):
-    from shardcast.testing import ThreadedWorld
-
     def train(group: Any) -> torch.dtype:
         model = CASES["mlp"].build()
         optimizer = sharded(model, group, param_dtype=BF16, **fields)
