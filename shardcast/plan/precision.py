@@ -79,13 +79,12 @@ class Precision:
         self.unmatched: list[str] = []
         self.fp32_modules = _kept_modules(model, config.keep_fp32, self.unmatched)
         norms = [module for module in model.modules() if isinstance(module, NORMS)]
+        with_statistics = [norm for norm in norms if any(map(is_packable, norm.buffers()))]
         unasked: list[nn.Module] = norms if config.autocast else []
         if not config.cast_buffers:
             unasked += _parametrized(model)
             if not config.autocast:  # torch refuses fp32 running statistics with low precision
-                self.fp32_modules.update(
-                    (n, None) for n in norms if any(map(is_packable, n.buffers()))
-                )
+                self.fp32_modules.update(dict.fromkeys(with_statistics))
         if config.convert_rest is not True:
             if trained is None:
                 trained = {param for param in model.parameters() if param.requires_grad}
@@ -94,7 +93,8 @@ class Precision:
             it: None for it in unasked if it not in self.fp32_modules and _params_of([it])
         }
         self._fp32 = self.fp32_modules | self.autocast_modules
-        self._kept_params = _params_of(self.fp32_modules)
+        exact_statistics = [norm for norm in with_statistics if norm in self._fp32]
+        self._kept_params = _params_of((*self.fp32_modules, *exact_statistics))
         self._fp32_params = _params_of(self._fp32)
         self.fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
