@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,24 +27,16 @@ from shardcast.testing.fake import FakeGroup
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 4), (12,), ()])
-def test_own_storage_shares_memory_but_not_the_storage(dtype: torch.dtype, shape: tuple[int, ...]):
-    flat = torch.arange(40, dtype=dtype)
+@pytest.mark.parametrize("shape", [(3, 4), (12,), (), (0, 3)])
+def test_own_storage_shares_memory_but_not_the_storage(shape: tuple[int, ...]):
+    flat = torch.arange(40, dtype=torch.bfloat16)
     numel = torch.Size(shape).numel()
     view = _compat.own_storage(flat[7 : 7 + numel].view(shape))
-    assert view.shape == shape and view.dtype == dtype and view.is_contiguous()
-    assert view.data_ptr() == flat[7:].data_ptr()
-    assert view.storage_offset() == 0
-    assert view.untyped_storage().nbytes() == numel * dtype.itemsize
+    assert view.shape == shape and view.dtype == flat.dtype and view.is_contiguous()
+    assert view.storage_offset() == 0 and view.untyped_storage().nbytes() == 2 * numel
     flat[7] = 99
-    assert view.flatten()[0] == 99
     del flat
-    assert view.flatten()[0] == 99, "the memory lives as long as the view"
-
-
-def test_own_storage_of_nothing():
-    assert _compat.own_storage(torch.empty(5)[2:2].view(0, 3)).shape == (0, 3)
+    assert not numel or view.flatten()[0] == 99, "the memory lives as long as the view"
     assert _compat.own_storage(torch.empty(2, 3, device="meta")).is_meta
 
 
@@ -110,17 +101,12 @@ def test_the_store_of_the_default_group_is_shared(gloo: SpawnedWorld):
     assert gloo.run(meets) == [b"here"] * 2
 
 
-def test_compiled_models_are_unwrapped():
-    model = nn.Linear(2, 2)
-    assert _compat.unwrapped(model) is model
-    assert _compat.unwrapped(torch.compile(model)) is model
-    assert not _compat.is_ddp(torch.compile(model))
-
-
-def test_a_module_attribute_called_module_is_not_a_wrapper():
+def test_compiled_models_are_unwrapped_and_an_attribute_called_module_is_no_wrapper():
     model = nn.Module()
     model.module = nn.Linear(2, 2)
     assert _compat.unwrapped(model) is model
+    assert _compat.unwrapped(torch.compile(model)) is model
+    assert not _compat.is_ddp(torch.compile(model))
 
 
 def test_parameters_keep_their_identity_when_a_meta_model_is_materialised():
@@ -131,17 +117,6 @@ def test_parameters_keep_their_identity_when_a_meta_model_is_materialised():
         model.to_empty(device="cpu")
     assert model.weight is weight and not weight.is_meta
     assert not torch.__future__.get_swap_module_params_on_conversion()
-
-
-def test_gradients_of_another_dtype_accumulate_in_place():
-    """``param.grad_dtype``: fp32 gradients of a bf16 parameter, into a view that is set before."""
-    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    weight.grad_dtype = torch.float32
-    view = torch.zeros(8)[2:5]
-    weight.grad = view
-    for _ in range(2):
-        (weight * torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)).sum().backward()
-    assert weight.grad is view and view.tolist() == [2.0, 4.0, 6.0]
 
 
 def test_each_backward_has_a_number_and_one_inside_another_has_its_own():
@@ -328,10 +303,9 @@ def test_a_model_does_not_keep_the_threads_of_a_process_group_that_is_destroyed(
 
 
 def test_a_group_that_torch_does_not_keep_is_held():
-    mock, nobody = _compat.weak_group(FakeGroup(0, 2)), _compat.weak_group(None)
+    mock = _compat.weak_group(FakeGroup(0, 2))
     gc.collect()
-    assert mock is not None and mock() is not None
-    assert nobody is None
+    assert mock is not None and mock() is not None and _compat.weak_group(None) is None
 
 
 def test_errors_of_torch_distributed_are_told_from_others():
@@ -359,55 +333,18 @@ def test_a_weak_hook_calls_while_what_it_holds_lives():
     assert len(seen) == 1 and seen[0] is weight
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
-def test_the_bare_step_runs_no_hooks_and_makes_the_same_step(kind: Any):
+def test_the_bare_step_runs_no_hooks_and_makes_the_same_step():
     weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
-    hooked, bare = (kind([weight], lr=0.1) for weight in weights)
+    hooked, bare = (torch.optim.Adafactor([weight], lr=0.1) for weight in weights)
     seen: list[object] = []
     for optimizer, weight in zip((hooked, bare), weights, strict=True):
         optimizer.register_step_pre_hook(lambda *args: seen.append(args[0]))
         weight.grad = torch.full_like(weight, 0.5)
     hooked.step()
     _compat.bare_step(bare)()
-    assert torch.equal(*weights) and (weights[0] != 1).all()
-    assert seen == [hooked]
+    assert torch.equal(*weights) and (weights[0] != 1).all() and seen == [hooked]
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_the_fused_adam_of_one_tensor_is_the_optimizers(decoupled: bool):
-    torch.manual_seed(0)
-    param = nn.Parameter(torch.randn(32))
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    options = {"lr": 0.1, "weight_decay": 0.2, "eps": 1e-6, "amsgrad": True, "maximize": False}
-    mine, grad = param.detach().clone(), torch.randn(32)
-    param.grad = grad.clone()
-    optimizer = kind([param], fused=True, **options)
-    optimizer.step()
-    state = [torch.zeros(32) for _ in range(3)]
-    kernel = _compat.fused_adamw_ if decoupled else _compat.fused_adam_
-    lists = [[tensor] for tensor in (mine, grad, *state, torch.tensor(1.0))]
-    kernel(*lists, beta1=0.9, beta2=0.999, **options)
-    assert torch.equal(mine, param)
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    for tensor, name in zip(state, names, strict=True):
-        assert torch.equal(tensor, optimizer.state[param][name]) and bool(tensor.any())
-
-
-def test_the_fused_sgd_of_one_tensor_is_the_optimizers():
-    param = nn.Parameter(torch.randn(32))
-    options = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.5, "dampening": 0.0}
-    mine, grad, buffer = param.detach().clone(), torch.randn(32), torch.zeros(32)
-    param.grad = grad.clone()
-    torch.optim.SGD([param], fused=True, **options).step()
-    _compat.fused_sgd_(
-        [mine], [grad], [buffer], nesterov=False, maximize=False, is_first_step=True, **options
-    )
-    assert torch.equal(mine, param)
-    assert buffer.abs().sum() > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler")
 def test_rows_are_the_same_memory_with_a_storage_of_their_own():
     flat = torch.arange(24.0)
     rows = _compat.rows_of(flat[8:], 4)
