@@ -25,40 +25,32 @@ class Untouched(torch.optim.AdamW):
     """Adds nothing to its class."""
 
 
-def partition(build: Build, model: nn.Module | None = None) -> str:
-    model = model or mlp()
-    return shardcast.shard(model, build(model.parameters())).layout.partition
+def partition(build: Build, **fields: Any) -> str:
+    model = mlp()
+    return shardcast.shard(model, build(model.parameters()), **fields).layout.partition
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        Untouched,
-        foreign.Signs,
-        foreign.Counts,
-        lion_pytorch.Lion,
-        schedulefree.AdamWScheduleFree,
-        schedulefree.RAdamScheduleFree,
+PARTITIONS: dict[str, tuple[Build, ...]] = {
+    "even": (
+        Untouched, foreign.Signs, foreign.Counts, lion_pytorch.Lion,
+        schedulefree.AdamWScheduleFree, schedulefree.RAdamScheduleFree,
         lambda params: Untouched([{"params": list(params), "lr": 0.0}], foreach=True),
-    ],
-    ids=lambda build: build.__name__,
-)
-def test_an_elementwise_class_is_cut_evenly_without_being_declared(build: Build):
-    assert partition(build) == "even"
+        lambda params: foreign.ByOwnNorm(params, max_grad_norm=None),
+    ),
+    "whole": (  # elements may meet, or do so in rare cases
+        foreign.Normalized, foreign.RarelyNormalized, foreign.Factored, foreign.DecaysMatrices,
+        foreign.OwnShapes, lambda params: foreign.DecayOfAll(params, weight_decay=0.0),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "build",
-    [
-        foreign.Normalized,
-        foreign.RarelyNormalized,
-        foreign.Factored,
-        foreign.DecaysMatrices,
-        foreign.OwnShapes,
-    ],
+    ("expected", "build"), [(p, build) for p, builds in PARTITIONS.items() for build in builds]
 )
-def test_a_class_in_which_elements_may_meet_keeps_its_parameters_whole(build: Build):
-    assert partition(build) == "whole"
+def test_a_class_is_cut_evenly_without_being_declared_where_no_elements_meet(
+    expected: str, build: Build
+):
+    assert partition(build) == expected
 
 
 def test_a_group_that_is_added_is_measured_for_itself():
@@ -85,15 +77,44 @@ def test_a_group_that_is_added_is_measured_for_itself():
 
 def test_a_declaration_overrides_what_is_measured():
     for declared, expected in ((True, "even"), (False, "whole")):
-        model = mlp()
         for build in (foreign.Signs, foreign.Normalized):
-            model = mlp()
-            inner = build(model.parameters())
-            optimizer = shardcast.shard(model, inner, elementwise=declared)
-            assert optimizer.layout.partition == expected
+            assert partition(build, elementwise=declared) == expected
 
 
-def refusal(build: Build, size: int = 2) -> str:
+def in_list(params: Any) -> torch.optim.Optimizer:
+    return foreign.InList([torch.optim.SGD(params, lr=0.1)])
+
+
+def in_two_groups(kind: Any) -> Build:
+    # A warm-up begins at 0, where no update would differ.
+    return lambda params: kind([{"params": p, "lr": 0.0} for p in params])
+
+
+REFUSED: list[tuple[Build, int, tuple[str, ...]]] = [
+    # The option of a class for its own clip is named with what replaces it.
+    (foreign.ByOwnNorm, 2, ("ByOwnNorm", "max_grad_norm=None", "max_grad_norm=1.0 to shard()")),
+    (in_two_groups(foreign.ByOwnNorm), 2, ("ByOwnNorm",)),
+    (foreign.StepSizeOfAll, 2, ("StepSizeOfAll",)),
+    (in_two_groups(foreign.StepSizeOfAll), 2, ("StepSizeOfAll",)),
+    (lambda params: foreign.DecayOfAll(params, weight_decay=1e-4), 2, ("DecayOfAll",)),
+    (lambda params: foreign.Lookahead(torch.optim.SGD(params, lr=0.1)), 1,
+     ("SGD", "build it around")),
+    (in_list, 1, ("SGD", "build it around")),
+    (foreign.QuantizedState, 1, ("QuantizedState", "Wrapped", "exp_avg")),
+    (foreign.OwnList, 1, ("OwnList", "listed")),
+    (foreign.CommonState, 1, ("CommonState", "'k'")),
+    (type("Muon", (foreign.GathersMatrices,), {}), 1, ("torch.optim.Muon",)),  # there is no group
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "names"),
+    REFUSED,
+    ids=[f"{n}-{names[0]}" for n, (*_, names) in enumerate(REFUSED)],
+)
+def test_a_class_that_cannot_be_sharded_is_refused_by_name_and_nothing_is_changed(
+    build: Build, size: int, names: tuple[str, ...]
+):
     def run(group: Any) -> str:
         model = mlp()
         before = [(param.dtype, param.data_ptr()) for param in model.parameters()]
@@ -102,41 +123,14 @@ def refusal(build: Build, size: int = 2) -> str:
         assert [(param.dtype, param.data_ptr()) for param in model.parameters()] == before
         return str(caught.value)
 
-    return ThreadedWorld(size).run(run)[0]
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_class_whose_update_depends_on_all_parameters_is_refused(groups: int):
-    def build(kind: Any) -> Build:
-        return lambda params: kind(  # a warm-up begins at 0, where no update would differ
-            params if groups == 1 else [{"params": p, "lr": 0.0} for p in params]
-        )
-
-    assert "ByOwnNorm" in refusal(build(foreign.ByOwnNorm))
-    assert "StepSizeOfAll" in refusal(build(foreign.StepSizeOfAll))
-    assert "DecayOfAll" in refusal(lambda params: foreign.DecayOfAll(params, weight_decay=1e-4))
-    assert partition(lambda params: foreign.DecayOfAll(params, weight_decay=0.0)) == "whole"
-
-
-def test_the_option_of_a_class_for_its_own_clip_is_named_with_what_replaces_it():
-    message = refusal(foreign.ByOwnNorm)
-    assert "max_grad_norm=None" in message and "max_grad_norm=1.0 to shard()" in message
-    assert partition(lambda params: foreign.ByOwnNorm(params, max_grad_norm=None)) == "even"
+    for message in ThreadedWorld(size).run(run):
+        assert all(name in message for name in names), message
 
 
 def test_one_rank_has_all_parameters_so_that_nothing_is_refused():
     model = mlp()
     optimizer = shardcast.shard(model, foreign.StepSizeOfAll(model.parameters()))
     steps(2)(model, optimizer, torch.empty(0), True)
-
-
-def test_an_optimizer_around_another_one_is_refused_by_the_name_of_the_inner_one():
-    def nested(params: Any) -> torch.optim.Optimizer:
-        return foreign.InList([torch.optim.SGD(params, lr=0.1)])
-
-    for build in (lambda params: foreign.Lookahead(torch.optim.SGD(params, lr=0.1)), nested):
-        message = refusal(build, size=1)
-        assert "SGD" in message and "build it around" in message
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 0.02)])
@@ -157,21 +151,6 @@ def test_a_wrapper_around_the_sharded_optimizer_works_as_around_the_plain_one(
             torch.testing.assert_close(param, value, rtol=0, atol=tolerance)
 
 
-def test_state_in_subclasses_of_tensors_is_refused_by_name():
-    message = refusal(foreign.QuantizedState, size=1)
-    assert "QuantizedState" in message and "Wrapped" in message and "exp_avg" in message
-
-
-def test_a_class_that_steps_over_a_list_of_its_own_is_refused_by_name():
-    message = refusal(foreign.OwnList, size=1)
-    assert "OwnList" in message and "listed" in message
-
-
-def test_state_that_belongs_to_no_parameter_is_refused_by_name():
-    message = refusal(foreign.CommonState, size=1)
-    assert "CommonState" in message and "'k'" in message
-
-
 def with_collectives(group: Any, real: bool) -> str:
     kind = foreign.UnmeasuredGathersMatrices if real else foreign.GathersMatrices
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
@@ -189,13 +168,6 @@ def with_collectives(group: Any, real: bool) -> str:
 def test_a_class_that_calls_collectives_is_refused_on_every_rank(gloo: SpawnedWorld, real: bool):
     for message in gloo.run(with_collectives, real):
         assert "GathersMatrices" in message and "collectives" in message
-
-
-def test_a_class_that_calls_collectives_is_refused_without_a_group():
-    assert "torch.optim.Muon" in refusal(
-        type("Muon", (foreign.GathersMatrices,), {}),  # type: ignore[arg-type]
-        size=1,
-    )
 
 
 @pytest.mark.parametrize(
