@@ -12,8 +12,10 @@ class Hook:
     Otherwise ``copy.deepcopy(model)``, as for an EMA, would copy masters and process groups.
     """
 
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
+    def __init__(
+        self, call: Callable[..., Any] | None = None, before_copy: Callable[[], Any] | None = None
+    ) -> None:
+        self._call, self._before_copy = call, before_copy
 
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
@@ -25,4 +27,6 @@ class Hook:
         raise AttributeError(f"'Hook' object has no attribute {name!r}{remedy}")
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        if self._before_copy is not None:
+            self._before_copy()
         return Hook, ()

@@ -66,7 +66,7 @@ class Gradients:
         self._addresses = [
             start + slot.offset * self.dtype.itemsize if slot.numel else 0 for slot in slots
         ]
-        self._shown = [_nothing] * len(slots)
+        self._shown = [nothing] * len(slots)
         self._own_data = data[own.start : own.stop]
         return data
 
@@ -344,7 +344,7 @@ class ShardedGradients(Gradients):
         return self._own
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """A weak reference to nothing."""
 
 

@@ -148,7 +148,7 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)
-        sharded = ShardedOptimizer(plan, stages, shards, process_groups, originals, dtypes)
+        sharded = ShardedOptimizer(plan, shards, process_groups, dtypes)
         if divisor is not None:
             sharded.divisor = divisor
         return sharded

@@ -26,7 +26,7 @@ WRITES = 3  # steps after whose writes a copy is taken for an average
 MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
 
 
-class Copy(NamedTuple):
+class ModelCopy(NamedTuple):
     """A copy of a sharded model, made by ``copy.deepcopy``.
 
     Attributes:
@@ -39,34 +39,54 @@ class Copy(NamedTuple):
     writes: int = 0
 
 
-class Mark:
-    """Says that a model is sharded, or has masters that wait for the next ``shard()``.
-
-    Copies and pickles of the model carry an empty one.
+class ShardedModel:
+    """What a model knows of its sharding; its copies and pickles know nothing.
 
     Args:
         copies: where to note copies of the model while it is sharded.
+        restore: gives a model that was sharded back in fp32, with the masters that are still kept.
     """
 
     def __init__(
-        self,
-        model: nn.Module | None = None,
-        copies: list[Copy] | None = None,
-        restore: Callable[[], None] | None = None,
+        self, model: nn.Module, copies: list[ModelCopy] | None, restore: Callable[[], None] | None
     ) -> None:
-        self.sharded, self.restore = copies is not None, restore
-        self._model, self._copies = id(model), copies
+        self._model, self._copies, self.restore = id(model), copies, restore
 
-    def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
-        return Mark, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
         if self._copies is not None and isinstance(memo.get(self._model), nn.Module):
-            self._copies.append(Copy(weakref.ref(memo[self._model])))
-        return Mark()
+            self._copies.append(ModelCopy(weakref.ref(memo[self._model])))
 
 
-def watch_copies(copies: list[Copy]) -> None:
+def mark(
+    model: nn.Module,
+    copies: list[ModelCopy] | None = None,
+    restore: Callable[[], None] | None = None,
+) -> None:
+    """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
+    setattr(model, MARK, ShardedModel(model, copies, restore))
+
+
+def unmark(model: nn.Module) -> None:
+    """Take the note away, if there is one."""
+    vars(model).pop(MARK, None)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Whether ``model`` itself, not the model it was copied from, is sharded."""
+    note: ShardedModel | None = getattr(model, MARK, None)
+    return note is not None and note.restore is None
+
+
+def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
+    """What gives these models back in fp32, each once; see :func:`mark`."""
+    notes = (getattr(model, MARK, None) for model in models)
+    return list(dict.fromkeys(note.restore for note in notes if note and note.restore))
+
+
+def watch_copies(copies: list[ModelCopy]) -> None:
     """Warn of a low-precision copy that is written between any two of some steps. Local."""
     watched = copies[:]
     copies.clear()
@@ -79,38 +99,13 @@ def watch_copies(copies: list[Copy]) -> None:
             continue
         writes = copy.writes + 1 if param._version != copy.version else 0
         if writes <= WRITES:
-            copies.append(Copy(copy.model, param._version, writes))
+            copies.append(ModelCopy(copy.model, param._version, writes))
         else:
             warn(
                 f"a copy of the sharded model, in {param.dtype}, is written in every step: an "
                 "average that is kept so stands still, for its changes are rounded away; copy "
                 "the model before shardcast.shard (docs/averages.md)"
             )
-
-
-def mark(
-    model: nn.Module,
-    copies: list[Copy] | None = None,
-    restore: Callable[[], None] | None = None,
-) -> None:
-    """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
-    setattr(model, MARK, Mark(model, copies, restore))
-
-
-def unmark(model: nn.Module) -> None:
-    """Take the note away, if it is there."""
-    vars(model).pop(MARK, None)
-
-
-def is_marked(model: nn.Module) -> bool:
-    """Whether ``model`` itself, not the model it was copied from, is sharded."""
-    return getattr(model, MARK, Mark()).sharded
-
-
-def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """What gives these models back in fp32, each once; see :func:`mark`."""
-    restores = (getattr(model, MARK, Mark()).restore for model in models)
-    return list(dict.fromkeys(restore for restore in restores if restore is not None))
 
 
 class ModelHooks:

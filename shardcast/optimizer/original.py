@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,21 +14,12 @@ from shardcast.optimizer.state_view import StateView
 if TYPE_CHECKING:  # it imports this module
     from shardcast.optimizer.sharded import ShardedOptimizer
 
-# Attributes in which a torch optimizer keeps the hooks that users registered on it.
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
 
 def take_hooks(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
     """Give ``optimizer`` the hooks that were registered on ``original``."""
-    for hooks in HOOKS:
-        getattr(optimizer, hooks).update(getattr(original, hooks))
+    for name, hooks in vars(original).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            getattr(optimizer, name).update(hooks)
 
 
 def retire(original: torch.optim.Optimizer) -> None:
@@ -38,18 +29,19 @@ def retire(original: torch.optim.Optimizer) -> None:
     """
     original.state = defaultdict(dict)
     for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
-        setattr(original, name, _refused(name))
+        refuse = _refused(name, "the original optimizer", "it no longer owns the state")
+        # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
+        refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        setattr(original, name, refuse)
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{name}() of the original optimizer was called; it no longer owns the state: call "
-            f"{name}() of the optimizer that shardcast.shard returned"
+            f"{call}() of {owner} was called: {reason}; call {call}() of the optimizer that "
+            "shardcast.shard returned"
         )
 
-    # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return refuse
 
 
@@ -58,7 +50,8 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     Schedulers take it, and a loop over handles steps as one over the optimizers did: ``step()`` of
     the last handle makes the one step of all. ``zero_grad()`` between, which would clear gradients
-    before they are used, waits until then.
+    before they are used, waits until then. Of the state there is one, that of the sharded
+    optimizer: ``state_dict`` and ``load_state_dict`` are refused.
 
     Attributes:
         name: the class of the optimizer.
@@ -66,39 +59,33 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     _ready = False  # the base class fills in the groups
 
-    def __init__(
-        self,
-        sharded: ShardedOptimizer,
-        place: int,
-        handles: Sequence[OptimizerHandle],
-        add_group: Callable[[int, dict[str, Any]], None],
-        gather: Callable[[int], dict[str, Any]],
-    ) -> None:
-        self._sharded, self._place, self._handles = sharded, place, handles
-        self._add_group, self._gather = add_group, gather
+    def __init__(self, sharded: ShardedOptimizer, place: int) -> None:
+        self._sharded, self._place = sharded, place
         self._stepped_with: int | None = None  # version of the gradients, until all have stepped
         self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
-        self._originals = sharded.originals
-        original = self._originals.optimizers[place]
+        original = sharded.originals.optimizers[place]
         self.name = type(original).__name__
         super().__init__(original.param_groups, original.defaults)
+        for call in ("state_dict", "load_state_dict"):
+            reason = "optimizers that are sharded together have one state"
+            setattr(self, call, _refused(call, f"the handle of {self.name}", reason))
         self._ready = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
-        return self._originals.optimizers[self._place].param_groups
+        return self._sharded.originals.optimizers[self._place].param_groups
 
     @param_groups.setter
     def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
         if self._ready:
-            for group in self._originals.assign(value, self._place):
+            for group in self._sharded.originals.assign(value, self._place):
                 self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
         if self._ready:
-            self._add_group(self._place, param_group)
+            self._sharded.add_group(self._place, param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count as stepped; the last handle makes the step. Every rank must call all of them."""
@@ -107,15 +94,16 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"step: the handle of {self.name} takes no closure, which each handle would run "
                 "again; pass it to step() of what shardcast.shard returned"
             )
-        stepped, waiting = _by_stepped(self._handles)
-        if self in stepped:
+        handles = self._sharded.handles
+        waiting = [handle for handle in handles if handle._stepped_with is None]
+        if self not in waiting:
             raise RuntimeError(
                 f"step() of the handle of {self.name} was called twice before that of "
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
         version = self._sharded.reduce.grad_version
-        if any(handle._stepped_with != version for handle in stepped):
+        if any(handle._stepped_with not in (None, version) for handle in handles):
             raise RuntimeError(
                 f"step() of the handle of {self.name} came after a backward, a clip or "
                 "zero_grad() that followed the step() of another one: the optimizers step "
@@ -124,10 +112,10 @@ class OptimizerHandle(torch.optim.Optimizer):
             )
         self._stepped_with = version
         if waiting == [self]:
-            for handle in self._handles:
+            for handle in handles:
                 handle._stepped_with = None
             self._sharded.step()
-            for handle in self._handles:
+            for handle in handles:
                 set_to_none, handle._zero_grad_after = handle._zero_grad_after, None
                 if set_to_none is not None:
                     handle.zero_grad(set_to_none)
@@ -141,14 +129,14 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """As of :class:`ShardedOptimizer`, of this optimizer alone. Every rank must call it."""
-        return self._gather(self._place)
+        return self._sharded.full_state_dict(self._place)
 
     @property
     def state(self) -> Any:
         """That of its own parameters; see :attr:`ShardedOptimizer.state`."""
         module, _ = caller_of("state")
         if module == DCP_STATE:  # its next call makes a step, to begin the state
-            self._refuse("state_dict")
+            self.state_dict()
         shards = [s for s in self._sharded.shards if s.pack.layout.group.optimizer == self._place]
         return StateView(shards, self._sharded.update_of)
 
@@ -157,37 +145,15 @@ class OptimizerHandle(torch.optim.Optimizer):
         if self._ready:
             self.state.replace(value)
 
-    def state_dict(self) -> Any:
-        """Refused; the state is one."""
-        self._refuse("state_dict")
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Refused; the state is one."""
-        self._refuse("load_state_dict")
-
-    def _refuse(self, call: str) -> NoReturn:
-        raise RuntimeError(
-            f"{call}() of the handle of {self.name} was called: optimizers that are sharded "
-            f"together have one state; call {call}() of what shardcast.shard returned"
-        )
-
 
 def check_stepped(handles: Sequence[OptimizerHandle]) -> None:
     """Raise RuntimeError if some handles have stepped and others have not."""
-    stepped, _ = _by_stepped(handles)
+    stepped = [handle for handle in handles if handle._stepped_with is not None]
     if stepped:
         raise RuntimeError(
             f"step(): the handle of {_names(stepped)} was stepped, others were not, so this step "
             "would count twice for it; call step() of all handles, or of none"
         )
-
-
-def _by_stepped(
-    handles: Sequence[OptimizerHandle],
-) -> tuple[list[OptimizerHandle], list[OptimizerHandle]]:
-    """The handles that have stepped since the last step of all, and those that have not."""
-    stepped = [handle for handle in handles if handle._stepped_with is not None]
-    return stepped, [handle for handle in handles if handle._stepped_with is None]
 
 
 def _names(handles: Sequence[OptimizerHandle]) -> str:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
@@ -20,12 +19,11 @@ from shardcast.memory.shard import Shard
 from shardcast.memory.weight_edits import WeightEdits
 from shardcast.messages import warn
 from shardcast.optimizer.buffer_averages import BufferAverages
-from shardcast.optimizer.model_hooks import Copy, ModelHooks, mark, unmark
+from shardcast.optimizer.model_hooks import ModelCopy, ModelHooks, mark, unmark
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
 from shardcast.optimizer.stages import called_by_script
 from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import GroupId, Layout
-from shardcast.plan.originals import Originals
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
 from shardcast.step.reduce.reducer import Reducer
@@ -59,13 +57,13 @@ class PackedOptimizer(torch.optim.Optimizer):
     _ready = False  # torch's own set-up fills in groups and state before ours are there
 
     def __init__(
-        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard],
-        process_groups: ProcessGroups,
-        originals: Originals, dtypes: Sequence[Mapping[str, torch.dtype]],
+        self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
+        dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:  # fmt: skip
         self._given_dtypes = dtypes
-        self.originals, self.model, self.stages = originals, plan.model, tuple(stages)
-        self._called = [root for stage in stages for root in called_by_script(stage)]
+        originals = self.originals = plan.originals
+        self.model, self.stages = plan.model, plan.stages
+        self._called = [root for stage in self.stages for root in called_by_script(stage)]
         self.layout: Layout = plan.layout
         self.config: ShardcastConfig = plan.config
         self.precision: Precision = plan.precision
@@ -90,7 +88,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
         self.edits.note()
-        self._copies: list[Copy] = []  # of the model
+        self._copies: list[ModelCopy] = []  # of the model
         for module in {*self.stages, *self._called}:
             mark(module, copies=self._copies)
             self.reduce.watch(module)
@@ -131,9 +129,10 @@ class PackedOptimizer(torch.optim.Optimizer):
                 f"add_param_group: {self.originals.name} are sharded together; add the group to "
                 "one of optimizer.optimizers"
             )
-        self._add_group(0, param_group)
+        self.add_group(0, param_group)
 
-    def _add_group(self, place: int, group: dict[str, Any]) -> None:
+    def add_group(self, place: int, group: dict[str, Any]) -> None:
+        """:meth:`add_param_group` to the optimizer at ``place``."""
         self.refuse_averaged("add_param_group")
         with torch.no_grad(), self.originals.added(place, group) as number:
             self._extend(number)

@@ -43,7 +43,9 @@ class Plan:
     """What is going to be sharded, and how.
 
     Attributes:
-        model: the root module, without wrappers.
+        model: the root module, without wrappers; of several pipeline stages what holds them.
+        stages: what is called: that module, or the stages.
+        originals: the optimizers.
         layout: all packs of the optimizer.
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
@@ -56,6 +58,8 @@ class Plan:
     """
 
     model: nn.Module
+    stages: tuple[nn.Module, ...]
+    originals: Originals
     config: ShardcastConfig
     precision: Precision
     layout: Layout
@@ -155,8 +159,8 @@ def plan_for(
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += parallel_dims.options() + validate.describe_groups(originals, added)
     return Plan(
-        inner, config, precision, layout, new, params, outside, pack_groups_by_name, costs,
-        tuple(begun), tuple(options), unmatched,
+        inner, tuple(stages) or (inner,), originals, config, precision, layout, new, params,
+        outside, pack_groups_by_name, costs, tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
 
 

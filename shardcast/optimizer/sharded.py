@@ -8,7 +8,7 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
@@ -21,7 +21,6 @@ from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.stages import overlap_stages
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.plan import validate
-from shardcast.plan.originals import Originals
 from shardcast.step.decide.decision import Decision
 
 
@@ -44,28 +43,25 @@ class ShardedOptimizer(StatefulOptimizer):
     _reduces_stages = False  # or has warned of schedules that divide gradients
 
     def __init__(
-        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard],
-        process_groups: ProcessGroups,
-        originals: Originals, dtypes: Sequence[Mapping[str, torch.dtype]],
+        self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
+        dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:  # fmt: skip
-        super().__init__(plan, stages, shards, process_groups, originals, dtypes)
+        super().__init__(plan, shards, process_groups, dtypes)
         self._clipped_version = 0  # of the gradients that a clip saw
         self._metrics = Metrics(self) if self.config.metrics else None
         self._last_norm: Tensor | None = None
         self._last_skip: Tensor | None = None
         state: dict[Any, Any] = {}
-        for original in originals.optimizers:
+        originals = self.originals.optimizers
+        for original in originals:
             take_hooks(self, original)
             state.update(original.state)
         if state:
             self._states.apply(self._states.plan_plain(state))
-        self._handles: list[OptimizerHandle] = []
-        several = len(originals.optimizers) > 1
-        for place in range(len(originals.optimizers)) if several else ():
-            handle = OptimizerHandle(self, place, self._handles, self._add_group, self._full.gather)
-            self._handles.append(handle)
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (*self._handles,) or (self,)
-        for original in originals.optimizers:
+        places = range(len(originals)) if len(originals) > 1 else ()
+        self.handles = tuple(OptimizerHandle(self, place) for place in places)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = self.handles or (self,)
+        for original in originals:
             retire(original)
 
     # -- the step ---------------------------------------------------------------------------
@@ -96,8 +92,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 ranks, if one did not scale its loss though a scale is in use, or if they differ in
                 options of the groups (on an accelerator after a step or two, which are skipped).
         """
-        if self._handles:
-            check_stepped(self._handles)
+        if self.handles:
+            check_stepped(self.handles)
         if self.average_in_model is not None:
             self.refuse_averaged("step")
         if options:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard
@@ -19,7 +19,6 @@ from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView
-from shardcast.plan.originals import Originals
 from shardcast.step.decide.decision import Decision
 
 # Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
@@ -33,11 +32,10 @@ class StatefulOptimizer(PackedOptimizer):
     _clipped: Decision | None = None  # by a clip, on the present gradients; loading forgets it
 
     def __init__(
-        self, plan: Plan, stages: Sequence[nn.Module], shards: Sequence[Shard],
-        process_groups: ProcessGroups,
-        originals: Originals, dtypes: Sequence[Mapping[str, torch.dtype]],
+        self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
+        dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:  # fmt: skip
-        super().__init__(plan, stages, shards, process_groups, originals, dtypes)
+        super().__init__(plan, shards, process_groups, dtypes)
         self._states, self._full = StateDict(self), FullState(self)
         self._averages = Averages(self)
 
@@ -170,13 +168,14 @@ class StatefulOptimizer(PackedOptimizer):
         """
         self._averages.load(name, weights, steps)
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
         """The unsharded optimizer's ``state_dict``, on rank 0; empty elsewhere. All must call it.
 
-        Groups of several optimizers are numbered through; :meth:`full_state_dicts` has one state
-        for each.
+        Args:
+            place: of one of several optimizers, in the order in which they were given; without it
+                groups of all are numbered through.
         """
-        return self._full.gather()
+        return self._full.gather(place)
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
         """:meth:`full_state_dict` of each of the optimizers that were given; empty off rank 0."""

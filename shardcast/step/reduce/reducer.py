@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.gradients import Gradients, ShardedGradients, set_grad_dtype
+from shardcast.memory.gradients import Gradients, ShardedGradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import grad_dtype, wire_dtype
@@ -26,7 +26,7 @@ from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round
 from shardcast.step.reduce.tree import MicroBatches, PartialSums
-from shardcast.step.reduce.user_edits import Edits, ZeroGrad, nothing
+from shardcast.step.reduce.user_edits import Edits, ZeroGrad
 
 
 class Reducer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.memory.gradients import Gradients
+from shardcast.memory.gradients import Gradients, nothing
 from shardcast.messages import warn
 from shardcast.step.decide.skip_report import HostCopy
 
@@ -139,10 +139,6 @@ class Edits:
 def _checksum(own: Tensor) -> Tensor:
     """A sum over the bits of a span, 0-dim; the order of elements does not count."""
     return own.view(torch.int16 if own.element_size() == 2 else torch.int32).sum()
-
-
-def nothing() -> None:
-    """A weak reference to nothing."""
 
 
 class ZeroGrad:

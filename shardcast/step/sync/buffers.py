@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, copy_strided_, is_dense
+from shardcast.memory.gradients import nothing
 from shardcast.messages import warn
-
-
-class Fact(NamedTuple):
-    """A buffer as a rank describes it to the others."""
-
-    kind: str  # shape and dtype, equal on all ranks; empty: it is not dense
-    written: bool  # since ranks last met, or it is in a module with running statistics
 
 
 class Buffers:
@@ -63,19 +56,22 @@ class Buffers:
                     full = f"{path}.{name}" if path else name
                     yield f"{number}:{full}", module, name, _compat.local_tensor(buffer)
 
-    def _look(self) -> dict[str, Fact]:
-        """This rank's buffers, and which were written since the last look."""
+    def _look(self) -> dict[str, tuple[str, bool]]:
+        """Shape and dtype of this rank's buffers, and whether each was written since the last look.
+
+        A buffer that is not dense has an empty text. Running statistics count as written.
+        """
         seen: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
-        facts = {}
+        kinds = {}
         for name, module, _, buffer in self._named():
             version = 0 if buffer.is_inference() else buffer._version
             last_buffer, last_version = self._seen.get(name, (nothing, 0))
             written = last_buffer() is not buffer or version != last_version
             running = bool(getattr(module, "track_running_stats", False))
-            facts[name] = Fact(_kind(buffer), written or running)
+            kinds[name] = _kind(buffer), written or running
             seen[name] = weakref.ref(buffer), version
         self._seen = seen
-        return facts
+        return kinds
 
     def _agree(self) -> None:
         """Find out which buffers any rank has written; the host waits for the others."""
@@ -85,9 +81,9 @@ class Buffers:
             self._sent = {}  # the first step's may have been written by load_state_dict alone
         unequal: list[str] = []
         for name in by_rank[0]:
-            facts = [facts.get(name) for facts in by_rank]
-            if any(fact is not None and fact.written for fact in facts):
-                kinds = {"" if fact is None else fact.kind for fact in facts}
+            on_ranks = [of_rank.get(name, ("", False)) for of_rank in by_rank]
+            if any(written for _, written in on_ranks):
+                kinds = {kind for kind, _ in on_ranks}
                 self._sent.pop(name, None)
                 if len(kinds) == 1 and "" not in kinds:
                     self._sent[name] = kinds.pop()
@@ -120,10 +116,6 @@ class Buffers:
             for buffer, value in zip(buffers, dense, strict=True):
                 if value is not buffer:
                     copy_strided_(buffer, value)
-
-
-def nothing() -> None:
-    """A weak reference to nothing."""
 
 
 def _kind(buffer: Tensor) -> str:

@@ -56,7 +56,10 @@ class Overlap:
 
     def _install(self, module: nn.Module) -> list[Any]:
         def hook(call: Callable[..., None]) -> Hook:
-            return _Waiting(call, self._sync.wait)
+            # Copies and pickles of the model wait, too. In a copy a module's own parameters come
+            # first, then its hooks, then the modules inside it: all but the root's own parameters
+            # come after a hook.
+            return Hook(call, self._sync.wait)
 
         # Before all others: one of weight_norm's computes the weight from two parameters.
         return [
@@ -89,7 +92,7 @@ class Overlap:
             ]
         self._entered = False
         self._sync.start()
-        for param in self._model.parameters(recurse=False):  # copied before any hook, see _Waiting
+        for param in self._model.parameters(recurse=False):  # copied before any hook
             self._wait_for(param)
 
     def _map(self) -> None:
@@ -143,22 +146,6 @@ class Overlap:
 
     def _wait(self, *_args: Any) -> None:
         self._sync.wait()
-
-
-class _Waiting(Hook):
-    """A hook that copies and pickles of the model wait for.
-
-    In a copy a module's own parameters come first, then its hooks, then the modules inside it:
-    all of a model but the root's own parameters come after a hook.
-    """
-
-    def __init__(self, call: Callable[..., Any], wait: Callable[[], None]) -> None:
-        super().__init__(call)
-        self._wait = wait
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        self._wait()
-        return Hook, ()
 
 
 def _capturing(packs: Sequence[Pack]) -> bool:
