@@ -20,7 +20,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwa
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from models import CASES, MLP, parts
+from oracle import difference, mlp, pair
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
@@ -599,3 +601,81 @@ def test_a_guard_takes_the_loss_and_a_tracker_the_metrics() -> None:
     with optimizer.averaged("ema"):
         assert not torch.equal(before, model[0].weight)
     assert torch.equal(before, model[0].weight)
+
+
+# -- several optimizers of one model ---------------------------------------------------------------
+
+INPUT = torch.randn(8, 7, generator=torch.Generator().manual_seed(3))
+
+
+def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def two_plain(steps: int, micros: int = 1) -> nn.Module:
+    model = mlp()
+    optimizers = pair(model)
+    schedulers = [halving(optimizer) for optimizer in optimizers]
+    for _ in range(steps):
+        for _ in range(micros):
+            (model(INPUT).square().mean() / micros).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for one in (*optimizers, *schedulers):
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+    return model
+
+
+def train_two(it: ShardcastAccelerator, model: Any, optimizers: Any, schedulers: Any, count: int):
+    for _ in range(count):
+        with it.accumulate(model):
+            it.backward(model(INPUT).square().mean())
+            if it.sync_gradients:
+                it.clip_grad_norm_(model.parameters(), 0.1)
+            for one in (*optimizers, *schedulers):
+                one.step()
+            for one in optimizers:
+                one.zero_grad()
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_two_prepared_optimizers_train_as_two_plain_ones(micros: int):
+    it = accelerator_of(gradient_accumulation_steps=micros)
+    model = mlp()
+    muon, adamw = pair(model)
+    first, model, second, one, other = it.prepare(muon, model, adamw, halving(muon), halving(adamw))
+    assert first is not second
+    assert it.sharded_optimizer.layout.partition == "mixed"
+    train_two(it, model, [first, second], [one, other], 4 * micros)
+    assert difference(model, two_plain(4, micros)) <= 1e-6
+    assert not first.step_was_skipped
+
+
+def test_a_list_of_optimizers_is_prepared_as_one_that_a_scheduler_drives_whole():
+    it = accelerator_of()
+    model = mlp()
+    both = pair(model)
+    model, optimizer = it.prepare(model, both)
+    scheduler = it.prepare(halving(optimizer))
+    train_two(it, model, [optimizer], [scheduler], 4)
+    assert difference(model, two_plain(4)) <= 1e-6
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 2**4] * 2
+    with pytest.raises(RuntimeError, match="has a sharded optimizer already"):
+        it.prepare(*pair(model))
+    it.free_memory(model, optimizer)
+    model, *optimizers = it.prepare(model, *pair(model))
+    train_two(it, model, optimizers, [], 1)
+
+
+def test_their_state_is_saved_and_loaded_together(tmp_path: Path):
+    it = accelerator_of()
+    model = mlp()
+    muon, adamw = pair(model)
+    prepared = it.prepare(model, muon, adamw, halving(muon), halving(adamw))
+    train_two(it, prepared[0], prepared[1:3], prepared[3:], 2)
+    it.save_state(str(tmp_path / "state"))
+    train_two(it, prepared[0], prepared[1:3], prepared[3:], 3)
+    it.load_state(str(tmp_path / "state"))
+    train_two(it, prepared[0], prepared[1:3], prepared[3:], 2)
+    assert difference(model, two_plain(4)) <= 1e-6

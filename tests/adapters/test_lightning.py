@@ -1,4 +1,4 @@
-"""shardcast.lightning in two real processes, against Lightning's own DDP strategy."""
+"""shardcast.lightning, also with several optimizers, against Lightning's own DDP strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import io
 import os
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
+from models import exact_muon
 from test_accelerate import Casts
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardcast.lightning import EvaluateAverage, LogMetrics, ShardcastStrategy
@@ -30,6 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Lightning's advice on workers, loggers and devices
 ]
 ROOT = Path(__file__).parents[2]
+MANUAL: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
 SCRIPT = ("--accelerator", "cpu", "--devices", "2", "--sequences", "64")
 
 
@@ -80,11 +86,99 @@ def trainer_of(folder: str, devices: int = 2, **options: Any) -> Trainer:
     )  # fmt: skip
 
 
-def fit(group: Any, folder: str, options: dict[str, Any], resume: str | None = None) -> Any:
-    trainer, module = trainer_of(folder, group.size(), **options), Net()
+class Two(Net):
+    """Muon on the matrices and AdamW on the rest, stepped by the module itself."""
+
+    def __init__(self, closes: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.closes, self.clips = closes, False
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        rest = [p for p in self.parameters() if p.dim() != 2]
+        both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.05)]
+        return both, [ExponentialLR(one, rate) for one, rate in zip(both, (0.7, 0.9), strict=True)]
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        optimizers, schedulers = self.optimizers(), self.lr_schedulers()
+        loss = super().training_step(batch, index)
+        for one in optimizers:
+            one.zero_grad()
+        self.manual_backward(loss)
+        if self.clips:
+            self.clip_gradients(optimizers[0], 0.5)
+        for one in optimizers:
+            one.step(*([lambda: loss] if self.closes else []))
+        for scheduler in schedulers if self.trainer.is_last_batch else ():
+            scheduler.step()
+        return loss
+
+
+class Gan(LightningModule):
+    """As Lightning's example: manual optimization, a loss and an optimizer of each network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(2)
+        self.judge = nn.Linear(1, 1).requires_grad_(False)  # such as a perceptual loss
+        self.generator = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+        self.critic = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        options = {"lr": 1e-2, "betas": (0.5, 0.999)}
+        return [
+            torch.optim.Adam(net.parameters(), **options) for net in (self.generator, self.critic)
+        ], []
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        of_generator, of_critic = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(of_generator)
+        loss = bce(self.judge(self.critic(self.generator(batch[0]))), torch.ones(4, 1))
+        self.manual_backward(loss)
+        of_generator.step()
+        of_generator.zero_grad()
+        self.untoggle_optimizer(of_generator)
+
+        self.toggle_optimizer(of_critic)
+        real = bce(self.critic(batch[1].expand(-1, 3)), torch.ones(4, 1))
+        fake = bce(self.critic(self.generator(batch[0]).detach()), torch.zeros(4, 1))
+        self.manual_backward((real + fake) / 2)
+        if self.trainer.strategy.world_size > 1:
+            self.clip_gradients(of_critic, 0.02, "norm")
+        of_critic.step()
+        of_critic.zero_grad()
+        self.untoggle_optimizer(of_critic)
+        self.losses += [float(it.detach()) for it in (loss, real, fake)]
+
+
+MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "net": (Net, {}),
+    "two": (Two, MANUAL),
+    "gan": (Gan, MANUAL),
+}
+
+
+def fit(
+    group: Any,
+    folder: str,
+    options: dict[str, Any],
+    resume: str | None = None,
+    kind: str = "net",
+    after: str = "",
+) -> Any:
+    """Losses, weights, the last validation, rates and steps; ``after`` is saved once it has run."""
+    build, usual = MODULES[kind]
+    trainer, module = trainer_of(folder, group.size(), **{**usual, **options}), build()
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
-    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    return module.losses, weights, float(trainer.callback_metrics["validation"])
+    if after:
+        trainer.save_checkpoint(after)
+    weights = {name: value.detach().float().clone() for name, value in module.state_dict().items()}
+    validation = float(trainer.callback_metrics.get("validation", 0))
+    rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
+    return module.losses, weights, validation, rates, trainer.global_step
 
 
 class Watching(Net):
@@ -125,58 +219,86 @@ def test_a_callback_validates_with_an_average_and_weight_averaging_is_warned_of(
             trainer.fit(Net(), loader(), loader())
 
 
-CLIPS = {
-    "norm": {},
-    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "none": {"gradient_clip_val": None, "accumulate_grad_batches": 1},
+UNUSED = "ddp_find_unused_parameters_true"  # of a GAN, whose losses train one network each
+SAME: dict[str, tuple[str, dict[str, Any], float]] = {
+    "clipped by norm": ("net", {}, 1e-6),
+    "clipped by value": (
+        "net",
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        1e-6,
+    ),
+    "no accumulation": ("net", MANUAL, 1e-6),
+    "gan": ("gan", {}, 2e-6),
+    "gan in bf16": ("gan", {"precision": "bf16-true"}, 5e-2),
 }
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_fp32_training_is_that_of_ddp(tmp_path: Path, gloo: SpawnedWorld, clip: str):
-    ddp = gloo.run(fit, str(tmp_path / "ddp"), {"strategy": "ddp", **CLIPS[clip]}, timeout=100)
-    ours = gloo.run(fit, str(tmp_path / "ours"), CLIPS[clip], timeout=100)
+@pytest.mark.parametrize("case", SAME)
+def test_training_is_that_of_ddp(tmp_path: Path, gloo: SpawnedWorld, case: str):
+    kind, options, tolerance = SAME[case]
+    stock = {**options, "strategy": "ddp" if kind == "net" else UNUSED, "precision": "32-true"}
+    ddp = gloo.run(fit, str(tmp_path / "ddp"), stock, None, kind, timeout=100)
+    ours = gloo.run(fit, str(tmp_path / "ours"), options, None, kind, timeout=100)
     for mine, theirs in zip(ours, ddp, strict=True):
-        assert len(mine[0]) == 12
-        assert mine[0] == pytest.approx(theirs[0], abs=1e-6)
-        assert mine[2] == pytest.approx(theirs[2], abs=1e-6)
+        assert len(mine[0]) == (12 if kind == "net" else 36)
+        assert mine[0] == pytest.approx(theirs[0], abs=tolerance)
+        assert mine[2] == pytest.approx(theirs[2], abs=tolerance)
         for name, value in mine[1].items():
-            assert (value - theirs[1][name]).abs().max() <= 1e-6, name
+            assert (value - theirs[1][name]).abs().max() <= tolerance, name
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
-def test_resume_is_exact(tmp_path: Path, gloo: SpawnedWorld, precision: str):
-    options = {"precision": precision}
-    whole = gloo.run(fit, str(tmp_path / "a"), options, timeout=100)
-    middle = str(tmp_path / "a" / "epoch=0.ckpt")
-    again = gloo.run(fit, str(tmp_path / "b"), options, middle, timeout=100)
-    for mine, theirs in zip(again, whole, strict=True):
-        assert mine[0] == theirs[0][6:], "the losses of the second epoch"
-        assert all(torch.equal(value, theirs[1][name]) for name, value in mine[1].items())
-    first, second = whole
-    assert all(torch.equal(value, second[1][name]) for name, value in first[1].items())
-    if precision != "32-true":
-        assert next(iter(first[1].values())).dtype in (torch.bfloat16, torch.float16)
+def test_training_is_that_of_two_plain_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    exact_muon(monkeypatch)
+    alone = SimpleNamespace(size=lambda: 1)
+    plain = fit(alone, str(tmp_path / "plain"), {"strategy": "ddp"}, None, "two")
+    ours = fit(alone, str(tmp_path / "ours"), {}, None, "two")
+    assert len(ours[0]) == 24 and ours[3:] == plain[3:]
+    assert ours[0] == pytest.approx(plain[0], abs=1e-6)
+    for name, value in ours[1].items():
+        assert (value - plain[1][name]).abs().max() <= 1e-6, name
 
 
-def test_a_checkpoint_goes_on_at_another_world_size_and_under_ddp(
-    tmp_path: Path, gloo: SpawnedWorld
+@pytest.mark.parametrize(
+    ("kind", "precision", "after"),
+    [
+        ("net", "32-true", False),
+        ("net", "bf16-true", True),
+        ("net", "16-true", False),
+        ("two", "bf16-true", False),
+        ("gan", "bf16-true", False),
+    ],
+)
+def test_resume_is_exact_and_goes_on_at_another_world_size_and_under_ddp(
+    tmp_path: Path, gloo: SpawnedWorld, kind: str, precision: str, after: bool
 ):
-    options = {"precision": "bf16-true"}
-    gloo.run(fit, str(tmp_path / "a"), options, timeout=100)
-    middle = str(tmp_path / "a" / "epoch=0.ckpt")
+    """From what was saved within fit, or after it."""
+    options, middle = {"precision": precision}, str(tmp_path / "a" / "epoch=0.ckpt")
+    whole = gloo.run(fit, str(tmp_path / "a"), options, None, kind, timeout=100)
+    if after:
+        middle, short = str(tmp_path / "after.ckpt"), {**options, "max_epochs": 1}
+        gloo.run(fit, str(tmp_path / "c"), short, None, kind, middle, timeout=100)
+    again = gloo.run(fit, str(tmp_path / "b"), options, middle, kind, timeout=100)
+    half = len(whole[0][0]) // 2
+    for mine, theirs in zip(again, whole, strict=True):
+        assert mine[0] == theirs[0][half:] and mine[2:] == theirs[2:]
+        assert all(torch.equal(value, theirs[1][name]) for name, value in mine[1].items())
+        assert all(torch.equal(value, whole[0][1][name]) for name, value in mine[1].items())
     saved = torch.load(middle, weights_only=True)
-    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
-    assert saved["optimizer_states"][0]["state"][0]["exp_avg"].shape == (12, 7)
-    plain = Net()
-    plain.load_state_dict(saved["state_dict"])
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    optimizer.load_state_dict(saved["optimizer_states"][0])
-    ddp = gloo.run(fit, str(tmp_path / "b"), {"strategy": "ddp"}, middle, timeout=100)
-    with spawn_world(1, timeout=100, start_method="forkserver") as alone:
-        one = alone.run(fit, str(tmp_path / "c"), {**options, "max_epochs": 2}, middle)
-    for losses, _, validation in (*ddp, *one):
-        assert len(losses) in (6, 12) and validation < 1.0
+    trained = [value for name, value in saved["state_dict"].items() if "judge" not in name]
+    assert {value.dtype for value in trained} == {torch.float32}
+    first, *others = saved["optimizer_states"]
+    state = "momentum_buffer" if kind == "two" else "exp_avg"
+    assert first["state"][0][state].shape == ((9, 7) if kind == "gan" else (12, 7))
+    if kind == "two":
+        assert sorted(others[0]["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
+    if precision == "bf16-true" and kind != "two":  # Muon rounds in other places
+        stock = {"strategy": UNUSED, "max_epochs": 2}
+        ddp = gloo.run(fit, str(tmp_path / "d"), stock, middle, kind, timeout=100)
+        assert ddp[0][0] == pytest.approx(whole[0][0][half:], abs=0.1)
+    if after:
+        with spawn_world(1, timeout=100, start_method="forkserver") as alone:
+            (one,) = alone.run(fit, str(tmp_path / "e"), options, middle, kind)
+        assert len(one[0]) == 2 * half and one[2] < 1.0
 
 
 class Counting(Callback):
@@ -221,23 +343,6 @@ def test_a_module_may_be_fitted_twice_and_validated(tmp_path: Path):
     assert found[0]["validation"] < module.losses[0]
 
 
-def saved_after_fit(group: Any, folder: str, options: dict[str, Any]) -> None:
-    trainer = trainer_of(folder, group.size(), max_epochs=1, **options)
-    trainer.fit(Net(), loader(), loader())
-    trainer.save_checkpoint(f"{folder}/after.ckpt")
-
-
-def test_what_is_saved_after_fit_resumes_as_exactly(tmp_path: Path, gloo: SpawnedWorld):
-    options = {"precision": "bf16-true"}
-    whole = gloo.run(fit, str(tmp_path / "a"), options, timeout=100)
-    gloo.run(saved_after_fit, str(tmp_path), options, timeout=100)
-    after = str(tmp_path / "after.ckpt")
-    again = gloo.run(fit, str(tmp_path / "b"), options, after, timeout=100)
-    for mine, theirs in zip(again, whole, strict=True):
-        assert mine[0] == theirs[0][6:], "the losses of the second epoch"
-        assert all(torch.equal(value, theirs[1][name]) for name, value in mine[1].items())
-
-
 def test_weights_that_were_loaded_after_fit_are_what_is_saved(tmp_path: Path):
     trainer, module = trainer_of(str(tmp_path), 1, precision="bf16-true"), Net()
     trainer.fit(module, loader())
@@ -264,6 +369,8 @@ def test_a_trained_module_is_validated_in_its_precision(tmp_path: Path, keep: An
     found = made().validate(fresh, loader(), ckpt_path=str(tmp_path / "epoch=1.ckpt"))
     assert found[0]["validation"] == within
     assert [param.dtype for param in module.parameters()] == dtypes
+    low = torch.bfloat16
+    assert [dtypes[0], dtypes[2]] == [low, torch.float32 if keep else low], "norms may stay in fp32"
     assert {param.dtype for param in fresh.parameters()} == {torch.float32}, "as it was before"
     for net in (module, fresh):
         assert not any(child._forward_pre_hooks for child in net.modules())
@@ -305,20 +412,6 @@ class Monitored(Net):
         return super().configure_optimizers() if self.trained else None
 
 
-def rates(group: Any, folder: str) -> list[list[str]]:
-    """The names under which rates are logged, here and under DDP."""
-    found = []
-    for strategy in ("shardcast", "ddp"):
-        monitor = LearningRateMonitor("step")
-        trainer = trainer_of(
-            folder, group.size(), strategy=strategy, callbacks=[monitor], max_epochs=1,
-            logger=CSVLogger(folder), log_every_n_steps=1, enable_checkpointing=False,
-        )  # fmt: skip
-        trainer.fit(Net(), loader())
-        found.append(sorted(monitor.lrs))
-    return found
-
-
 def norms(group: Any, folder: str, strategy: str) -> tuple[list[float], list[float]]:
     """Norms as a hook of the module computes them, and those of the sharded optimizer."""
     module = Monitored(strategy == "shardcast")
@@ -329,9 +422,18 @@ def norms(group: Any, folder: str, strategy: str) -> tuple[list[float], list[flo
     return module.norms, module.global_norms
 
 
-def test_rates_are_logged_once(tmp_path: Path, gloo: SpawnedWorld):
-    for ours, ddp in gloo.run(rates, str(tmp_path), timeout=100):
-        assert ours == ddp == ["lr-AdamW"]
+@pytest.mark.parametrize(
+    ("kind", "names"), [("net", ["lr-AdamW"]), ("two", ["lr-AdamW", "lr-Muon"])]
+)
+def test_rates_are_logged_once_under_the_names_of_their_classes(
+    tmp_path: Path, kind: str, names: list[str]
+):
+    monitor, (build, usual) = LearningRateMonitor("step"), MODULES[kind]
+    options = {"logger": CSVLogger(tmp_path), "callbacks": [monitor], "log_every_n_steps": 1}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step")
+        trainer_of(str(tmp_path), 1, **usual, **options).fit(build(), loader())
+    assert sorted(monitor.lrs) == names
 
 
 def test_a_hook_before_the_step_sees_the_gradients_of_ddp(tmp_path: Path, gloo: SpawnedWorld):
@@ -347,6 +449,37 @@ def test_a_module_without_an_optimizer_runs(tmp_path: Path):
     trainer_of(str(tmp_path), 1, precision="bf16-true", max_epochs=1).fit(module, loader())
     assert len(module.losses) == 12
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_automatic_optimization_of_several_is_refused_and_manual_named(tmp_path: Path):
+    module = Two()
+    module.automatic_optimization = True
+    with pytest.raises(RuntimeError, match=r"Set `self.automatic_optimization = False`"):
+        trainer_of(str(tmp_path), 1).fit(module, loader())
+
+
+def test_clipping_by_one_of_several_says_where_the_bound_goes(tmp_path: Path):
+    module = Two()
+    module.clips = True
+    with pytest.raises(RuntimeError, match=r"clipped together, .* set max_grad_norm"):
+        trainer_of(str(tmp_path), 1, **MANUAL).fit(module, loader())
+    module.clips = False
+    strategy = ShardcastStrategy({"max_grad_norm": 0.01})
+    trainer = trainer_of(str(tmp_path), 1, strategy=strategy, max_steps=2, **MANUAL)
+    trainer.fit(module, loader())
+
+
+def test_a_closure_for_one_of_several_is_refused(tmp_path: Path):
+    with pytest.raises(TypeError, match="handle of Muon takes no closure"):
+        trainer_of(str(tmp_path), 1, **MANUAL).fit(Two(closes=True), loader())
+
+
+def test_a_gan_with_changing_loss_scales_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="loss_scale: expected one fixed number"):
+        trainer_of(str(tmp_path), 1, precision="16-true", **MANUAL).fit(Gan(), loader())
+    strategy = ShardcastStrategy({"loss_scale": 128.0})
+    options = {"precision": "16-true", "strategy": strategy, "max_steps": 4}
+    trainer_of(str(tmp_path), 1, **MANUAL, **options).fit(Gan(), loader())
 
 
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period"])

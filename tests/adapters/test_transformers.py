@@ -1,4 +1,4 @@
-"""shardcast.transformers in two real processes, against the stock Trainer under DDP."""
+"""shardcast.transformers, also with several optimizers, against the stock Trainer under DDP."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 import torch
 import transformers
 from commands import TORCHRUN, command, python
+from models import exact_muon
 from safetensors.torch import load_file
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from shardcast.optimizer import frameworks
@@ -53,9 +55,43 @@ def model_of() -> Any:
     )  # fmt: skip
 
 
-def trainer_of(folder: str, kind: str = "sharded", steps: int = STEPS, **options: Any) -> Any:
+class Both(torch.optim.Optimizer):
+    """Two plain optimizers that look like one to the stock Trainer."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for one in optimizers for group in one.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:
+        theirs = [group for one in self.optimizers for group in one.param_groups]
+        for group, mine in zip(theirs, self.param_groups, strict=True):
+            group["lr"] = mine["lr"]
+        for one in self.optimizers:
+            one.step()
+
+
+def pair(model: Any) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of the layers, AdamW on the rest, each with its own learning rate."""
+    inside = {p for n, p in model.named_parameters() if ".layers." in n and p.dim() == 2}
+    rest = [p for p in model.parameters() if p not in inside]
+    ordered = [p for p in model.parameters() if p in inside]
+    return [torch.optim.Muon(ordered, lr=2e-2), torch.optim.AdamW(rest, lr=5e-3)]
+
+
+class Creating(ShardcastTrainer):
+    """Makes its optimizers as Trainer makes its one."""
+
+    def create_optimizer(self, *_: Any, **__: Any) -> Any:
+        if self.optimizer is None:
+            self.optimizer = pair(self.model)
+        return self.optimizer
+
+
+def trainer_of(
+    folder: str, kind: str = "sharded", steps: int = STEPS, optimizers: Any = None, **options: Any
+) -> Any:
     fresh()
-    config = options.pop("shardcast_config", None)
+    config, model = options.pop("shardcast_config", None), model_of()
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": folder, "use_cpu": True, "max_steps": steps, "logging_steps": 1,
@@ -64,10 +100,12 @@ def trainer_of(folder: str, kind: str = "sharded", steps: int = STEPS, **options
             "report_to": "none", "disable_tqdm": True, "seed": 3, **options,
         }
     )  # fmt: skip
-    kinds = {"stock": transformers.Trainer, "sharded": ShardcastTrainer, "loss": WithLoss}
-    cls: Any = kinds[kind]
+    kinds = {"stock": transformers.Trainer, "loss": WithLoss, "creating": Creating}
+    cls: Any = kinds.get(kind, ShardcastTrainer)
     given = {} if kind == "stock" else {"shardcast_config": config}
-    return cls(model=model_of(), args=arguments, train_dataset=Text(), eval_dataset=Text(), **given)
+    if optimizers is not None:
+        given["optimizers"] = optimizers(model)
+    return cls(model=model, args=arguments, train_dataset=Text(), eval_dataset=Text(), **given)
 
 
 def weights(model: Any) -> dict[str, Tensor]:
@@ -170,22 +208,67 @@ def stock_run(group: Any, folder: str) -> dict[str, Any]:
     return run(group, folder, kind="stock")
 
 
-def low(group: Any, folder: str, kind: str, resume: str | None = None) -> dict[str, Any]:
-    return run(group, folder, resume, **{kind: True})
+def low(group: Any, folder: str, kind: str, precision: str, resume: str | None = None) -> Any:
+    return run(group, folder, resume, kind=kind, **{precision: True})
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("sharded", "bf16"), ("sharded", "fp16"), ("creating", "bf16")]
+)
 def test_low_precision_ranks_are_equal_and_resume_is_exact(
-    tmp_path: Path, gloo: SpawnedWorld, kind: str
+    tmp_path: Path, gloo: SpawnedWorld, kind: str, precision: str
 ):
-    whole = gloo.run(low, str(tmp_path / "a"), kind, timeout=100)
+    whole = gloo.run(low, str(tmp_path / "a"), kind, precision, timeout=100)
     assert equal(whole[0]["weights"], whole[1]["weights"])
     middle = str(tmp_path / "a" / "checkpoint-3")
-    again = gloo.run(low, str(tmp_path / "b"), kind, middle, timeout=100)
+    again = gloo.run(low, str(tmp_path / "b"), kind, precision, middle, timeout=100)
     for mine, theirs in zip(again, whole, strict=True):
         assert equal(mine["weights"], theirs["weights"])
         assert equal(mine["masters"], theirs["masters"])
         assert mine["log"] == theirs["log"]
+
+
+def test_training_is_that_of_two_plain_optimizers_whose_groups_one_schedule_drives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    exact_muon(monkeypatch)
+    plain = trainer_of(str(tmp_path), "stock", optimizers=lambda model: (Both(pair(model)), None))
+    ours = trainer_of(str(tmp_path), optimizers=lambda model: (pair(model), None))
+    for trainer in (plain, ours):
+        trainer.train()
+    assert len(logged(ours)) == STEPS
+    for mine, theirs in zip(logged(ours), logged(plain), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-6, rel=1e-6)
+    for name, value in weights(ours.model).items():
+        assert (value - weights(plain.model)[name]).abs().max() <= 1e-6, name
+    rates = rates_of(ours)
+    assert rates == rates_of(plain) and max(rates) < 1e-6, "at the end of the schedule"
+
+
+def halving(model: Any) -> Any:
+    muon, adamw = pair(model)
+    schedulers = [LambdaLR(muon, lambda n: 0.5**n), LambdaLR(adamw, lambda n: 1 / (1 + n))]
+    return [muon, adamw], schedulers
+
+
+def rates_of(trainer: Any) -> list[float]:
+    return [group["lr"] for group in trainer.optimizer.param_groups]
+
+
+def test_a_scheduler_for_each_is_stepped_saved_and_loaded_and_one_for_all_refused(tmp_path: Path):
+    expected = [2e-2 * 0.5**STEPS, 5e-3 / (1 + STEPS)]
+    trainer, again = (trainer_of(f"{tmp_path}/{n}", optimizers=halving) for n in "ab")
+    trainer.train()
+    again.train(resume_from_checkpoint=f"{tmp_path}/a/checkpoint-3")
+    assert rates_of(trainer) == rates_of(again) == pytest.approx(expected)
+    assert equal(weights(again.model), weights(trainer.model))
+
+    def one(model: Any) -> Any:
+        optimizers, schedulers = halving(model)
+        return optimizers, schedulers[0]
+
+    with pytest.raises(ValueError, match="no scheduler, or a list of them, beside several"):
+        trainer_of(str(tmp_path), optimizers=one)
 
 
 def stock_resume(group: Any, folder: str, resume: str) -> list[Any]:
