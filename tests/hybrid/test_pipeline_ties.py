@@ -1,15 +1,13 @@
-"""Weights that two pipeline stages hold, and gradients that are parts of a sum: known answers."""
+"""Weights that two pipeline stages hold, and patterns that match on some stages: known answers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from bag import Bag
-from models import assert_same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,182 +16,60 @@ from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 
-TIE = [("words.weight", "head.weight")]
-GRID = {"dp": 2, "pp": 2}
+STAGES: list[dict[str, tuple[int, ...]]] = [
+    {"words": (5, 3), "positions": (4, 3)}, {"norm": (3,), "bias": (3,), "head": (5, 3)},
+]  # fmt: skip
+TIE = [("words", "head")]
 
 
-class First(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.positions = nn.Embedding(5, 3), nn.Embedding(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.positions.weight[: tokens.shape[1]]
-
-
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 5, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
-
-
-def stage_of(mesh: DeviceMesh) -> nn.Module:
-    """Integers everywhere, so that what follows is exact; stages begin with other values."""
-    rank = mesh.get_local_rank("pp")
-    stage = Last() if rank else First()
-    for param in stage.parameters():
-        nn.init.constant_(param, 64.0 + rank)
-    return stage
-
-
-def install(stage: nn.Module, value: float) -> None:
-    for param in stage.parameters():
-        if param.requires_grad:
-            param.grad = torch.full_like(param, value)
-
-
-def one_step(
-    mesh: DeviceMesh, tied: Sequence[Sequence[str]], frozen: Sequence[str], **options: Any
-) -> dict[str, Any]:
-    """SGD with rate 1 on the gradient 2**rank; the change of every parameter, and the norm."""
-    stage = stage_of(mesh)
-    for name in frozen:
-        if name in dict(stage.named_parameters()):
-            stage.get_parameter(name).requires_grad_(False)
-    sgd = torch.optim.SGD(stage.parameters(), lr=1.0)
-    optimizer = shardcast.shard(
-        [stage], sgd, mesh=mesh, tied=tied, param_dtype=torch.float32, **options
-    )
-    before = {name: p.detach().clone() for name, p in stage.named_parameters()}
-    install(stage, 2.0 ** mesh.get_rank())
+def one_step(mesh: DeviceMesh, frozen: Sequence[str], options: dict[str, Any]) -> dict[str, float]:
+    """SGD with rate 1 on the gradient 2**rank; how far each parameter moved."""
+    model = Bag(**STAGES[mesh.get_local_rank("pp")])
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = shardcast.shard([model], sgd, mesh=mesh, param_dtype="fp32", **options)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2.0 ** mesh.get_rank()) if param.requires_grad else None
     optimizer.step()
-    after = {name: p.detach() for name, p in stage.named_parameters()}
-    changes = {name: before[name] - after[name] for name in after}
-    for name, change in changes.items():
-        assert (change == change.flatten()[0]).all(), name
-    return {
-        "changes": {name: change.flatten()[0].item() for name, change in changes.items()},
-        "values": after,
-        "norm": optimizer.grad_norm,
-    }
+    changes = {name: -p.detach().flatten() for name, p in model.named_parameters()}
+    assert all((change == change[0]).all() for change in changes.values())
+    return {name: float(change[0]) for name, change in changes.items()}
 
 
-def changes(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Of all stages together; they are the same in all replicas."""
-    found: dict[str, float] = {}
-    for rank in ranks:
-        for name, change in rank["changes"].items():
-            assert found.setdefault(name, change) == change, name
-    return found
+@pytest.mark.parametrize(
+    ("frozen", "tied"),
+    [(("words", "head"), TIE), (("words", "positions"), []), (("norm",), TIE)],
+    ids=["a tied weight", "a stage", "beside a tied weight"],
+)
+def test_what_is_frozen_on_stages_stays_and_all_else_trains(frozen: Any, tied: Any):
+    # Means over the data-parallel ranks: of 1 and 4 on the first stage, of 2 and 8 on the last.
+    moves = {"words": 2.5, "positions": 2.5, "norm": 5.0, "bias": 5.0, "head": 5.0}
+    moves |= dict.fromkeys(("words", "head"), 7.5) if tied else {}
+    moves |= dict.fromkeys(frozen, 0.0)
+    ranks = threaded_world({"dp": 2, "pp": 2}, one_step, frozen, {"tied": tied})
+    for rank, moved in enumerate(ranks):
+        assert moved == {name: moves[name] for name in STAGES[rank % 2]}
 
 
-# The means over the data-parallel ranks: of 2**0 and 2**2 on the first stage, 2**1 and 2**3 on
-# the last one.
-ON_FIRST, ON_LAST = 2.5, 5.0
+def test_patterns_need_to_match_on_one_stage_only():
+    grid, sums = {"dp": 1, "pp": 2, "tp": 2}, {"tp": ["norm", "bi*"]}
+    ranks = threaded_world(grid, one_step, (), {"grad_sum_over": sums})
+    assert [rank.get("norm") for rank in ranks] == [None, None, 4 + 8, 4 + 8]
+    assert [rank.get("head") for rank in ranks] == [None, None, 4, 8]  # each rank takes its own
 
+    def dtypes(mesh: DeviceMesh, pattern: str) -> dict[str, torch.dtype]:
+        names = ("norm", "head") if mesh.get_local_rank("pp") else ("words",)
+        model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        shardcast.shard([model], sgd, mesh=mesh, keep_fp32=[pattern])
+        return {name: p.dtype for name, p in model.named_parameters()}
 
-def test_gradients_of_a_tied_weight_are_added_up_over_its_stages() -> None:
-    ranks = threaded_world(GRID, one_step, TIE, ())
-    both = ON_FIRST + ON_LAST
-    assert changes(ranks) == {
-        "words.weight": both,
-        "positions.weight": ON_FIRST,
-        "norm.weight": ON_LAST,
-        "norm.bias": ON_LAST,
-        "head.weight": both,
-    }
-    squares = 15 * both**2 + 12 * ON_FIRST**2 + 6 * ON_LAST**2  # the tied weight counts once
-    for rank in ranks:
-        torch.testing.assert_close(rank["norm"].item(), math.sqrt(squares), rtol=1e-6, atol=0)
-    for first, last in (ranks[:2], ranks[2:]):
-        same = {"weight": first["values"]["words.weight"]}
-        assert_same_bits(same, {"weight": last["values"]["head.weight"]})
-        assert (same["weight"] == 64.0 - both).all()  # the first holder's value, less the change
-
-
-def test_weights_that_are_not_tied_keep_gradients_of_their_own() -> None:
-    ranks = threaded_world(GRID, one_step, (), ())
-    assert changes(ranks) == {
-        "words.weight": ON_FIRST,
-        "positions.weight": ON_FIRST,
-        "norm.weight": ON_LAST,
-        "norm.bias": ON_LAST,
-        "head.weight": ON_LAST,
-    }
-    squares = 27 * ON_FIRST**2 + 21 * ON_LAST**2
-    for rank in ranks:
-        torch.testing.assert_close(rank["norm"].item(), math.sqrt(squares), rtol=1e-6, atol=0)
-
-
-def test_a_frozen_tied_weight_stays_as_it_is() -> None:
-    ranks = threaded_world(GRID, one_step, TIE, ("words.weight", "head.weight"))
-    found = changes(ranks)
-    assert (found["words.weight"], found["head.weight"]) == (0.0, 0.0)
-    assert (found["positions.weight"], found["norm.bias"]) == (ON_FIRST, ON_LAST)
-
-
-def test_a_frozen_stage_lets_the_others_train() -> None:
-    names = ("words.weight", "positions.weight")
-    found = changes(threaded_world(GRID, one_step, (), names))
-    assert (found["words.weight"], found["positions.weight"]) == (0.0, 0.0)
-    assert (found["norm.bias"], found["head.weight"]) == (ON_LAST, ON_LAST)
-
-
-@pytest.mark.parametrize("frozen", [(), ("norm.weight",)], ids=["trained", "frozen"])
-def test_partial_gradients_of_norms_are_added_up_over_tensor_parallel_ranks(
-    frozen: Sequence[str],
-) -> None:
-    def run(mesh: DeviceMesh) -> dict[str, Any]:
-        # The first stage has no norm, which the pattern of all stages may well match elsewhere.
-        return one_step(mesh, (), frozen, grad_sum_over={"tp": ["norm.*"]})
-
-    ranks = threaded_world({"dp": 1, "pp": 2, "tp": 2}, run)
-    first, last = changes(ranks[2:3]), changes(ranks[3:])
-    expected = {"norm.weight": 0.0 if frozen else 4.0 + 8.0, "norm.bias": 4.0 + 8.0}
-    assert first == {**expected, "head.weight": 4.0}  # a whole gradient: each rank takes its own
-    assert last == {**expected, "head.weight": 8.0}
-
-
-def trained(mesh: DeviceMesh, tied: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-    """100 steps on random gradients, two of which are skipped."""
-    stage = stage_of(mesh)
-    adamw = torch.optim.AdamW(stage.parameters(), lr=1e-2)
-    optimizer = shardcast.shard([stage], adamw, mesh=mesh, tied=tied, max_grad_norm=1.0)
-    for step in range(100):
-        for param in stage.parameters():
-            param.grad = torch.randn_like(param)
-        if step % 50 == 20 and mesh.get_rank() == 3:
-            stage.head.weight.grad[0, 0] = torch.inf
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.skipped_steps == 2
-    return {name: p.detach() for name, p in stage.named_parameters()}
-
-
-@pytest.mark.filterwarnings("ignore:step skipped")
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_copies_have_the_same_bits_after_100_steps_with_skips(tied: bool) -> None:
-    ranks = threaded_world(GRID, trained, TIE if tied else ())
-    assert torch.equal(ranks[0]["words.weight"], ranks[1]["head.weight"]) is tied
-    for one, other in zip(ranks[:2], ranks[2:], strict=True):
-        assert_same_bits(one, other)
-
-
-def test_a_pattern_needs_to_match_on_one_stage_only() -> None:
-    def run(mesh: DeviceMesh, pattern: str) -> dict[str, torch.dtype]:
-        stage = stage_of(mesh)
-        sgd = torch.optim.SGD(stage.parameters(), lr=1.0)
-        shardcast.shard([stage], sgd, mesh=mesh, keep_fp32=[pattern])
-        return {name: p.dtype for name, p in stage.named_parameters()}
-
-    first, last = threaded_world(GRID, run, "norm.*")[:2]
+    first, last = threaded_world({"dp": 1, "pp": 2}, dtypes, "norm.*")
     assert set(first.values()) == {torch.bfloat16}
-    assert (last["norm.bias"], last["head.weight"]) == (torch.float32, torch.bfloat16)
+    assert (last["norm.weight"], last["head.weight"]) == (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match=r"keep_fp32: the pattern 'nrm.*' matches no parameter"):
-        threaded_world(GRID, run, "nrm.*")
+        threaded_world({"dp": 1, "pp": 2}, dtypes, "nrm.*")
 
 
 class Tables(nn.Module):
@@ -217,16 +93,6 @@ def test_two_stages_of_a_rank_may_each_have_a_buffer_of_one_name() -> None:
         assert (first.tolist(), second.tolist()) == ([0.0, 1.0, 2.0], [2.0, 3.0, 4.0])
 
 
-def test_sharded_gradients_are_refused_in_a_pipeline() -> None:
-    def run(mesh: DeviceMesh) -> None:
-        stage = stage_of(mesh)
-        sgd = torch.optim.SGD(stage.parameters(), lr=1.0)
-        shardcast.shard([stage], sgd, mesh=mesh, grads="sharded")
-
-    with pytest.raises(ValueError, match="grads: expected 'full' in a pipeline"):
-        threaded_world(GRID, run)
-
-
 def test_a_stage_has_ties_with_several_others():
     """Its groups differ in number from theirs, by which torch would name them differently."""
     names = [("a", "b"), ("c",), ("d",), ("e",)]
@@ -247,13 +113,13 @@ def test_a_stage_has_ties_with_several_others():
 
 
 PAIRS = [("a", "y"), ("b", "x")]
-STAGES = [("a", "b"), ("z",), ("x", "y")]  # the last one holds its ties in another order
+ORDERS = [("a", "b"), ("z",), ("x", "y")]  # the last one holds its ties in another order
 GRADIENTS = {"a": 1.0, "b": 10.0, "x": 100.0, "y": 1000.0, "z": 1.0}
 
 
 def in_other_order(mesh: DeviceMesh, frozen: bool) -> dict[str, float]:
     """What each parameter is after a step from a value of its own, or where it is left out."""
-    names = STAGES[:: 2 // (mesh["pp"].size() - 1)][mesh.get_local_rank("pp")]
+    names = ORDERS[:: 2 // (mesh["pp"].size() - 1)][mesh.get_local_rank("pp")]
     model = Bag(**dict.fromkeys(names, (4, 3)))
     for name, param in model.named_parameters():
         nn.init.constant_(param, 2.0 + ord(name))
