@@ -15,7 +15,7 @@ which is that of the whole mesh if it has one, must call them, and so are :func:
 
 from shardcast.checkpoint.background import Saving, save_async
 from shardcast.checkpoint.dcp import Stored
-from shardcast.checkpoint.directory import DamagedCheckpointError, Info, inspect, latest
+from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest, inspect, latest
 from shardcast.checkpoint.exporting import export
 from shardcast.checkpoint.foreign import import_dcp, import_deepspeed
 from shardcast.checkpoint.loading import Resumed, load, resume
@@ -26,7 +26,7 @@ from shardcast.checkpoint.saving import save
 __all__ = [
     "DamagedCheckpointError",
     "Difference",
-    "Info",
+    "Manifest",
     "Resumed",
     "Saving",
     "Stored",

@@ -6,7 +6,6 @@ The one place in this package that uses what a :class:`shardcast.ShardedOptimize
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.checkpoint.dcp import Stored
-from shardcast.checkpoint.inventory import Copy, Held, Inventory, merge
+from shardcast.checkpoint.inventory import Inventory, LocalInventory, Replica, merge
 from shardcast.checkpoint.region import Region, ShardView
 from shardcast.checkpoint.source import Source, model_path, state_path
 from shardcast.memory.shard import Shard
@@ -62,8 +61,9 @@ class Snapshot:
             for shard in optimizer.shards
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
-        trained = set(self._trained.values())
-        self._outside = {n: p for n, p in optimizer.model.named_parameters() if p not in trained}
+        cut = {param for param in self._trained.values() if param.numel()}
+        # What no fragment is of: parameters without an optimizer, and those without elements.
+        self._outside = {n: p for n, p in optimizer.model.named_parameters() if p not in cut}
         self._buffers = optimizer.buffer_averages.saved()
         tensors = {**self._trained, **self._outside, **self._buffers}
         self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
@@ -92,7 +92,7 @@ class Snapshot:
         Raises:
             ValueError: the optimizer was made for another model.
         """
-        own = self.together(self._held, call)
+        own = self.together(self._local_inventory, call)
         if self._process_groups.is_data_parallel:  # all ranks hold the same
             self.inventory = merge({0: own})
             return
@@ -105,73 +105,66 @@ class Snapshot:
         merged = self.together(lambda: merge(by_rank) if comm.rank == 0 else None, call)
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
-    def _held(self) -> Held:
+    def _local_inventory(self) -> LocalInventory:
         models, known = [_compat.unwrapped(model) for model in self._given], self._optimizer.stages
         if len(models) != len(known) or any(a is not b for a, b in zip(models, known, strict=True)):
             raise ValueError(
                 "model: it is not the one that the optimizer was sharded with; pass that one"
             )
+        parallel_dims = self._process_groups.parallel_dims
         params = {
-            slot.name: self._copy(slot.name, layout.pack_groups, layout)
-            for layout, slot in self._optimizer.layout.slots()
+            name: self._replica(name, parallel_dims.pack_groups_of(name, param))
+            for name, param in self._outside.items()
         }
-        for name, param in self._outside.items():
-            params[name] = self._copy(
-                name, self._process_groups.parallel_dims.pack_groups_of(name, param)
-            )
+        for layout, slot in self._optimizer.layout.slots():
+            params[slot.name] = self._replica(slot.name, layout.pack_groups, layout)
         names = {param: name for name, param in (self._trained | self._outside).items()}
         every = self._optimizer.model.named_parameters(remove_duplicate=False)
-        return Held(
+        return LocalInventory(
             params,
             {name: self._regions[name] for name in self._buffers},
             [[names[param] for param in group["params"]] for group in self._optimizer.param_groups],
             {name: names[param] for name, param in every if names[param] != name},
-            [(tie.first, tie.second) for tie in self._process_groups.parallel_dims.ties],
+            [(tie.first, tie.second) for tie in parallel_dims.ties],
             list(self._extra),
         )
 
-    def _copy(self, name: str, pack_groups: PackGroups, pack: PackLayout | None = None) -> Copy:
+    def _replica(
+        self, name: str, pack_groups: PackGroups, pack: PackLayout | None = None
+    ) -> Replica:
         parallel_dims, region = self._process_groups.parallel_dims, self._regions[name]
         place = (
             parallel_dims.coordinate.get(parallel_dims.pipeline, 0),
             parallel_dims.expert_blocks(pack_groups)[1],
         )
         cut = pack is not None and (pack.partition == "even" or not region.is_whole)
-        return Copy(region, pack_groups.is_primary, pack is not None, cut, place)
+        return Replica(region, pack_groups.is_primary, pack is not None, cut, place)
 
     # -- out --------------------------------------------------------------------------------
 
-    def views(self, decode: bool = True) -> Iterator[ShardView]:
-        """What this rank stores: its masters and state, and its share of the rest.
-
-        Args:
-            decode: without it, to count them, what is kept in another form is on the meta device.
-        """
+    def views(self) -> Iterator[ShardView]:
+        """What this rank stores: its masters and state, and its share of everything else."""
         self._optimizer.resync_masters()  # weights that the script wrote
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
-            name = self.inventory.stored(fragment.slot.name)
-            unread = torch.empty(fragment.numel, dtype=MASTER_DTYPE, device="meta")
-            yield ShardView(
-                model_path(name), region, start, shard.exact(fragment) if decode else unread
+            name, update = (
+                self.inventory.stored(fragment.slot.name),
+                self._optimizer.update_of(shard),
             )
-            state = self._optimizer.update_of(shard).fragment_state(shard, number, decode)
-            for key, value in state.items():
+            yield ShardView(model_path(name), region, start, shard.exact(fragment))
+            for key, value in update.fragment_state(shard, number).items():
                 path = state_path(name, key)
                 if not isinstance(value, Tensor):
                     continue  # among the objects
-                if is_elementwise(value, fragment, self._optimizer.update_of(shard).elementwise):
+                if is_elementwise(value, fragment, update.elementwise):
                     yield ShardView(path, region, start, value.detach().reshape(-1))
                 elif start == 0 and region.is_first:
                     yield ShardView.whole(path, value)
-        for shard in self._optimizer.shards:
-            if self._stores(shard.pack.layout.pack_groups, 0):
-                for slot in shard.pack.layout.slots:
-                    shape = self._regions[slot.name].shape
-                    if math.prod(shape) == 0:
-                        yield ShardView.whole(model_path(slot.name), torch.empty(shape))
         for number, (name, param) in enumerate(self._outside.items()):
-            if self._stores(self._process_groups.parallel_dims.pack_groups_of(name, param), number):
+            pack_groups = self._process_groups.parallel_dims.pack_groups_of(name, param)
+            comm = self._process_groups.comm(pack_groups.shard)
+            # Ranks with equal copies take turns.
+            if pack_groups.is_primary and comm.rank == number % comm.size:
                 yield self._view(name, param)
         averages = self._optimizer.buffer_averages.state()
         for name, buffer in self._buffers.items():
@@ -192,11 +185,6 @@ class Snapshot:
         """A parameter or buffer that the optimizer does not have."""
         flat = _compat.local_tensor(tensor).detach().reshape(-1)
         return ShardView(model_path(self.inventory.stored(name)), self._regions[name], 0, flat)
-
-    def _stores(self, pack_groups: PackGroups, number: int) -> bool:
-        """Whether of the ranks with equal copies this one is to store the ``number``th."""
-        comm = self._process_groups.comm(pack_groups.shard)
-        return pack_groups.is_primary and comm.rank == number % comm.size
 
     def _stored(self) -> Iterator[tuple[Shard, int, Fragment]]:
         """The fragments that this rank stores: one of each, however many copies there are."""

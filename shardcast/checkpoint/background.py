@@ -9,7 +9,6 @@ waiting for one that failed. A directory being written is called ``.background-.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import os
@@ -59,19 +58,16 @@ def save_async(
     earlier = _running.get(optimizer)
     if earlier is not None:
         earlier.end("save_async")
-    job = saving.begin(
-        snapshot, "save_async", (os.path.abspath(directory), step, keep, digest), extra, per_rank
-    )
+    arguments = (os.path.abspath(directory), step, keep, digest)
+    job = saving.begin(snapshot, "save_async", arguments, extra, per_rank, timeout)
 
-    def copied() -> tuple[saving.Job, list[ShardView]]:
+    def copied() -> list[ShardView]:
         job.look()  # else rank 0 would wait for the others in vain
-        own, once = copy.deepcopy((job.own, job.once))
-        own_job = dataclasses.replace(job, own=own, once=once, timeout=timeout)
-        return own_job, list(map(_copied, snapshot.views()))
+        return list(map(_copied, snapshot.views()))
 
     try:
-        own_job, views = snapshot.together(copied, "save_async")
-        running = Saving(snapshot.comm, snapshot.device, own_job, views)
+        views = snapshot.together(copied, "save_async")
+        running = Saving(snapshot.comm, snapshot.device, job, views)
     except Exception:
         job.abandon()
         raise
@@ -136,14 +132,14 @@ class Saving:
     def _run(self, job: saving.Job, views: list[ShardView]) -> None:
         try:
             try:
-                job.write(views)
+                written = job.write(views)
             except Exception as error:
                 if job.rank != 0:
                     job.leave({"error": str(error)})  # rank 0 logs it
                 raise
             finally:
                 views.clear()
-            job.commit()
+            job.commit(written)
         except Exception as error:
             self._error = error
             job.abandon()

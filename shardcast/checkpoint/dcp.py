@@ -11,7 +11,7 @@ import dataclasses
 import io
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,17 +96,21 @@ class Writer(FileSystemWriter):
 
         In many plans, since DCP holds all tensors of a plan until its end.
         """
-        items, results, paths = list[WriteItem](), list[WriteResult](), dict[str, KeyPath]()
-        try:
-            for planned in _batches(values):
-                planner = _SavePlanner(planned)
-                plan = dataclasses.replace(planner.create_local_plan(), storage_data=self._prefix)
-                items += plan.items
-                results += self.write_data(plan, planner).wait()
-                paths |= plan.planner_data
-            return Written(SavePlan(items, planner_data=paths), results, self.fs.flush())
-        finally:
-            self.fs.close()
+        written = Written(SavePlan([], planner_data={}), [], {})
+        planner = _SavePlanner()
+        for value in values:
+            written.plan.planner_data.update(planner.add(value))
+            if planner.nbytes >= PLAN:
+                self._write_plan(planner, written)
+                planner = _SavePlanner()
+        self._write_plan(planner, written)
+        written.sums = self.fs.flush()
+        return written
+
+    def _write_plan(self, planner: _SavePlanner, written: Written) -> None:
+        plan = SavePlan(planner.items, storage_data=self._prefix)
+        written.results += self.write_data(plan, planner).wait()
+        written.plan.items.extend(plan.items)
 
     def write_metadata(self, written: Sequence[Written]) -> dict[str, tuple[int, str]]:
         """Write ``.metadata`` of all ranks' files; its size and SHA-256 by name.
@@ -127,42 +131,33 @@ class Writer(FileSystemWriter):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans the chunks of tensors, and objects."""
+    """Plans the chunks of tensors, and objects.
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    Attributes:
+        nbytes: of the tensors among the items.
+    """
+
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
-        self._values = values
+        self.items, self.nbytes = list[WriteItem](), 0
+        self._values: dict[MetadataIndex, Any] = {}
 
-    def create_local_plan(self) -> SavePlan:
-        self._data: dict[MetadataIndex, Any] = {}
-        items, paths = list[WriteItem](), dict[str, KeyPath]()
-        for value in self._values:
-            path = value.path if isinstance(value, ShardView) else value[0]
-            key = ".".join(path)
-            paths[key] = path
-            if isinstance(value, ShardView):
-                for item, view in value.write_items(key):
-                    self._data[item.index] = view
-                    items.append(item)
-            else:
-                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
-                self._data[items[-1].index] = value[1]
-        return SavePlan(items, planner_data=paths)
+    def add(self, value: Value) -> dict[str, KeyPath]:
+        """Plan a shard or an object; its path, by its key in the files."""
+        path = value.path if isinstance(value, ShardView) else value[0]
+        key = ".".join(path)
+        if isinstance(value, ShardView):
+            planned = list(value.write_items(key))
+            self.nbytes += value.flat.nbytes
+        else:
+            planned = [(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), value[1])]
+        for item, data in planned:
+            self.items.append(item)
+            self._values[item.index] = data
+        return {key: path}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._data[index]
-
-
-def _batches(values: Iterable[Value]) -> Iterator[list[Value]]:
-    batch, nbytes = list[Value](), 0
-    for value in values:
-        size = value.flat.nbytes if isinstance(value, ShardView) else 0
-        if batch and nbytes + size > PLAN:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(value)
-        nbytes += size
-    yield batch
+        return self._values[index]
 
 
 class Reader(FileSystemReader):

@@ -14,6 +14,7 @@ whether it still is::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -40,7 +41,7 @@ class DamagedCheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Info:
+class Manifest:
     """What a checkpoint says of itself.
 
     Attributes:
@@ -49,9 +50,9 @@ class Info:
         world_size: ranks that saved it.
         partition: of their layout.
         optimizer: class of the optimizer.
-        nbytes: of all files.
-        files: their names.
-        tensors: dtype and shape of each, keyed as in the files.
+        files: size (``bytes``) and ``sha256`` of each, by name.
+        digest: of masters and state, if it was saved with one; ``digest_of`` says in which forms
+            they were kept.
     """
 
     path: Path
@@ -59,9 +60,20 @@ class Info:
     world_size: int
     partition: str
     optimizer: str
-    nbytes: int
-    files: tuple[str, ...]
-    tensors: Mapping[str, Stored]
+    files: Mapping[str, Mapping[str, Any]]
+    digest: str | None = None
+    digest_of: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(listed["bytes"] for listed in self.files.values())
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """Dtype and shape of each stored tensor, keyed as in the files; reads ``.metadata``."""
+        reader = Reader(self.path)
+        return {reader.paths[path]: stored for path, stored in reader.stored.items()}
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -110,45 +122,44 @@ def commit(
     files.rename(writing, target)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Path) -> Manifest:
     """The manifest, checked against the marker and the directory's name.
 
     Raises:
         DamagedCheckpointError: says which file is missing or wrong.
     """
+    match = NAME.fullmatch(folder.name)
     for name in (MARKER, MANIFEST):
         if not (folder / name).is_file():
-            ours = NAME.fullmatch(folder.name)
-            hint = "" if ours else "; if shardcast did not write this, see import_dcp()"
+            hint = "" if match else "; if shardcast did not write this, see import_dcp()"
             raise _damaged(folder, name, "is missing" + hint)
     if storage.digest_of(folder / MANIFEST) != (folder / MARKER).read_text("utf-8", "replace"):
         raise _damaged(folder, MANIFEST, f"does not have the checksum in {MARKER!r}")
     try:
-        manifest: dict[str, Any] = dict(json.loads((folder / MANIFEST).read_bytes()))
+        facts: dict[str, Any] = dict(json.loads((folder / MANIFEST).read_bytes()))
     except (ValueError, TypeError) as error:
         raise _damaged(folder, MANIFEST, f"cannot be read: {error}") from error
-    if manifest.get("format") != FORMAT:
+    if facts.get("format") != FORMAT:
         raise ValueError(
-            f"checkpoint {str(folder)!r}: expected format {FORMAT}, got {manifest.get('format')}; "
+            f"checkpoint {str(folder)!r}: expected format {FORMAT}, got {facts.get('format')}; "
             "load it with the release of shardcast that wrote it"
         )
     for key, kind in FACTS.items():
-        value = manifest.get(key)
-        if not isinstance(value, kind):
-            wrong = f"has {value!r} as {key!r}, expected {kind.__name__}"
+        if not isinstance(facts.get(key), kind):
+            wrong = f"has {facts.get(key)!r} as {key!r}, expected {kind.__name__}"
             raise _damaged(folder, MANIFEST, wrong)
-    for name, listed in manifest["files"].items():
+    for name, listed in facts["files"].items():
         if not storage.is_plain_name(name):
             raise _damaged(folder, MANIFEST, f"lists {name!r}, which is no plain file name")
         if not isinstance(listed, dict) or not isinstance(listed.get("bytes"), int):
             raise _damaged(folder, MANIFEST, f"has {listed!r} for {name!r}, no size")
-    if METADATA not in manifest["files"]:
+    if METADATA not in facts["files"]:
         raise _damaged(folder, MANIFEST, f"does not list {METADATA!r}")
-    match = NAME.fullmatch(folder.name)
-    if match and int(match[1]) != manifest["step"]:
-        reason = f"is of step {manifest['step']}; the directory was renamed; restore its name"
+    if match and int(match[1]) != facts["step"]:
+        reason = f"is of step {facts['step']}; the directory was renamed; restore its name"
         raise _damaged(folder, MANIFEST, reason)
-    return manifest
+    known = {key: facts[key] for key in (*FACTS, "digest", "digest_of") if key in facts}
+    return Manifest(folder, **known)
 
 
 def _damaged(folder: Path, name: str, wrong: str) -> DamagedCheckpointError:
@@ -167,56 +178,42 @@ def damage(
             compared.
     """
     try:
-        listed = manifest_of(folder)["files"]
-        for name, expected in sorted(listed.items())[share::shares]:
-            _verify(folder, name, expected, written_since)
-            if name == METADATA:
-                _check_references(folder, listed)
+        files = manifest_of(folder).files
+        names = sorted(files)[share::shares]
+        for name in names:
+            _verify(folder, name, files[name], written_since)
+        if METADATA in names:  # all that it refers to must be in files that have checksums
+            for name, size in Reader(folder).sizes.items():
+                if name not in files or files[name]["bytes"] < size:
+                    reason = f"refers to byte {size} of {name!r}, which {MANIFEST!r} does not list"
+                    raise _damaged(folder, METADATA, reason)
     except DamagedCheckpointError as error:
         return error
+    except RuntimeError as error:
+        return DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}")
     return None
 
 
-def _verify(
-    folder: Path, name: str, expected: Mapping[str, Any], written_since: int | None
-) -> None:
+def _verify(folder: Path, name: str, listed: Mapping[str, Any], written_since: int | None) -> None:
     path = folder / name
-    status = path.stat() if path.is_file() else None
+    status, beyond = path.stat() if path.is_file() else None, 0
     if status is None:
-        wrong, beyond = "is missing", 0
-    elif status.st_size != expected["bytes"]:
-        size = beyond = status.st_size
-        wrong = f"has {size} bytes, expected {expected['bytes']}"
+        wrong = "is missing"
+    elif status.st_size != listed["bytes"]:
+        beyond = status.st_size
+        wrong = f"has {beyond} bytes, expected {listed['bytes']}"
     elif written_since is not None and status.st_mtime_ns < written_since:
         return
-    elif storage.digest_of(path) != expected.get("sha256"):
-        wrong, beyond = "has a wrong checksum: its contents changed after they were written", 0
+    elif storage.digest_of(path) != listed.get("sha256"):
+        wrong = "has a wrong checksum: its contents changed after they were written"
     else:
         return
-    raise _damaged(folder, name, wrong + _holding(folder, name, beyond))
-
-
-def _check_references(folder: Path, listed: Mapping[str, Any]) -> None:
-    """All that ``.metadata`` refers to must be in files that have checksums."""
-    try:
-        needed = Reader(folder).sizes
-    except RuntimeError as error:
-        raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
-    for name, size in needed.items():
-        if name not in listed or listed[name]["bytes"] < size:
-            reason = f"refers to byte {size} of {name!r}, which {MANIFEST!r} does not list"
-            raise _damaged(folder, METADATA, reason)
-
-
-def _holding(folder: Path, name: str, beyond: int) -> str:
-    if name == METADATA:
-        return "; no parameter can be found without it"
-    try:
-        keys = Reader(folder).names_in(name, beyond)
-    except Exception:  # .metadata is damaged as well
-        return ""
-    shown = ", ".join(map(repr, keys[:4])) + (" ..." if len(keys) > 4 else "")
-    return f"; it holds {len(keys)} entries, among them {shown}"
+    if name != METADATA:
+        with contextlib.suppress(Exception):  # .metadata is damaged as well
+            keys = Reader(folder).names_in(name, beyond)
+            shown = ", ".join(map(repr, keys[:4])) + (" ..." if len(keys) > 4 else "")
+            wrong += f"; it holds {len(keys)} entries, among them {shown}"
+    raise _damaged(folder, name, wrong)
 
 
 def choose(
@@ -237,8 +234,7 @@ def choose(
         error = check(folder)
         if error is None:
             if reasons and loud:
-                message = f"falling back to {str(folder)!r}: " + "; ".join(reasons)
-                warn(message)
+                warn(f"falling back to {str(folder)!r}: " + "; ".join(reasons))
             return folder
         if named:
             raise error
@@ -277,7 +273,7 @@ def chosen(directory: str | os.PathLike[str]) -> Path:
     return newest
 
 
-def inspect(directory: str | os.PathLike[str]) -> Info:
+def inspect(directory: str | os.PathLike[str]) -> Manifest:
     """Facts about the newest checkpoint of a directory, or the one that is named, verified.
 
     Local: any process may call it.
@@ -286,19 +282,7 @@ def inspect(directory: str | os.PathLike[str]) -> Info:
         FileNotFoundError: there is none.
         DamagedCheckpointError: none is sound.
     """
-    path = chosen(directory)
-    manifest, reader = manifest_of(path), Reader(path)
-    files = manifest["files"]
-    return Info(
-        path,
-        manifest["step"],
-        manifest["world_size"],
-        manifest["partition"],
-        manifest["optimizer"],
-        nbytes=sum(entry["bytes"] for entry in files.values()),
-        files=tuple(sorted(files)),
-        tensors={reader.paths[path]: stored for path, stored in reader.stored.items()},
-    )
+    return manifest_of(chosen(directory))
 
 
 def clear_the_way(target: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,12 @@ import torch
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader
-from shardcast.checkpoint.directory import chosen
+from shardcast.checkpoint.directory import chosen, new_name
 from shardcast.checkpoint.region import KeyPath
 from shardcast.optimizer.state_dict import split_state
 from shardcast.step.update.epilogues import AVERAGE
 
-OPTIMIZER = "optimizer.pt"
+EXPORTING = ".exporting-"
 Paths = dict[str, KeyPath]  # of what is stored, by names
 
 
@@ -52,38 +50,34 @@ def export(
     Raises:
         FileExistsError: there is something in ``out`` already.
         FileNotFoundError, DamagedCheckpointError: there is no checkpoint, or it is damaged.
-        ValueError: a tensor of the model has a dtype that safetensors files may not have, or the
-            checkpoint has no average of that name.
+        ValueError: the checkpoint has no average of that name.
     """
     if not max_shard_mb > 0:
         raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
     reader = Reader(chosen(directory))
     head = reader.object(("shardcast",))
-    _check_dtypes(reader)
     paths = _model_paths(reader, weights)
+    paths |= {name: paths[first] for name, first in head["ties"].items() if first in paths}
+    paths = {state_key(name): path for name, path in paths.items()}
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
-    storage.check_writable(target, "out")
-    writing = target.with_name(f".exporting-{target.name}-{uuid.uuid4().hex[:8]}")
+    writing = target.with_name(new_name(EXPORTING, target))
     storage.make_directory(writing)
     files = storage.Files()
     try:
-        written = _export_model(
-            files, reader, paths, head["ties"], writing, int(max_shard_mb * 2**20)
-        )
-        if optimizer:
-            for name, state in _optimizer_files(reader, head).items():
-                written.append(writing / name)
-                with files.create_stream(written[-1], "wb") as file:
-                    torch.save(state, file)
+        written = _export_model(files, reader, paths, writing, int(max_shard_mb * 2**20))
+        for name, state in (_optimizer_files(reader, head) if optimizer else {}).items():
+            written.append(name)
+            with files.create_stream(writing / name, "wb") as file:
+                torch.save(state, file)
         files.flush()
         storage.flush(writing)
         files.rename(writing, target)
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-    return [target / path.name for path in written]
+    return [target / name for name in written]
 
 
 def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -98,19 +92,8 @@ def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str
     places = head.get("places", [0] * len(groups))  # as before there were several
     numbered = split_state({"state": state, "param_groups": groups}, places)
     if len(numbered) == 1:
-        return {OPTIMIZER: numbered[0]}
+        return {"optimizer.pt": numbered[0]}
     return {f"optimizer-{place}.pt": state for place, state in enumerate(numbered)}
-
-
-def _check_dtypes(reader: Reader) -> None:
-    for path, stored in reader.stored.items():
-        if path[0] == "model" and stored.dtype.is_complex:  # only new safetensors read them
-            raise ValueError(
-                f"directory: buffer {state_key(path[1])!r} has {stored.dtype}, expected a "
-                "dtype that safetensors files have; keep complex numbers as real ones "
-                "(torch.view_as_real), or leave the buffer out of checkpoints with "
-                "register_buffer(..., persistent=False), and save again"
-            )
 
 
 def _model_paths(reader: Reader, average: str | None) -> Paths:
@@ -130,18 +113,19 @@ def _model_paths(reader: Reader, average: str | None) -> Paths:
 
 
 def _export_model(
-    files: storage.Files,
-    reader: Reader,
-    names: Paths,
-    ties: Mapping[str, str],
-    out: Path,
-    limit: int,
-) -> list[Path]:
+    files: storage.Files, reader: Reader, paths: Paths, out: Path, limit: int
+) -> list[str]:
+    """Write the model, in files of at most ``limit`` bytes; their names."""
     from safetensors.torch import save_file  # not needed for anything else
 
-    names = names | {name: names[first] for name, first in ties.items() if first in names}
-    paths = {state_key(name): path for name, path in names.items()}
-    shards = list(_split(reader, paths, limit))
+    shards, filled = list[Paths]([{}]), 0
+    for name, path in paths.items():
+        nbytes = reader.stored[path].nbytes
+        if shards[-1] and filled + nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = path
+        filled += nbytes
     written = ["model.safetensors"]
     if len(shards) > 1:
         numbers = range(1, len(shards) + 1)
@@ -158,17 +142,4 @@ def _export_model(
         }
         written.append("model.safetensors.index.json")
         files.write(out / written[-1], json.dumps(index, indent=2).encode())
-    return [out / name for name in written]
-
-
-def _split(reader: Reader, paths: Paths, limit: int) -> Iterator[Paths]:
-    shard: Paths = {}
-    filled = 0
-    for name, path in paths.items():
-        size = reader.stored[path].nbytes
-        if shard and filled + size > limit:
-            yield shard
-            shard, filled = {}, 0
-        shard[name] = path
-        filled += size
-    yield shard
+    return written

@@ -6,31 +6,32 @@ Names and shapes alone, and pure, so that jobs of any grid can be looked at in o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cmp_to_key
 from typing import NamedTuple
 
 from shardcast.checkpoint.region import Region, Shape
 
 
-class Copy(NamedTuple):
+class Replica(NamedTuple):
     """A parameter as one rank has it.
 
     Attributes:
-        counts: this copy is the one that is stored.
+        is_primary: of the ranks with equal copies, this one's is stored.
         trained: the optimizer has it.
         cut: several ranks may own a part of it.
         place: the pipeline stage, and which of the experts of one name.
     """
 
     region: Region
-    counts: bool
+    is_primary: bool
     trained: bool
     cut: bool
     place: tuple[int, ...] = ()
 
 
-class Held(NamedTuple):
+class LocalInventory(NamedTuple):
     """What one rank holds.
 
     Attributes:
@@ -40,7 +41,7 @@ class Held(NamedTuple):
         extra: what has a state of its own besides tensors.
     """
 
-    params: Mapping[str, Copy]
+    params: Mapping[str, Replica]
     buffers: Mapping[str, Region]
     groups: Sequence[Sequence[str]]
     ties: Mapping[str, str]
@@ -72,102 +73,90 @@ class Inventory:
         return self.ties.get(name, name)
 
 
-def merge(found: Mapping[int, Held]) -> Inventory:
+def merge(by_rank: Mapping[int, LocalInventory]) -> Inventory:
     """What ranks hold between them; of ranks that hold the same, one is enough.
 
     Raises:
         ValueError: two pipeline stages, or experts, have different parameters of one name, or a
             part of one is nowhere; names it.
     """
-    ranks = dict(sorted(found.items()))
-    ties = _ties(ranks)
-    shapes: dict[str, Shape] = {}
-    copies: dict[str, dict[Copy, int]] = {}
-    for rank, content in ranks.items():
-        for name, copy in content.params.items():
-            if ties.get(name, name) == name:
-                copies.setdefault(name, {}).setdefault(copy, rank)
-    for name, entries in copies.items():
-        _check_tiled(name, entries)
-        shapes[name] = next(iter(entries)).region.shape
+    ranks = dict(sorted(by_rank.items()))
+    ties = _ties(list(ranks.values()))
+    replicas: dict[str, dict[Replica, int]] = {}
     buffers: dict[tuple[str, Region], int] = {}
     extra: dict[str, int] = {}
     for rank, content in ranks.items():
+        for name, replica in content.params.items():
+            if name not in ties:
+                replicas.setdefault(name, {}).setdefault(replica, rank)
         for name, region in content.buffers.items():
             buffers.setdefault((name, region), rank)
-            if shapes.setdefault(name, region.shape) != region.shape:
-                raise ValueError(
-                    f"model: buffer {name!r} has shape {region.shape} on rank {rank} and "
-                    f"{shapes[name]} elsewhere; give different buffers different names"
-                )
         for name in content.extra:
             extra.setdefault(name, rank)
-    lists = [content.groups for content in ranks.values()]
-    groups = [
-        [name for name in _interleaved(entries) if ties.get(name, name) == name]
-        for entries in zip(*lists, strict=True)
-    ]
+    for name, rank_by_replica in replicas.items():
+        _check_tiled(name, rank_by_replica)
+    shapes = {name: next(iter(known)).region.shape for name, known in replicas.items()}
+    for name, region in buffers:
+        if shapes.setdefault(name, region.shape) != region.shape:
+            raise ValueError(
+                f"model: buffer {name!r} has shape {shapes[name]} on one rank and {region.shape} "
+                "on another; give different buffers different names"
+            )
+    lists_of_groups = zip(*(content.groups for content in ranks.values()), strict=True)
+    groups = [[n for n in _in_model_order(lists) if n not in ties] for lists in lists_of_groups]
     trained = {
-        n: any(c.cut for c in entries)
-        for n, entries in copies.items()
-        if next(iter(entries)).trained
+        name: any(replica.cut for replica in known)
+        for name, known in replicas.items()
+        if next(iter(known)).trained
     }
     return Inventory(shapes, trained, groups, ties, buffers, extra)
 
 
-def _ties(ranks: Mapping[int, Held]) -> dict[str, str]:
+def _ties(ranks: Sequence[LocalInventory]) -> dict[str, str]:
     """Tied names, within a stage or between two, by the names that are stored."""
-    ties: dict[str, str] = {}
-    for content in ranks.values():
-        ties.update(content.ties)
-    for first, second in {pair for content in ranks.values() for pair in content.tied}:
-        counted = any(first in h.params and h.params[first].counts for h in ranks.values())
-        stored, same = (first, second) if counted else (second, first)
-        ties[same] = stored
+    ties = {alias: name for content in ranks for alias, name in content.ties.items()}
+    primary = {n for content in ranks for n, copy in content.params.items() if copy.is_primary}
+    for first, second in {pair for content in ranks for pair in content.tied}:
+        stored, alias = (first, second) if first in primary else (second, first)
+        ties[alias] = stored
     return {name: ties.get(stored, stored) for name, stored in ties.items()}
 
 
-def _check_tiled(name: str, copies: Mapping[Copy, int]) -> None:
-    """The copies that are stored must be the whole parameter, once."""
-    counting = {copy: rank for copy, rank in copies.items() if copy.counts}
-    size = math.prod(next(iter(copies)).region.shape)
-    covered = sum(math.prod(copy.region.local) for copy in counting)
-    shapes = {copy.region.shape for copy in copies}
-    if len(shapes) == 1 and covered == size and len({copy.trained for copy in copies}) == 1:
-        return
+def _check_tiled(name: str, replicas: Mapping[Replica, int]) -> None:
+    """The replicas that are stored must be the whole parameter, once."""
+    primary = {replica: rank for replica, rank in replicas.items() if replica.is_primary}
+    size = math.prod(next(iter(replicas)).region.shape)
+    covered = sum(math.prod(replica.region.local) for replica in primary)
     if covered < size:
         raise ValueError(
             f"model: of parameter {name!r} the ranks hold {covered} elements between them, it has "
             f"{size}; every rank of the mesh that it was cut over must take part"
         )
-    shown = " and ".join(str(rank) for rank in list(counting.values())[:2])
-    raise ValueError(
-        f"model: parameter {name!r} is another one on ranks {shown}; give the parameters of "
-        "different pipeline stages the names that they have in the whole model, make experts "
-        "DTensors that are cut over their dimension (docs/hybrid.md), and name weights that two "
-        "stages share in shard(tied=...)"
-    )
+    kinds = {(replica.region.shape, replica.trained) for replica in replicas}
+    if covered > size or len(kinds) > 1:
+        shown = " and ".join(str(rank) for rank in list(primary.values())[:2])
+        raise ValueError(
+            f"model: parameter {name!r} is another one on ranks {shown}; give the parameters of "
+            "different pipeline stages the names that they have in the whole model, make experts "
+            "DTensors that are cut over their dimension (docs/hybrid.md), and name weights that "
+            "two stages share in shard(tied=...)"
+        )
 
 
-def _interleaved(lists: Sequence[Sequence[str]]) -> Iterator[str]:
+def _in_model_order(lists: Sequence[Sequence[str]]) -> list[str]:
     """Names of several stages in one order: each stage's own, and layers as they are numbered.
 
     A stage may have layers 0 and 2 and another one layers 1 and 3.
     """
+    by_number = cmp_to_key(_compare_numbers)
     remaining = [list(reversed(names)) for names in dict.fromkeys(map(tuple, lists))]
-    seen: set[str] = set()
+    ordered: dict[str, None] = {}
     while remaining := [names for names in remaining if names]:
-        best = remaining[0]
-        for names in remaining[1:]:
-            best = names if _comes_before(names[-1], best[-1]) else best
-        name = best.pop()
-        if name not in seen:
-            seen.add(name)
-            yield name
+        ordered[min(remaining, key=lambda names: by_number(names[-1])).pop()] = None
+    return list(ordered)
 
 
-def _comes_before(name: str, other: str) -> bool:
-    for part, second_part in zip(name.split("."), other.split("."), strict=False):
-        if part != second_part:
-            return part.isdigit() and second_part.isdigit() and int(part) < int(second_part)
-    return False
+def _compare_numbers(name: str, second: str) -> int:
+    pairs = zip(name.split("."), second.split("."), strict=False)
+    parts = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    return int(parts[0]) - int(parts[1]) if all(map(str.isdigit, parts)) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader, Stored
 from shardcast.checkpoint.directory import DamagedCheckpointError
-from shardcast.checkpoint.inventory import Inventory
 from shardcast.checkpoint.source import Source, from_reader
 
 Directory = str | os.PathLike[str]
@@ -70,34 +69,26 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
     folder = _choose(snapshot, Path(os.path.abspath(directory)))
     if folder is None:
         return None
+    manifest = folders.manifest_of(folder)
 
     def compared() -> tuple[Source, Resumed]:
         reader = Reader(folder)
         source = compare(snapshot, _ours(folder, reader))
         extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
-        return source, Resumed(folders.manifest_of(folder)["step"], extra, per_rank, folder)
+        return source, Resumed(manifest.step, extra, per_rank, folder)
 
     source, resumed = snapshot.together(compared, "load")
     take(snapshot, source, "load")
-    _check_digest(snapshot, folders.manifest_of(folder), folder)
-    return resumed
-
-
-def _check_digest(snapshot: Snapshot, manifest: Mapping[str, Any], folder: Path) -> None:
-    """Compare what is in memory with what was, if the same is kept in the same forms. Collective.
-
-    Raises:
-        DamagedCheckpointError: on all ranks.
-    """
-    if manifest.get("digest_of") == snapshot.forms():
+    if manifest.digest_of == snapshot.forms():
         loaded = snapshot.digest()["digest"]
-        if loaded != manifest["digest"]:
+        if loaded != manifest.digest:
             raise DamagedCheckpointError(
-                f"checkpoint {str(folder)!r}: masters and state had the digest "
-                f"{manifest['digest']} when it was saved and have {loaded} now that it is loaded, "
-                "though its files have their checksums: memory or a copy lost bits, then or now; "
-                "load it again, or the one before"
+                f"checkpoint {str(folder)!r}: masters and state had the digest {manifest.digest} "
+                f"when it was saved and have {loaded} now that it is loaded, though its files have "
+                "their checksums: memory or a copy lost bits, then or now; load it again, or the "
+                "one before"
             )
+    return resumed
 
 
 def _ours(folder: Path, reader: Reader) -> Source:
@@ -147,7 +138,7 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
         ("has, and this model does not have,", stored - expected.keys()),
     ):
         if names:
-            shown = ", ".join(repr(name) for name in sorted(names)[:5])
+            shown = ", ".join(map(repr, sorted(names)[:5]))
             raise ValueError(
                 f"{where}: it {what} {len(names)} parameters or buffers, among them {shown}; "
                 "build the model as it was when this was saved"
@@ -164,45 +155,37 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
             "the same optimizer, or export() the weights and start with fresh state"
         )
     if source.groups is not None:
-        _compare_groups(where, inventory.groups, source.groups)
-    if source.extra_state is not None:
-        missing = source.extra_state.keys() ^ inventory.extra.keys()
-        if missing:
-            raise ValueError(f"{where}: extra state {min(missing)!r} is on one side only")
-    _compare_state(inventory, source)
-    return source
-
-
-def _compare_groups(where: str, present: Sequence[Sequence[str]], stored: Any) -> None:
-    if len(present) != len(stored):
-        raise ValueError(
-            f"{where}: expected {len(present)} param_groups, got {len(stored)}; build the "
-            "optimizer with the same groups"
-        )
-    for number, (names, group) in enumerate(zip(present, stored, strict=True)):
-        if differing := {*names} ^ {*group["params"]}:
+        stored_groups = [group["params"] for group in source.groups]
+        if len(inventory.groups) != len(stored_groups):
             raise ValueError(
-                f"{where}: parameter {min(differing)!r} is in param_group {number} on one side "
-                "only; build the optimizer with the same groups"
+                f"{where}: expected {len(inventory.groups)} param_groups, got "
+                f"{len(stored_groups)}; build the optimizer with the same groups"
             )
-
-
-def _compare_state(mine: Inventory, source: Source) -> None:
-    buffers = {name for name, _ in mine.buffers}
+        for number, groups in enumerate(zip(inventory.groups, stored_groups, strict=True)):
+            if differing := {*groups[0]} ^ {*groups[1]}:
+                raise ValueError(
+                    f"{where}: parameter {min(differing)!r} is in param_group {number} on one side "
+                    "only; build the optimizer with the same groups"
+                )
+    extra_state = inventory.extra if source.extra_state is None else source.extra_state
+    if differing := extra_state.keys() ^ inventory.extra.keys():
+        raise ValueError(f"{where}: extra state {min(differing)!r} is on one side only")
+    buffers = {name for name, _ in inventory.buffers}
     for name, values in source.state.items():
         if name in buffers:  # averages of them, which go where they are asked for
             continue
-        if name not in mine.trained:
+        if name not in inventory.trained:
             raise ValueError(
-                f"{source.where}: it has optimizer state of {name!r}, which is not trained here"
+                f"{where}: it has optimizer state of {name!r}, which is not trained here"
             )
         for key, value in values.items():
             shape = value.shape if isinstance(value, Stored) else ()
-            if shape and shape != mine.shapes[name] and mine.trained[name]:
+            if shape and shape != expected[name] and inventory.trained[name]:
                 raise ValueError(
-                    f"{source.where}: {key!r} of parameter {name!r} has shape {shape}, expected "
-                    f"{mine.shapes[name]}; such a state cannot be cut, use partition 'whole'"
+                    f"{where}: {key!r} of parameter {name!r} has shape {shape}, expected "
+                    f"{expected[name]}; such a state cannot be cut, use partition 'whole'"
                 )
+    return source
 
 
 def import_from(snapshot: Snapshot, opened: Callable[[], Source], call: str) -> None:

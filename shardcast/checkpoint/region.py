@@ -19,8 +19,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import add
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -75,9 +74,9 @@ class Region:
         return tuple(sum(run.size for run in runs) for runs in self.runs)
 
     @cached_property
-    def _firsts(self) -> list[int] | None:
-        """Where the local tensor begins, if each dimension has one run, as nearly always."""
-        return [run.first for (run,) in self.runs] if all(len(r) == 1 for r in self.runs) else None
+    def size(self) -> torch.Size:
+        """:attr:`shape`, as DCP has it."""
+        return torch.Size(self.shape)
 
     @property
     def is_whole(self) -> bool:
@@ -88,27 +87,6 @@ class Region:
     def is_first(self) -> bool:
         """Whether the local tensor begins where the whole one does."""
         return all(runs and runs[0].first == 0 for runs in self.runs)
-
-    def pieces(self, flat: Tensor, start: int) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """Some elements of the local tensor as boxes of the whole one.
-
-        Args:
-            flat: 1-d; elements ``[start, start + n)`` of the local tensor.
-
-        Returns:
-            Each box with a view of its elements, of the box's shape. The views are contiguous,
-            and at most ``2 d - 1``, where each dimension has one run.
-        """
-        end, firsts = 0, self._firsts
-        for offsets, sizes in boxes(self.local, start, start + flat.numel()):
-            begin, end = end, end + math.prod(sizes)
-            view = flat[begin:end].view(sizes)
-            if firsts is not None:
-                yield _chunk(map(add, firsts, offsets), sizes), view
-                continue
-            for cuts in itertools.product(*map(_overlaps, self.runs, offsets, sizes)):
-                inside = tuple(within for _, within in cuts)
-                yield _chunk((first for first, _ in cuts), view[inside].shape), view[inside]
 
 
 @dataclass(frozen=True)
@@ -133,21 +111,34 @@ class ShardView:
         return cls(path, Region.whole(tensor.shape), 0, tensor.detach().reshape(-1))
 
     def chunks(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """The boxes of the interval, each with a view of its elements in the box's shape."""
-        shape = self.region.shape
-        if math.prod(shape) == 0:
-            yield _chunk((0,) * len(shape), shape), self.flat.view(shape)
-        yield from self.region.pieces(self.flat, self.start)
+        """The interval as boxes of the whole tensor, each with a view of its elements.
+
+        The views have the boxes' shapes. They are contiguous, and at most ``2 d - 1``, where each
+        dimension has one run. An empty tensor is one empty box.
+        """
+        region, end = self.region, 0
+        if math.prod(region.shape) == 0:
+            yield _chunk((0,) * len(region.shape), region.shape), self.flat.view(region.shape)
+        for offsets, sizes in boxes(region.local, self.start, self.start + self.flat.numel()):
+            begin, end = end, end + math.prod(sizes)
+            view = self.flat[begin:end].view(sizes)
+            for cuts in itertools.product(*map(_overlaps, region.runs, offsets, sizes)):
+                part = view[tuple(within for _, within in cuts)]
+                yield _chunk((first for first, _ in cuts), part.shape), part
 
     def write_items(self, key: str) -> Iterator[tuple[WriteItem, Tensor]]:
         """DCP's plan of writing each box, and the box's elements."""
-        properties, size = TensorProperties(self.flat.dtype), torch.Size(self.region.shape)
+        properties, size = _properties(self.flat.dtype), self.region.size
         for chunk, view in self.chunks():
-            index, data = (
-                MetadataIndex(key, chunk.offsets),
-                TensorWriteData(chunk, properties, size),
-            )
+            data = TensorWriteData(chunk, properties, size)
+            index = MetadataIndex(key, chunk.offsets)
             yield WriteItem(index, WriteItemType.SHARD, tensor_data=data), view
+
+
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    """One object for all tensors: plans and metadata are pickled, and this takes the longest."""
+    return TensorProperties(dtype)
 
 
 def slices_of(chunk: ChunkStorageMetadata) -> tuple[slice, ...]:
@@ -182,25 +173,16 @@ def _overlaps(runs: Sequence[Run], offset: int, size: int) -> Iterator[tuple[int
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     """Offsets and sizes of the boxes, in flat order, of elements ``[start, stop)`` of a tensor."""
-    if start >= stop:
-        return
-    if len(shape) == 0:
+    if not shape and start < stop:
         yield (), ()
-        return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside one row
-        yield from _in_row(shape, last, start, stop)
-        return
-    if start < first * row:
-        yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _in_row(shape, last, last * row, stop)
-
-
-def _in_row(shape: Shape, number: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    base = number * math.prod(shape[1:])
-    for offsets, sizes in boxes(shape[1:], start - base, stop - base):
-        yield (number, *offsets), (1, *sizes)
+    while shape and start < stop:
+        number, within = divmod(start, row)
+        count, end = (stop - start) // row, min(stop, (number + 1) * row)
+        if within == 0 and count:
+            yield (number, *(0,) * (len(shape) - 1)), (count, *shape[1:])
+            end = start + count * row
+        else:
+            for offsets, sizes in boxes(shape[1:], within, end - number * row):
+                yield (number, *offsets), (1, *sizes)
+        start = end

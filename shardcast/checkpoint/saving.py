@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import pickle
 import re
@@ -27,7 +28,10 @@ from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import ONCE, Writer, Written, unpickled
 from shardcast.checkpoint.directory import BACKGROUND, LEAVING, WRITING
+from shardcast.checkpoint.inventory import Inventory
 from shardcast.checkpoint.region import KeyPath, ShardView
+from shardcast.messages import by_rank
+from shardcast.plan.precision import MASTER_DTYPE
 
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
 LAG = 60.0  # seconds after which a network file system should show what another rank wrote
@@ -73,11 +77,12 @@ def save(
         RuntimeError, OSError: a rank could not write; nothing was committed.
     """
     snapshot = Snapshot(model, optimizer)
-    job = begin(snapshot, "save", (os.path.abspath(directory), step, keep, digest), extra, per_rank)
+    arguments = (os.path.abspath(directory), step, keep, digest)
+    job = begin(snapshot, "save", arguments, extra, per_rank)
     named = _naming(job.target)
     try:
-        snapshot.together(lambda: named(job.write)(snapshot.views()), "save")
-        snapshot.together(named(job.commit), "save")
+        written = snapshot.together(lambda: named(job.write)(snapshot.views()), "save")
+        snapshot.together(lambda: named(job.commit)(written), "save")
     except Exception:
         job.abandon()  # all ranks have stopped writing
         raise
@@ -103,8 +108,8 @@ class Job:
         writing: the fresh directory to write into.
         target: what it will be called once it is committed.
         own: this rank's ``per_rank``, and the state of the optimizer and of modules that is no
-            tensor.
-        once: what is stored once, by path; on rank 0.
+            tensor, as ``torch.save`` writes them.
+        once: what is stored once, by path.
         facts: the plain facts of the manifest.
         timeout: seconds in which rank 0 must see what the others have written.
     """
@@ -112,11 +117,11 @@ class Job:
     rank: int
     writing: Path
     target: Path
-    own: tuple[Any, dict[str, Any], dict[str, Any]]
+    own: bytes
     once: dict[KeyPath, Any]
     facts: dict[str, Any]
     keep: int | None
-    timeout: float = LAG
+    timeout: float
 
     def look(self) -> None:
         """Raise a RuntimeError if this rank does not see the directory that rank 0 made."""
@@ -126,12 +131,13 @@ class Job:
                 "it; the directory must be on a file system that all ranks share"
             )
 
-    def write(self, views: Iterable[ShardView]) -> None:
+    def write(self, views: Iterable[ShardView]) -> Written:
         """Write this rank's file, then leave a message for rank 0 with what is in it."""
         self.look()
-        written, own = Writer(self.writing, self.rank).write(views), io.BytesIO()
-        torch.save(self.own, own)
-        self.leave({"written": written, "own": own.getvalue()})
+        written = Writer(self.writing, self.rank).write(views)
+        if self.rank != 0:
+            self.leave({"written": written, "own": self.own})
+        return written
 
     def leave(self, message: dict[str, Any]) -> None:
         """Leave a message for rank 0, which sees all of it or none; an ``error`` ends the save."""
@@ -139,8 +145,8 @@ class Job:
         draft.write_bytes(pickle.dumps(message))
         os.replace(draft, self._message(self.rank))
 
-    def commit(self) -> None:
-        """On rank 0: commit what all ranks wrote. Elsewhere nothing.
+    def commit(self, written: Written) -> None:
+        """On rank 0: commit what all ranks wrote, itself and the others. Elsewhere nothing.
 
         Raises:
             RuntimeError: a rank failed, or wrote nothing in time.
@@ -148,10 +154,10 @@ class Job:
         if self.rank != 0:
             return
         deadline = time.monotonic() + self.timeout
-        per_rank, objects, extra_state, written = list[Any](), {}, {}, list[Written]()
-        for rank in range(self.facts["world_size"]):
-            message = self._receive(rank, deadline)
-            written.append(message["written"])
+        others = [self._receive(rank, deadline) for rank in range(1, self.facts["world_size"])]
+        messages = [{"written": written, "own": self.own}, *others]
+        per_rank, objects, extra_state = list[Any](), dict[str, Any](), dict[str, Any]()
+        for message in messages:
             own = torch.load(io.BytesIO(message["own"]), weights_only=True)
             per_rank.append(own[0])
             objects.update(own[1])
@@ -159,10 +165,10 @@ class Job:
         head = {**self.once["shardcast",], "objects": objects, "extra_state": extra_state}
         once = {**self.once, ("per_rank",): per_rank, ("shardcast",): head}
         writer = Writer(self.writing, ONCE)
-        written.append(writer.write(once.items()))
-        sums = writer.write_metadata(written)
-        for rank_written in written:
-            sums |= rank_written.sums
+        files = [*(message["written"] for message in messages), writer.write(once.items())]
+        sums = writer.write_metadata(files)
+        for file in files:
+            sums |= file.sums
         folders.commit(self.writing, self.target, sums, self.facts)
 
     def retain(self) -> None:
@@ -200,6 +206,7 @@ def begin(
     arguments: Arguments,
     extra: Any,
     per_rank: Any,
+    timeout: float = LAG,
 ) -> Job:
     """Check together what is to be saved, and make a fresh directory. Collective.
 
@@ -209,35 +216,38 @@ def begin(
     """
     directory, step, keep, digest = arguments
     base = Path(directory)
-
     snapshot.meet(call)
 
-    def check() -> tuple[dict[str, Any], tuple[Any, dict[str, Any], dict[str, Any]], int]:
-        _check_arguments(arguments)
-        head, own = snapshot.head(), (per_rank, snapshot.objects(), snapshot.extra_state())
-        for what, value in {
-            "extra": extra,
-            "per_rank": own[0],
-            "the optimizer's param_groups": head["groups"],
-            "the optimizer's state": own[1],
-            "what get_extra_state() of a module returned": own[2],
-        }.items():
-            _check_plain(what, value)
-        return head, own, sum(view.flat.nbytes for view in snapshot.views(decode=False))
+    def checked() -> tuple[dict[str, Any], Any, io.BytesIO]:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step: expected a whole number >= 0, got {step!r}")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep: expected None or a whole number >= 1, got {keep!r}")
+        head, _ = _copied("the optimizer's param_groups", snapshot.head())
+        own = {
+            "per_rank": per_rank,
+            "the optimizer's state": snapshot.objects(),
+            "what get_extra_state() of a module returned": snapshot.extra_state(),
+        }
+        for what, value in own.items():
+            _copied(what, value)
+        return head, _copied("extra", extra)[0], _copied("per_rank", tuple(own.values()))[1]
 
-    head, own, nbytes = snapshot.together(check, call)
-    everyone = snapshot.collect(lambda: (arguments, nbytes), call)
-    if any(passed != arguments for passed, _ in everyone):
+    head, extra, own = snapshot.together(checked, call)
+    arguments_by_rank = snapshot.collect(lambda: arguments, call)
+    if any(passed != arguments for passed in arguments_by_rank):
         raise ValueError(
             "save: the ranks gave different arguments (directory, step, keep, digest): "
-            + "; ".join(f"rank {rank}: {passed}" for rank, (passed, _) in enumerate(everyone))
+            + by_rank(enumerate(arguments_by_rank))
         )
+
     target = folders.folder_of(base, step)
 
     def prepare() -> str:
         if snapshot.comm.rank != 0:
             return ""
-        return _prepare(base, target, sum(n for _, n in everyone), call == "save_async")
+        with _naming(target):
+            return _prepare(base, target, snapshot.inventory, call == "save_async")
 
     writing = base / snapshot.collect(prepare, call)[0]
     once = {
@@ -254,26 +264,17 @@ def begin(
     }
     if digest:
         facts |= snapshot.digest()
-    once = once if snapshot.comm.rank == 0 else {}
-    return Job(snapshot.comm.rank, writing, target, own, once, facts, keep)
+    rank = snapshot.comm.rank
+    return Job(rank, writing, target, own.getvalue(), once, facts, keep, timeout)
 
 
-def _check_arguments(arguments: Arguments) -> None:
-    directory, step, keep, _ = arguments
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step: expected a whole number >= 0, got {step!r}")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep: expected None or a whole number >= 1, got {keep!r}")
-    storage.check_writable(Path(directory), "directory")
-
-
-def _check_plain(what: str, value: Any) -> None:
-    """Refuse now what could not be read back."""
+def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:
+    """A copy of plain values on the host, and its file; refuse what could not be read back."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
         stream.seek(0)
-        torch.load(stream, weights_only=True)
+        return torch.load(stream, map_location="cpu", weights_only=True), stream
     except Exception as error:
         named = re.search(r"GLOBAL (\S+)", str(error))  # torch says much about one class
         raise ValueError(
@@ -283,17 +284,18 @@ def _check_plain(what: str, value: Any) -> None:
         ) from error
 
 
-def _prepare(base: Path, target: Path, total: int, background: bool) -> str:
-    """Room, permission and a fresh directory, on rank 0; what killed runs left is removed."""
+def _prepare(base: Path, target: Path, inventory: Inventory, background: bool) -> str:
+    """Room and a fresh directory, on rank 0; what killed runs left is removed."""
     if not base.exists():
         storage.make_directory(base)
     # A save leaves alone what one in the background is writing meanwhile.
     folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
     folders.clear_the_way(target)
-    free = shutil.disk_usage(base).free
-    if free < total + RESERVE:
+    masters = sum(math.prod(inventory.shapes[name]) for name in inventory.trained)
+    free, needed = shutil.disk_usage(base).free, masters * MASTER_DTYPE.itemsize + RESERVE
+    if free < needed:
         raise RuntimeError(
-            f"directory: expected {total + RESERVE} bytes free in {str(base)!r}, got {free}; "
+            f"directory: expected at least {needed} bytes free in {str(base)!r}, got {free}; "
             "free space or lower keep="
         )
     name = folders.new_name(BACKGROUND if background else WRITING, target)

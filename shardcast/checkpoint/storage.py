@@ -7,7 +7,6 @@ single write, flush and rename.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import os
@@ -23,12 +22,12 @@ BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
 class Files(FileSystem):
     """DCP's file system with files that are new, hashed as they are written, and flushed.
 
-    A file that DCP begins stays open until :meth:`flush`, for a rank's file is written in as many
-    plans as the rank has tensors.
+    A file that DCP begins is appended to until :meth:`flush`, for a rank's file is written in as
+    many plans as the rank has tensors.
     """
 
     def __init__(self) -> None:
-        self._written: dict[Path, Stream] = {}
+        self._hashes: dict[Path, Any] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -37,15 +36,15 @@ class Files(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        if Path(path) not in self._written:
-            self._written[Path(path)] = Stream(HashingFile(Path(path)), BUFFER)
-        file = self._written[Path(path)]
+        path = Path(path)
+        file = HashingFile(path, self._hashes.get(path))
+        self._hashes[path] = file.sha256
         try:
-            yield file
+            with io.BufferedWriter(file, BUFFER) as stream:
+                yield stream
         except Exception:
-            self.close()
-            if file.raw.error is not None:  # torch's writer says something else
-                raise file.raw.error from None
+            if file.error is not None:  # torch's writer says something else
+                raise file.error from None
             raise
 
     def write(self, path: Path, data: bytes) -> tuple[int, str]:
@@ -55,23 +54,11 @@ class Files(FileSystem):
         return self.flush()[path.name]
 
     def flush(self) -> dict[str, tuple[int, str]]:
-        """Close what was written, safe on the disk; sizes and SHA-256 by name of file."""
-        sums = {}
-        try:
-            for path, file in self._written.items():
-                with naming(path):
-                    file.flush()
-                    os.fsync(file.fileno())
-                sums[path.name] = file.tell(), file.raw.sha256.hexdigest()
-        finally:
-            self.close()
-        return sums
-
-    def close(self) -> None:
-        """Close all files, without a flush."""
-        for file in self._written.values():
-            file.raw.close()
-        self._written = {}
+        """Make what was written safe on the disk; sizes and SHA-256 by name of file."""
+        hashes, self._hashes = self._hashes, {}
+        for path in hashes:
+            flush(path)
+        return {p.name: (p.stat().st_size, hashed.hexdigest()) for p, hashed in hashes.items()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file or directory to a name that is free, and make that durable.
@@ -79,22 +66,25 @@ class Files(FileSystem):
         A race for the name is lost with an error: a directory with files is never replaced.
         """
         os.replace(path, new_path)
-        if Path(path) in self._written:
-            self._written[Path(new_path)] = self._written.pop(Path(path))
+        if Path(path) in self._hashes:
+            self._hashes[Path(new_path)] = self._hashes.pop(Path(path))
         flush(Path(new_path).parent)
 
 
 class HashingFile(io.FileIO):
     """A new binary file that hashes what is written to it; it must not exist yet.
 
+    Args:
+        sha256: of what it has, if it is one that this process made.
+
     Attributes:
         sha256: of all that was written.
         error: of the file system, while it was written.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "x")
-        self.sha256 = hashlib.sha256()
+    def __init__(self, path: Path, sha256: Any = None) -> None:
+        super().__init__(path, "x" if sha256 is None else "a")
+        self.sha256 = hashlib.sha256() if sha256 is None else sha256
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -107,15 +97,6 @@ class HashingFile(io.FileIO):
             raise
         self.sha256.update(memoryview(data)[:size])
         return size
-
-
-class Stream(io.BufferedWriter):
-    """What DCP writes to: many small writes become few. It closes it after each plan, in vain."""
-
-    raw: HashingFile
-
-    def close(self) -> None:
-        """Nothing; see :meth:`Files.flush`."""
 
 
 def make_directory(path: Path) -> None:
@@ -154,32 +135,6 @@ def is_plain_name(name: Any) -> bool:
         and name not in ("", ".", "..")
         and not any(character in name for character in "/\\\0")
     )
-
-
-def check_writable(path: Path, parameter: str) -> None:
-    """Raise if nothing can be written to the directory ``path``, or be made above it.
-
-    Raises:
-        ValueError: it is a file, or a link to nowhere.
-        OSError: writing is not permitted.
-    """
-    while not path.exists():
-        if path.is_symlink():
-            raise ValueError(
-                f"{parameter}: {str(path)!r} is a link to {os.readlink(path)!r}, which does not "
-                "exist; make that directory or remove the link"
-            )
-        path = path.parent
-    if not path.is_dir():
-        raise ValueError(f"{parameter}: {str(path)!r} is a file; give a directory")
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
-        raise OSError(
-            errno.EROFS,
-            f"{parameter}: the file system is mounted read-only; give a directory on another one",
-            str(path),
-        )
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{parameter}: {str(path)!r} cannot be written to; change its mode")
 
 
 def digest_of(path: Path) -> str:

@@ -190,7 +190,7 @@ def inspect(arguments: list[str]) -> int:
     return 0
 
 
-def _table(info: checkpoint.Info) -> list[str]:
+def _table(info: checkpoint.Manifest) -> list[str]:
     """The optimizer's state of a parameter stands beside the parameter."""
     prefix, state = "model.", "optimizer.state."
     states: dict[str, list[str]] = {}  # names of state tensors, by parameter

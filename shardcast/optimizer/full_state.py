@@ -10,6 +10,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -203,26 +204,25 @@ class FullState:
         everyone, device = self._optimizer.process_groups.everyone, self._optimizer.device
         for shard in shards:
             pickled = everyone.together(partial(_pickled, shard, values), device, call)
-            comm = shard.pack.comm
-            by_rank = (comm.exchange if on_all else comm.gather)(pickled, device)
-            elementwise = self._optimizer.update_of(shard).elementwise
+            pack = shard.pack
+            gather = pack.comm.exchange if on_all else pack.comm.gather
+            by_rank = gather(pickled, device)
             if everyone.rank != 0 and not on_all:  # of a group of replicas the first one has it too
-                by_rank = []
-            joined = partial(_joined, shard.pack.layout.slots, by_rank, elementwise)
-            full = everyone.together(joined, device, call)
-            if full:
-                for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
-                    yield slot, param, full[slot.name]
+                continue
+            fragments: dict[str, list[tuple[tuple[int, int], dict[str, Any]]]] = defaultdict(list)
+            for name, element_range, state in chain.from_iterable(map(pickle.loads, by_rank)):
+                if state:
+                    fragments[name].append((element_range, state))
+            elementwise = self._optimizer.update_of(shard).elementwise
+            for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
+                yield slot, param, _joined(fragments[slot.name], slot, elementwise)
 
     def _check_gathers(self, call: str) -> None:
         """Raise RuntimeError beside model parallelism, or with experts: no rank has them all."""
         process_groups = self._optimizer.process_groups
-        if process_groups.model.size > 1 or process_groups.parallel_dims.experts:
-            dims = ", ".join(
-                map(
-                    repr, process_groups.parallel_dims.model or process_groups.parallel_dims.experts
-                )
-            )
+        parallel_dims = process_groups.parallel_dims
+        if process_groups.model.size > 1 or parallel_dims.experts:
+            dims = ", ".join(map(repr, parallel_dims.model or parallel_dims.experts))
             raise RuntimeError(
                 f"{call}: expected a data-parallel job, got parameters that are spread over mesh "
                 f"dimension {dims} too, of which no rank gathers the full state; use "
@@ -241,31 +241,17 @@ def _pickled(shard: Shard, values: ValuesOf) -> bytes:
 
 
 def _joined(
-    slots: Sequence[Slot], by_rank: Sequence[bytes], elementwise: bool
-) -> dict[str, dict[str, Any]]:
-    """The full state of each parameter, from those of its fragments on all ranks."""
-    if not by_rank:
-        return {}
-    pieces: dict[str, list[tuple[tuple[int, int], dict[str, Any]]]] = defaultdict(list)
-    for pickled in by_rank:
-        for name, element_range, values in pickle.loads(pickled):
-            if values:
-                pieces[name].append((element_range, values))
-    return {slot.name: _join(pieces[slot.name], slot, elementwise) for slot in slots}
-
-
-def _join(
-    pieces: list[tuple[tuple[int, int], dict[str, Any]]], slot: Slot, elementwise: bool
+    fragments: list[tuple[tuple[int, int], dict[str, Any]]], slot: Slot, elementwise: bool
 ) -> dict[str, Any]:
     """One parameter's full state from its fragments' states."""
-    pieces.sort(key=lambda piece: piece[0])
+    fragments.sort(key=lambda fragment: fragment[0])
     joined: dict[str, Any] = {}
-    for name, first in pieces[0][1].items() if pieces else ():
-        (start, stop), _ = pieces[0]
+    for name, first in fragments[0][1].items() if fragments else ():
+        start, stop = fragments[0][0]
         per_element = isinstance(first, Tensor) and first.dim() and first.numel() == stop - start
         own_shape = not elementwise and stop - start == slot.numel and name != MASTER
         if per_element and not own_shape:
-            flat = torch.cat([values[name].reshape(-1) for _, values in pieces])
+            flat = torch.cat([values[name].reshape(-1) for _, values in fragments])
             joined[name] = flat.view(slot.shape)
         else:
             joined[name] = first

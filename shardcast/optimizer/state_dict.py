@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
@@ -25,22 +25,21 @@ MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
 Groups = Sequence[Mapping[str, Any]]
 
 
-class Piece(NamedTuple):
+class FragmentState(NamedTuple):
     """What a fragment is to have: torch's state of it and, if not ``None``, its master."""
 
     shard: Shard
     number: int
     values: dict[str, Any]
-    exact: Tensor | None = None
+    master: Tensor | None
 
 
-@dataclass(frozen=True)
-class Loading:
+class LoadPlan(NamedTuple):
     """What is going to be loaded: checked, nothing changed yet.
 
     Attributes:
         active: indices of the packs that are trained, or were at some time.
-        pieces: of this rank's fragments.
+        fragments: this rank's.
         decider: the loss scale and the count of skipped steps, of a local state.
         buffers: averages by name of buffer, of a local state.
         groups: options of the parameter groups.
@@ -48,7 +47,7 @@ class Loading:
     """
 
     active: frozenset[int]
-    pieces: list[Piece]
+    fragments: list[FragmentState]
     decider: Mapping[str, Any] | None = None
     groups: Groups = ()
     masters: bool = False
@@ -92,7 +91,7 @@ class StateDict:
             },
         }
 
-    def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> Loading:
+    def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
         """What is to be written. Every rank must call it; if one cannot load, all raise.
 
         A rank that raised alone would leave the others waiting for it where they publish.
@@ -104,16 +103,16 @@ class StateDict:
             ValueError: on every rank; says why.
         """
         comm, device = self._optimizer.process_groups.everyone, self._optimizer.device
-        loading = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
-        if len(set(comm.exchange(("shardcast" in loaded, loading.masters), device))) > 1:
+        plan = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
+        if len(set(comm.exchange(("shardcast" in loaded, plan.masters), device))) > 1:
             raise ValueError(
                 "state_dict: some ranks were given a local state, or one with masters, others a "
                 "plain one; every rank loads what it saved itself, or all of them one and the same "
                 "plain state"
             )
-        return loading
+        return plan
 
-    def _plan_alone(self, state_or_list: Mapping[str, Any] | list[Mapping[str, Any]]) -> Loading:
+    def _plan_alone(self, state_or_list: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
         states = state_or_list if isinstance(state_or_list, list) else [state_or_list]
         for key in ("state", "param_groups"):
             if not states or any(key not in state for state in states):
@@ -129,19 +128,18 @@ class StateDict:
                     "a local one in it; pass what state_dict() returned without a list"
                 )
             loaded = join_states(states, self._optimizer.originals.places)
-        groups = loaded["param_groups"]
+        groups, head = loaded["param_groups"], loaded.get("shardcast")
         check_groups(self._groups, groups)
-        head = loaded.get("shardcast")
+        # By their order in the groups, as torch does: DCP has names in place of numbers.
+        keys = chain.from_iterable(group["params"] for group in groups)
+        params = dict(zip(keys, numbered(self._groups), strict=True))
+        state = {params[key]: values for key, values in loaded["state"].items()}
         if head is None:
-            # By their order in the groups, as torch does: DCP has names in place of numbers.
-            keys = chain.from_iterable(group["params"] for group in groups)
-            params = dict(zip(keys, numbered(self._groups), strict=True))
-            plain = self.plan_plain({params[n]: value for n, value in loaded["state"].items()})
-            return replace(plain, groups=groups)
+            return self.plan_plain(state)._replace(groups=groups)
         self._check_head(head)
-        pieces = self._plan_local(loaded["state"])
-        active = frozenset(head["active"])
-        return Loading(active, pieces, head["scaler"], groups, True, head.get("buffers", {}))
+        fragments = self._fragments(state, is_local=True)
+        buffers = head.get("buffers", {})
+        return LoadPlan(frozenset(head["active"]), fragments, head["scaler"], groups, True, buffers)
 
     def _head(self) -> dict[str, Any]:
         optimizer, parallel_dims = self._optimizer, self._optimizer.process_groups.parallel_dims
@@ -164,60 +162,52 @@ class StateDict:
                 + "; load states of other layouts with shardcast.checkpoint.load"
             )
 
-    def _plan_local(self, state: Mapping[int, Any]) -> list[Piece]:
-        """The inverse of :meth:`dump`; ValueError for a missing or another fragment."""
-        index = numbered(self._groups)
-        pieces = []
-        for shard in self._optimizer.shards:
-            for number, fragment, param in shard.owned():
-                values = dict(state.get(index[param], {}))
-                exact = values.pop("master", None)
-                shape = None if exact is None else tuple(exact.shape)
-                if shape != (fragment.numel,):
-                    raise ValueError(
-                        f"state_dict: 'master' of parameter {fragment.slot.name!r} has shape "
-                        f"{shape}, expected ({fragment.numel},); load the state as state_dict() "
-                        "returned it"
-                    )
-                values = check_sizes(self._optimizer.update_of(shard).elementwise, fragment, values)
-                pieces.append(Piece(shard, number, values, exact))
-        return pieces
-
-    def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> Loading:
+    def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> LoadPlan:
         """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
-        pieces = []
-        for shard in self._optimizer.shards:
-            elementwise = self._optimizer.update_of(shard).elementwise
-            for number, fragment, param in shard.owned():
-                values = {
-                    name: _cut(value, fragment, name, elementwise)
-                    for name, value in state.get(param, {}).items()
-                    if not isinstance(value, dict) or value  # DCP: its file has no such state
-                }
-                exact = values.pop(MASTER, None)
-                pieces.append(Piece(shard, number, values, exact))
         active = frozenset(
             shard.pack.layout.index
             for shard in self._optimizer.shards
             if any(state.get(param) for param in shard.pack.params)
         )
-        return Loading(active, pieces, masters=any(MASTER in values for values in state.values()))
+        masters = any(MASTER in values for values in state.values())
+        return LoadPlan(active, self._fragments(state, is_local=False), masters=masters)
 
-    def apply(self, loading: Loading) -> None:
+    def _fragments(
+        self, state: Mapping[Any, Mapping[str, Any]], is_local: bool
+    ) -> list[FragmentState]:
+        """A state by fragments: the parts that :meth:`dump` gave, or to be cut of full tensors."""
+        fragments = []
+        for shard in self._optimizer.shards:
+            elementwise = self._optimizer.update_of(shard).elementwise
+            for number, fragment, param in shard.owned():
+                values: dict[str, Any] = {
+                    name: value if is_local else _cut(value, fragment, name, elementwise)
+                    for name, value in state.get(param, {}).items()
+                    if not isinstance(value, dict) or value  # DCP: its file has no such state
+                }
+                master = values.pop("master" if is_local else MASTER, None)
+                if is_local:
+                    master = torch.empty(0) if master is None else master  # refused
+                    check_numel(master, fragment.numel, (fragment.numel,), fragment, "master")
+                    check_sizes(elementwise, fragment, values)
+                fragments.append(FragmentState(shard, number, values, master))
+        return fragments
+
+    def apply(self, plan: LoadPlan) -> None:
         """Write what was planned. Every rank must call it, for a plan of the same kind."""
         optimizer = self._optimizer
-        optimizer.activate_packs(loading.active)
-        for shard, number, values, exact in loading.pieces:
-            if exact is not None:
-                shard.set_exact(shard.fragments[number], exact)
+        optimizer.activate_packs(plan.active)
+        for shard, number, values, master in plan.fragments:
+            if master is not None:
+                shard.set_exact(shard.fragments[number], master)
             optimizer.update_of(shard).load_fragment(shard, number, values)
-        if loading.decider is not None:
-            optimizer.decider.load_state_dict(dict(loading.decider))
-        if loading.buffers is not None:
-            optimizer.buffer_averages.load(loading.buffers)
-        if loading.masters:
+        if plan.decider is not None:
+            optimizer.decider.load_state_dict(dict(plan.decider))
+        if plan.buffers is not None:
+            optimizer.buffer_averages.load(plan.buffers)
+        if plan.masters:
             optimizer.publish()
-        load_groups(self._groups, loading.groups)
+        load_groups(self._groups, plan.groups)
 
 
 def numbered(groups: Groups) -> dict[nn.Parameter, int]:

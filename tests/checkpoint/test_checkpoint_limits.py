@@ -90,10 +90,10 @@ def test_a_full_disk_is_told_on_all_ranks_and_the_old_checkpoint_stays(
 def test_a_directory_that_is_read_only_is_told_on_all_ranks(tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    told = "the file system is mounted read-only"
+    told = "is not saved: Read-only file system"
     if not mounted(disk, "size=1m,ro"):
         disk.chmod(0o500)  # enough for users that are not root
-        told = "cannot be written to; change its mode"
+        told = "is not saved: Permission denied"
 
     def attempt(group: Any) -> None:
         model, optimizer = job(group)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardcast.checkpoint.inventory import Copy, Held, merge
+from shardcast.checkpoint.inventory import LocalInventory, Replica, merge
 from shardcast.checkpoint.region import Region, Run
 
 pytestmark = pytest.mark.timeout(60)
@@ -14,13 +14,13 @@ WHOLE = Region.whole((4, 3))
 UPPER, LOWER = (Region((4, 3), ((Run(n, 2),), (Run(0, 3),))) for n in (0, 2))
 
 
-def copy(region: Region = WHOLE, counts: bool = True, stage: int = 0) -> Copy:
-    return Copy(region, counts, True, False, (stage, 0))
+def copy(region: Region = WHOLE, primary: bool = True, stage: int = 0) -> Replica:
+    return Replica(region, primary, True, False, (stage, 0))
 
 
-def held(names: str, stage: int = 0, **more: Any) -> Held:
+def held(names: str, stage: int = 0, **more: Any) -> LocalInventory:
     some = names.split()
-    return Held({name: copy(stage=stage) for name in some}, {}, [some], {}, **more)
+    return LocalInventory({name: copy(stage=stage) for name in some}, {}, [some], {}, **more)
 
 
 ORDERS = {
@@ -39,14 +39,16 @@ def test_parameters_of_all_stages_are_in_the_order_of_the_whole_model(order: str
 
 
 def test_parts_and_copies_make_one_parameter_that_may_be_cut():
-    ranks = [copy(UPPER), copy(LOWER), copy(UPPER, counts=False)]
-    found = merge({n: Held({"w": part}, {}, [["w"]], {}) for n, part in enumerate(ranks)})
+    ranks = [copy(UPPER), copy(LOWER), copy(UPPER, primary=False)]
+    found = merge({n: LocalInventory({"w": part}, {}, [["w"]], {}) for n, part in enumerate(ranks)})
     assert found.shapes == {"w": (4, 3)} and found.groups == [["w"]]
 
 
 def test_tied_names_are_stored_under_that_of_the_copy_that_counts():
     tied = [("tokens", "head")]
-    last = Held({"head": copy(counts=False, stage=1)}, {}, [["head"]], {"out": "head"}, tied)
+    last = LocalInventory(
+        {"head": copy(primary=False, stage=1)}, {}, [["head"]], {"out": "head"}, tied
+    )
     found = merge({0: held("tokens", tied=tied), 1: last})
     assert found.ties == {"head": "tokens", "out": "tokens"}
     assert found.groups == [["tokens"]] and found.stored("head") == "tokens"
@@ -68,7 +70,7 @@ def test_buffers_are_stored_by_the_first_rank_that_has_them():
 REFUSED = {
     "two stages": ([copy(), copy(stage=1)], "'w' is another one on ranks 0 and 1"),
     "a part is missing": ([copy(UPPER)], "hold 6 elements between them, it has 12"),
-    "no copy counts": ([copy(counts=False)], "hold 0 elements between them"),
+    "no copy counts": ([copy(primary=False)], "hold 0 elements between them"),
     "other shapes": ([copy(), copy(Region.whole((12,)), False)], "'w' is another one"),
 }
 
@@ -77,4 +79,4 @@ REFUSED = {
 def test_what_is_no_whole_model_is_refused_by_name(case: str):
     copies, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        merge({n: Held({"w": part}, {}, [["w"]], {}) for n, part in enumerate(copies)})
+        merge({n: LocalInventory({"w": part}, {}, [["w"]], {}) for n, part in enumerate(copies)})

@@ -67,7 +67,7 @@ def test_an_interval_is_at_most_2d_minus_1_contiguous_boxes(shape: tuple[int, ..
     numel = math.prod(shape)
     tensor = torch.arange(numel).view(shape)
     for begin, end in cut(data.draw, numel):
-        found = list(Region.whole(shape).pieces(tensor.view(-1)[begin:end], begin))
+        found = list(ShardView((), Region.whole(shape), begin, tensor.view(-1)[begin:end]).chunks())
         assert len(found) <= max(1, 2 * len(shape) - 1)
         elements: list[int] = []
         for box, view in found:
@@ -87,7 +87,7 @@ def test_the_boxes_of_all_ranks_tile_the_whole_tensor(shape: tuple[int, ...], da
         assert region.is_whole == (local.shape == whole.shape)
         assert region.is_first == (local.numel() > 0 and int(local.view(-1)[0]) == 0)
         for begin, end in cut(data.draw, local.numel()):
-            for box, view in region.pieces(local.view(-1)[begin:end], begin):
+            for box, view in ShardView((), region, begin, local.view(-1)[begin:end]).chunks():
                 assert torch.equal(whole[slices_of(box)], view)
                 seen[slices_of(box)] += 1
     assert torch.equal(seen, torch.ones_like(seen))
