@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "split16 bf16 offload": {"master": "split16", "moments": "bf16", "offload": True},
     "split16 int8 offload": {"master": "split16", "moments": "int8", "offload": True},
 }
-EXACT = ("split16", "offload")
 
 
 def encoded(codec: Codec, numel: int, row: int = 64, first: Tensor | None = None) -> Encoded:
@@ -77,17 +75,6 @@ def test_split_masters_are_exact_for_every_pattern_that_matters(row: int):
     cast = exact.to(BF16)  # nearest, ties to even
     assert torch.equal(published.view(torch.int16)[number], cast.view(torch.int16)[number])
     assert store.read(ALL)[~number].isnan().all() and published[~number].isnan().all()
-
-
-def test_without_the_bits_of_ties_some_patterns_would_be_lost():
-    exact = awkward()
-    exact = exact[~exact.isnan()]
-    store, _ = split(exact.numel())
-    store.write(ALL, exact)
-    store.fetch(ALL)[2].zero_()
-    wrong = store.read(ALL).view(torch.int32) != exact.view(torch.int32)
-    assert 0 < wrong.sum() < exact.numel() / 8
-    assert (exact[wrong].view(torch.int32) & 0xFFFF == 0x8000).all()
 
 
 def test_ties_come_and_go_with_the_windows_that_are_written():
@@ -141,33 +128,27 @@ def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any
     return values(model), parts(optimizer)
 
 
-@functools.cache
-def on_two_ranks(partition: str, kind: str = "") -> list[Any]:
-    fields = {"partition": partition, "max_grad_norm": 0.5, **KINDS.get(kind, {})}
-    return run_world(2, lambda group: train(group, 100, **fields))[0]
+@pytest.mark.parametrize(
+    ("kind", "other", "world", "steps", "fields"),
+    [
+        ("split16", "", 2, 100, {"partition": "even"}),
+        ("offload", "", 2, 100, {"partition": "whole"}),
+        ("split16", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
+        ("offload", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
+        ("split16 bf16 offload", "bf16", 1, 20, {"partition": "whole"}),
+        ("split16 int8 offload", "int8", 1, 20, {}),
+    ],
+)
+def test_masters_kept_otherwise_have_the_bits_of_fp32_masters_on_the_device(
+    kind: str, other: str, world: int, steps: int, fields: dict[str, Any]
+):
+    def run(kind: str) -> list[Any]:
+        fields_of = {"max_grad_norm": 0.5, **fields, **KINDS.get(kind, {})}
+        return run_world(world, lambda group: train(group, steps, **fields_of))[0]
 
-
-@pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_a_hundred_steps_have_the_bits_of_fp32_masters_on_the_device(kind: str, partition: str):
-    for mine, theirs in zip(on_two_ranks(partition, kind), on_two_ranks(partition), strict=True):
-        assert_same_bits(mine[0], theirs[0])
-        assert_same_bits(mine[1], theirs[1])
-
-
-def test_a_gpt_in_a_world_of_three_too():
-    run = {"case": "gpt", "grads": "sharded"}
-    plain, _ = run_world(3, lambda group: train(group, 10, **run))
-    for kind in EXACT:
-        kept, _ = run_world(3, lambda group, kind=kind: train(group, 10, **run, **KINDS[kind]))
-        assert_same_bits(kept[2][1], plain[2][1])
-
-
-@pytest.mark.parametrize("bits", ["bf16", "int8"])
-def test_masters_kept_otherwise_change_nothing_beside_moments_in_fewer_bits(bits: str):
-    mine, theirs = (train(None, 20, **KINDS[kind]) for kind in (f"split16 {bits} offload", bits))
-    assert_same_bits(mine[0], theirs[0])
-    assert_same_bits(mine[1], theirs[1])
+    for found, expected in zip(run(kind), run(other), strict=True):
+        assert_same_bits(found[0], expected[0])
+        assert_same_bits(found[1], expected[1])
 
 
 # -- fewer bits -----------------------------------------------------------------------------
@@ -290,25 +271,6 @@ def test_parts_of_blocks_that_end_in_padding_are_read_and_written():
 # -- in a training run ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["gpt", "scalars", "tiny"])
-def test_worlds_of_one_two_and_three_have_the_same_bits(kind: str, case: str):
-    def run(group: Any) -> tuple[Any, Any]:
-        model = CASES[case].build()
-        optimizer = sharded(model, group, param_dtype=BF16, pack_params=3, **KINDS[kind])
-        for step in range(5):
-            install(model, step)
-            optimizer.step()
-        return values(model), parts(optimizer)
-
-    alone, _ = run_world(1, run)
-    for size in (2, 3):
-        ranks, _ = run_world(size, run)
-        for mine, _ in ranks:
-            assert_same_bits(mine, alone[0][0])
-        assert_same_bits(whole(found for _, found in ranks), whole([alone[0][1]]))
-
-
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of the step and the decision are tensors there, and nothing may ask for them."""
     monkeypatch.setattr(update, "choose_executor", lambda *_: Executor(False, on_host=False))
@@ -326,8 +288,7 @@ def test_the_update_of_accelerators_gives_nearly_the_same(
         torch.testing.assert_close(found[key], tensor, rtol=0, atol=steps * tensor.abs().max())
 
 
-@pytest.mark.parametrize("device", ["cpu", "accelerator"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "device"), zip(KINDS, ["cpu", "accelerator"] * 3, strict=True))
 def test_a_skipped_step_and_absent_gradients_change_nothing(
     kind: str, device: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -361,15 +322,19 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer"), [*((kind, adamw) for kind in KINDS), ("bf16", sgd), ("int8", sgd)]
-)
-def test_a_checkpoint_loads_to_the_bit_on_another_number_of_ranks(
-    kind: str, optimizer: Any, tmp_path: Path
+    ("kind", "case", "make"),
+    [
+        ("split16", "gpt", adamw), ("split16", "tiny", adamw), ("bf16", "scalars", adamw),
+        ("bf16", "gpt", sgd), ("int8", "tiny", adamw), ("int8", "gpt", sgd),
+        ("offload", "scalars", adamw), ("split16 bf16 offload", "gpt", adamw),
+        ("split16 int8 offload", "scalars", adamw), ("split16 int8 offload", "gpt", adamw),
+    ],
+)  # fmt: skip
+def test_worlds_of_one_two_and_three_have_the_same_bits_also_from_a_checkpoint(
+    kind: str, case: str, make: Any, tmp_path: Path
 ):
-    make = optimizer
-
     def run(group: Any, resume: bool) -> tuple[Any, Any]:
-        model = CASES["gpt"].build(seed=int(resume))
+        model = CASES[case].build(seed=int(resume))
         optimizer = sharded(model, group, make, param_dtype=BF16, pack_params=3, **KINDS[kind])
         if resume:
             checkpoint.load(tmp_path, model, optimizer)
