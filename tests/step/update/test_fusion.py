@@ -29,14 +29,10 @@ compiled = pytest.param(
 )
 ON_HOST, ON_DEVICE = Executor(False, True), Executor(False, False)
 
-ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 BF16, FP32 = torch.bfloat16, torch.float32
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (ADAMW, {"weight_decay": 0.1}),
-    "adam_all": (
-        ADAM,
-        {"weight_decay": 0.1, "amsgrad": True, "maximize": True, "betas": (0.4, 0.9)},
-    ),
     "sgd_nesterov": (SGD, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
 }
 MASTERS = {"fp32": Codec(), "split16": Split16()}
@@ -47,12 +43,10 @@ NUMEL = 64 * 21 + 13
 class Range:
     """Masters and state of one range by given codecs, and an update of it."""
 
-    def __init__(
-        self, optimizer: str, master: str, moments: str, row: int = 64, fused: bool = False
-    ) -> None:
+    def __init__(self, optimizer: str, master: str, moments: str, row: int = 64) -> None:
         kind, options = OPTIMIZERS[optimizer]
         self.group = kind([nn.Parameter(torch.zeros(1))], lr=1e-2, **options).param_groups[0]
-        rule = rules.rule_of(kind, self.group, fused)
+        rule = rules.rule_of(kind, self.group)
         config = shardcast.ShardcastConfig(moments=moments)
         state = tuple(moment_codec(config, name) for name in rule.state)
         casts = not MASTERS[master].has_published
@@ -116,20 +110,6 @@ def test_where_an_update_is_cut_does_not_show(
         assert_same_bits(uncut.bits(), cut.bits())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_split_masters_are_updated_to_the_bits_of_fp32_ones(optimizer: str, fused: bool):
-    exact, split = (Range(optimizer, master, "fp32", 64, fused) for master in MASTERS)
-    for step, grad in enumerate(gradients(4), 1):
-        for one in (exact, split):
-            one.run(ON_HOST, grad, step)
-        published, master, *_ = exact.operands
-        assert torch.equal(split.operands[0], published)
-        pieces = [nn.functional.pad(p, (0, 51)).view(-1, 64) for p in split.operands[:2]]
-        decoded = split.fusion.master.decode((*pieces, split.operands[2])).flatten()[:NUMEL]
-        assert torch.equal(decoded, master)
-
-
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(240)
@@ -146,17 +126,6 @@ def test_compiled_codecs_give_the_eager_values_within_a_step(master: str, moment
             assert (off > 1e-6 * left.double().abs()).double().mean() < 0.01
         for left, right in zip(eager.operands, compiled.operands, strict=True):
             right.copy_(left)
-
-
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_a_skipped_pass_changes_no_bit_of_any_codec(moments: str):
-    found = Range("adamw", "split16", moments)
-    found.run(ON_DEVICE, gradients(1)[0], 1)
-    before = found.bits()
-    found.run(ON_DEVICE, torch.full((NUMEL,), torch.nan), 2, skip=True)
-    assert_same_bits(found.bits(), before)
-    found.run(ON_DEVICE, gradients(1)[0], 2)
-    assert not torch.equal(found.operands[1], before[1]), "the control: not skipped it does"
 
 
 @pytest.mark.parametrize("executor", [ON_HOST, ON_DEVICE, compiled])
