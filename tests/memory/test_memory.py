@@ -79,20 +79,23 @@ def test_persistent_bytes_are_parameters_gradients_and_twelve_per_owned_element(
         }
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_several_packs_hold_what_the_layout_says(partition: str):
-    for rank in range(3):
-        found, optimizer = held(3, rank, BF16, partition=partition, pack_params=4)
-        layout = optimizer.layout
-        assert found == 4 * layout.numel + 12 * layout.owned(rank)
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (3, {"partition": "even", "pack_params": 4}),
+        (3, {"partition": "whole", "pack_params": 4}),
+        (2, {"grad_dtype": FP32}),
+    ],
+    ids=str,
+)
+def test_several_packs_and_fp32_gradients_hold_what_the_layout_says(
+    size: int, fields: dict[str, Any]
+):
+    for rank in range(size):
+        found, optimizer = held(size, rank, BF16, **fields)
+        layout, grad = optimizer.layout, 4 if "grad_dtype" in fields else 2
+        assert found == (2 + grad) * layout.numel + 12 * layout.owned(rank)
         assert found == sum(optimizer.memory_report().values())
-
-
-def test_fp32_gradients_and_kept_modules_are_in_the_formula():
-    found, optimizer = held(2, 1, BF16, grad_dtype=FP32)
-    layout = optimizer.layout
-    assert found == (2 + 4) * layout.numel + 12 * layout.owned(1)
-    assert found == sum(optimizer.memory_report().values())
 
 
 def test_a_forgotten_copy_is_noticed():
