@@ -91,8 +91,8 @@ def indices_of(tensor: Any, dim: int) -> Tensor:
     shape = [tensor.shape[dim] if d == dim else 1 for d in range(tensor.dim())]
     along = [p if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements]
     every = torch.arange(tensor.shape[dim], device=tensor.device).view(shape)
-    mine = distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None)
-    return mine.to_local().flatten()
+    indices = distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None)
+    return indices.to_local().flatten()
 
 
 def set_local_tensor(tensor: Any, local: Tensor) -> None:

@@ -13,7 +13,7 @@ from gpt import GPT, GPTConfig, gpt_7b
 
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import PRESETS, Job, advise, figures
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 
 COLUMNS = ("machine, model, ranks", "ms", "best of others", "x", "x advised", "advice")
 SIZES = (8, 64, 512, 1024)
@@ -31,7 +31,7 @@ def rows(machines: Sequence[str], sizes: Sequence[int], tokens: int) -> list[tup
         for name, make in MODELS.items():
             with torch.device("meta"):
                 model = make()
-            originals = Originals([torch.optim.AdamW(model.parameters())])
+            originals = OptimizerList([torch.optim.AdamW(model.parameters())])
             job = Job([(model, originals)], PRESETS[machine], tokens)
             for size in sizes:
                 config = ShardcastConfig()

@@ -18,7 +18,7 @@ from shardcast import estimate as estimates
 from shardcast.cli.plot import KINDS, PLOTTED, Row, empty_figure, plot
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.parallel import plan_of, stages_of
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.plan.partition import ELEMENTWISE
 
 BYTES = (*KINDS, "total", "host", "setup_peak", "sent")
@@ -86,17 +86,17 @@ def _advice(row: Row, job: estimates.Job, config: ShardcastConfig, path: Path | 
     changes = estimates.advise(job, size, config)
     better = row_of(estimates.figures(job, size, config.replace(**changes)), job)
     options = yaml.safe_dump(changes, sort_keys=False).splitlines() if changes else []
-    now, then = (1e3 * each["time"]["step"] for each in (row, better))
-    gain = f"{then:,.0f} ms in place of {now:,.0f} ({1 - then / now:.1%} less)"
+    ms, better_ms = (1e3 * each["time"]["step"] for each in (row, better))
+    gain = f"{better_ms:,.0f} ms in place of {ms:,.0f} ({1 - better_ms / ms:.1%} less)"
     best = f"{better['ratio']:.2f} of the fastest of the others"
     lines = [
         f"{size:,} rank{'s' * (size > 1)}: {', '.join(options) or 'nothing to change'}: predicted "
         f"step {gain}, {gigabytes(better['total'])} GB per rank; {best}"
     ]
     if path is not None:
-        given = {name: config.to_dict()[name] for name in sorted(config.named)}
+        named = {name: config.to_dict()[name] for name in sorted(config.named)}
         comment = f"# shardcast estimate for {size} ranks of {row['machine']}: {gain}\n"
-        path.write_text(comment + yaml.safe_dump({**given, **changes}, sort_keys=False))
+        path.write_text(comment + yaml.safe_dump({**named, **changes}, sort_keys=False))
         lines.append(f"written to {path}")
     return lines
 
@@ -175,7 +175,7 @@ def function_of(parameter: str, name: str) -> Callable[[], Any]:
     return named
 
 
-def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
+def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
     """What the function ``name`` returns; an optimizer ``kind`` unless it returns some."""
     build = function_of("model", name)
     with torch.device("meta"):
@@ -183,8 +183,8 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
     model, *optimizers = built if isinstance(built, tuple) else (built,)
     if len(optimizers) == 1 and isinstance(optimizers[0], (list, tuple)):
         optimizers = list(optimizers[0])
-    others = [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]
-    if not isinstance(model, nn.Module) or others:
+    unknown = [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]
+    if not isinstance(model, nn.Module) or unknown:
         got = ", ".join(type(it).__name__ for it in (model, *optimizers))
         raise ValueError(
             f"model: expected that {name} returns a torch.nn.Module, or one and its "
@@ -196,7 +196,9 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, Originals]:
             f"--optimizer {kind}"
         )
     kind = kind or "AdamW"
-    return model, Originals(optimizers or [getattr(torch.optim, kind)(model.parameters(), lr=0.1)])
+    return model, OptimizerList(
+        optimizers or [getattr(torch.optim, kind)(model.parameters(), lr=0.1)]
+    )
 
 
 def rows_of(sizes: Sequence[int], job: estimates.Job, config: ShardcastConfig) -> list[Row]:
@@ -206,13 +208,13 @@ def rows_of(sizes: Sequence[int], job: estimates.Job, config: ShardcastConfig) -
 
 def row_of(figures: estimates.Figures, job: estimates.Job) -> Row:
     """One world size, for programs."""
-    held = figures.held
+    memory = figures.held
     return {
-        "world_size": held.world_size,
-        "shard_ranks": held.layout.world_size,
-        **{name: getattr(held, name) for name in (*BYTES, *COUNTS)},
-        "algorithms": _algorithms(held),
-        "sharding": held.layout.sharding,
+        "world_size": memory.world_size,
+        "shard_ranks": memory.layout.world_size,
+        **{name: getattr(memory, name) for name in (*BYTES, *COUNTS)},
+        "algorithms": _algorithms(memory),
+        "sharding": memory.layout.sharding,
         "others": dict(figures.peers),
         "machine": job.machine.name,
         "tokens": job.tokens,

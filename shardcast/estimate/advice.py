@@ -14,7 +14,7 @@ from shardcast.estimate.peers import peer_times, peers, units_of
 from shardcast.estimate.time import StepTime, step_time
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.costs import Machine
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 
 ROOM = 0.7  # of a device's memory that a rank may take, so that activations have the rest
 GAIN = 0.003  # of a step, below which an option is not worth its name
@@ -40,11 +40,13 @@ class Job:
         tokens: of one rank in a step.
     """
 
-    stages: Sequence[tuple[nn.Module, Originals]]
+    stages: Sequence[tuple[nn.Module, OptimizerList]]
     machine: Machine
     tokens: int
 
-    def fullest(self, size: int, config: ShardcastConfig) -> tuple[nn.Module, Originals, Estimate]:
+    def fullest(
+        self, size: int, config: ShardcastConfig
+    ) -> tuple[nn.Module, OptimizerList, Estimate]:
         """The stage that holds most on ``size`` data-parallel ranks.
 
         Raises:
@@ -163,7 +165,7 @@ def advise(job: Job, size: int, config: ShardcastConfig) -> dict[str, Any]:
     return changes
 
 
-def moments_of(originals: Originals) -> float:
+def moments_of(originals: OptimizerList) -> float:
     """State tensors per parameter, in the mean over all elements."""
     elements = moments = 0
     for _, owner, group in originals.numbered():

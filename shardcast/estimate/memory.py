@@ -19,7 +19,7 @@ from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Algorithms, Topology, syncs_at_once
 from shardcast.plan.costs import PRESETS, Machine
 from shardcast.plan.layout import Layout, PackLayout, Slot
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
@@ -124,7 +124,7 @@ class Estimate:
 
 def estimate(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Originals,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerList,
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
     topology: Topology = Topology("nccl", 8),  # noqa: B008, it is a constant
@@ -144,7 +144,7 @@ def estimate(
         ValueError: another optimizer, whose state depends on more than the number of elements.
         TypeError, ValueError: what ``shard`` refuses too.
     """
-    originals = Originals.of(optimizer)
+    originals = OptimizerList.of(optimizer)
     for each in originals.optimizers:
         if type(each) not in KNOWN:
             known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
@@ -270,7 +270,7 @@ class _Rank:
 
 
 def _add(
-    ranks: Sequence[_Rank], pack: PackLayout, plan: Plan, originals: Originals, copies: int
+    ranks: Sequence[_Rank], pack: PackLayout, plan: Plan, originals: OptimizerList, copies: int
 ) -> Traffic | None:
     """Add a pack to what each rank does; gives its traffic, or None where it is frozen."""
     config, size = plan.config, len(ranks)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 
 # Which dimension of a weight each style of transformers' and torch's plans cuts.
 STYLES = {"colwise": 0, "rowwise": 1, "colwise_rep": 0, "embedding_rowwise": 0}
@@ -24,8 +24,8 @@ def plan_of(model: nn.Module) -> dict[str, int]:
 
 
 def stages_of(
-    model: nn.Module, originals: Originals, tp: int, pp: int, plan: Mapping[str, int]
-) -> list[tuple[nn.Module, Originals]]:
+    model: nn.Module, originals: OptimizerList, tp: int, pp: int, plan: Mapping[str, int]
+) -> list[tuple[nn.Module, OptimizerList]]:
     """For each stage the part of its first tensor-parallel rank, which has most, on ``meta``.
 
     The longest list of modules is cut into ``pp`` runs; what comes before it in the model is of
@@ -54,8 +54,13 @@ def stages_of(
 
 
 def _part(
-    model: nn.Module, originals: Originals, tp: int, pp: int, stage: int, plan: Mapping[str, int]
-) -> tuple[nn.Module, Originals]:
+    model: nn.Module,
+    originals: OptimizerList,
+    tp: int,
+    pp: int,
+    stage: int,
+    plan: Mapping[str, int],
+) -> tuple[nn.Module, OptimizerList]:
     part = copy.deepcopy(model)
     if pp > 1:
         _keep_stage(part, pp, stage)
@@ -77,7 +82,7 @@ def _part(
         ]
         if any(group["params"] for group in groups):
             optimizers.append(kind(groups))
-    return part, Originals(optimizers)
+    return part, OptimizerList(optimizers)
 
 
 def _keep_stage(model: nn.Module, pp: int, stage: int) -> None:

@@ -18,7 +18,7 @@ from shardcast.optimizer import setup
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import called_by_script, joined
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.step.compiling import compiles
 from shardcast.step.update import updates_of
 
@@ -191,7 +191,7 @@ def _device(stages: Sequence[nn.Module]) -> torch.device:
 
 def _check(
     stages: Sequence[nn.Module], given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-) -> Originals:
+) -> OptimizerList:
     optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -222,4 +222,4 @@ def _check(
             "optimizer or a list of them that has all parameters: shard(model, [muon, adamw]); for "
             "a second phase call close() of the optimizer that shard() returned first, on all ranks"
         )
-    return Originals(optimizers)
+    return OptimizerList(optimizers)

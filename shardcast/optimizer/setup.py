@@ -30,7 +30,7 @@ from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import probe, validate
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import GroupId, Layout, PackLayout
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import PackGroups, ParallelDims, Tie
 from shardcast.plan.partition import partition_of, update_cost
@@ -59,7 +59,7 @@ class Plan:
 
     model: nn.Module
     stages: tuple[nn.Module, ...]
-    originals: Originals
+    originals: OptimizerList
     config: ShardcastConfig
     precision: Precision
     layout: Layout
@@ -105,7 +105,7 @@ class Plan:
 
 def plan_for(
     model: nn.Module,
-    optimizers: torch.optim.Optimizer | Originals,
+    optimizers: torch.optim.Optimizer | OptimizerList,
     config: ShardcastConfig,
     world: int | ParallelDims,
     stages: Sequence[nn.Module] = (),
@@ -125,7 +125,7 @@ def plan_for(
     validate.check_bare(model)
     inner = _compat.unwrapped(model)
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
-    originals = Originals.of(optimizers)
+    originals = OptimizerList.of(optimizers)
     names = {param: name for name, param in inner.named_parameters()}
     groups = validate.check_groups(names, originals, added)
     params = {name: param for param, name in names.items() if name in groups}
@@ -165,7 +165,7 @@ def plan_for(
 
 
 def _elementwise(
-    originals: Originals, config: ShardcastConfig, parallel_dims: ParallelDims
+    originals: OptimizerList, config: ShardcastConfig, parallel_dims: ParallelDims
 ) -> list[bool]:
     """Whether each optimizer is elementwise; TypeError for one that cannot be sharded."""
     traits = [probe.traits_of(optimizer) for optimizer in originals.optimizers]
@@ -183,7 +183,7 @@ def _elementwise(
 def _costs(
     params: Mapping[str, nn.Parameter],
     groups: Mapping[str, GroupId],
-    originals: Originals,
+    originals: OptimizerList,
     config: ShardcastConfig,
 ) -> dict[str, float]:
     """Of the updates that cost something else than the parameter's elements."""

@@ -14,7 +14,7 @@ from shardcast.plan.layout import GroupId
 Group = dict[str, Any]
 
 
-class Originals:
+class OptimizerList:
     """One optimizer, or several over disjoint parameters of one model.
 
     Each optimizer's own ``param_groups`` is the one place that holds its groups: what a script does
@@ -30,10 +30,10 @@ class Originals:
 
     @classmethod
     def of(
-        cls, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Originals
-    ) -> Originals:
+        cls, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerList
+    ) -> OptimizerList:
         """One optimizer, a sequence of them, or what is that already."""
-        if isinstance(optimizers, Originals):
+        if isinstance(optimizers, OptimizerList):
             return optimizers
         return cls([optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
 

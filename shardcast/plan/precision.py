@@ -9,8 +9,9 @@ kinds, so the forward just works. Masters and arithmetic are always fp32.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,9 @@ MASTER_DTYPE = torch.float32
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 NORMS: tuple[type[nn.Module], ...] = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.SyncBatchNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 
 
@@ -123,33 +117,49 @@ class Precision:
 def _kept_modules(
     model: nn.Module, rules: tuple[KeepRule, ...], unmatched: list[str]
 ) -> dict[nn.Module, None]:
-    """Modules kept in fp32, as an ordered set.
+    """Modules kept in fp32, as an ordered set: those of rules, and who shares parameters.
 
-    A rule keeps the modules that own a matching parameter (patterns, predicates) or that are of
-    the class, with all modules inside. A tie keeps every module that shares a parameter with them.
+    Appends patterns that match nothing to ``unmatched``, as messages.
     """
-    kept: dict[nn.Module, None] = {}
+    kept_modules: dict[nn.Module, None] = {}
     for rule in rules:
-        matches = _matcher(rule)
-        found = [module for prefix, module in model.named_modules() if matches(prefix, module)]
-        if not found and isinstance(rule, str) and rule != "norms":
+        matching = _matching(model, rule)
+        if not matching and isinstance(rule, str) and rule != "norms":
             unmatched.append(
                 f"keep_fp32: the pattern {rule!r} matches no parameter of the model; patterns "
                 "are matched against names as in model.named_parameters()"
             )
-        for module in found:
-            inside = module.modules() if isinstance(rule, type) else [module]
-            kept.update(dict.fromkeys(inside))
+        kept_modules.update(dict.fromkeys(matching))
     while True:
-        shared = _params_of(kept)
+        shared = _params_of(kept_modules)
         tied = [
             module
             for module in model.modules()
-            if module not in kept and not shared.isdisjoint(module.parameters(recurse=False))
+            if module not in kept_modules and not shared.isdisjoint(_params_of([module]))
         ]
         if not tied:
-            return kept
-        kept.update(dict.fromkeys(tied))
+            return kept_modules
+        kept_modules.update(dict.fromkeys(tied))
+
+
+def _matching(model: nn.Module, rule: KeepRule) -> list[nn.Module]:
+    """Modules of a class with all inside, or that own a parameter of a pattern or predicate."""
+    if rule == "norms":
+        return [module for module in model.modules() if isinstance(module, NORMS)]
+    if isinstance(rule, type):
+        of_class = (module for module in model.modules() if isinstance(module, rule))
+        return [inside for module in of_class for inside in module.modules()]
+    test = partial(_is_named, rule) if isinstance(rule, str) else rule
+    return [
+        module
+        for prefix, module in model.named_modules()
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        if test(name, param)
+    ]
+
+
+def _is_named(pattern: str, name: str, _param: nn.Parameter) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
@@ -202,7 +212,7 @@ def _untrained(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator
 def _named_modules(
     model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
 ) -> set[nn.Module]:
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     for pattern in patterns:
         named = model.named_modules()
         matching = {module for name, module in named if fnmatch.fnmatchcase(name, pattern)}
@@ -211,26 +221,5 @@ def _named_modules(
                 f"fp32_outputs: the pattern {pattern!r} matches no module of the model; patterns "
                 "are matched against names as in model.named_modules(), '' is the model itself"
             )
-        found |= matching
-    return found
-
-
-def _matcher(rule: KeepRule) -> Callable[[str, nn.Module], bool]:
-    if rule == "norms":
-        return lambda _prefix, module: isinstance(module, NORMS)
-    if isinstance(rule, type):
-        return lambda _prefix, module: isinstance(module, rule)
-    if isinstance(rule, str):
-        return _owns(lambda name, _param: fnmatch.fnmatchcase(name, rule))
-    return _owns(rule)
-
-
-def _owns(
-    test: Callable[[str, nn.Parameter], bool],
-) -> Callable[[str, nn.Module], bool]:
-    def matches(prefix: str, module: nn.Module) -> bool:
-        dot = f"{prefix}." if prefix else ""
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        return any(test(dot + name, param) for name, param in own)
-
-    return matches
+        modules |= matching
+    return modules

@@ -200,8 +200,8 @@ def _measured(optimizer: torch.optim.Optimizer) -> Traits:
     _refuse_common_state(together)
     fits = _has_state_of_elements(together)
     params = [param.detach() for group in together.param_groups for param in group["params"]]
-    before = [sample.value for of_group in samples for sample in of_group]
-    if all(map(torch.equal, params, before)):
+    begun = [sample.value for of_group in samples for sample in of_group]
+    if all(map(torch.equal, params, begun)):
         raise RuntimeError("no parameter of the groups has changed")
     if not all(bool(param.isfinite().all()) for param in params):
         return Traits(elementwise=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.plan.parallel_dims import ParallelDims, Tie
 from shardcast.plan.precision import PACKABLE
 
@@ -131,7 +131,11 @@ def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterabl
 
 
 def clip_bound(
-    call: str, originals: Originals, parameters: Parameters | float | None, name: str, bound: Any
+    call: str,
+    originals: OptimizerList,
+    parameters: Parameters | float | None,
+    name: str,
+    bound: Any,
 ) -> float:
     """The bound of a clip of all trained parameters, which may be called with a bound alone.
 
@@ -168,7 +172,7 @@ def check_norm(call: str, asked: float | None, norm_type: float, error_if_nonfin
 
 
 def check_groups(
-    names: Mapping[nn.Parameter, str], originals: Originals, added: GroupId | None = None
+    names: Mapping[nn.Parameter, str], originals: OptimizerList, added: GroupId | None = None
 ) -> dict[str, GroupId]:
     """The number of the group of each of the optimizers' parameters, by its name.
 
@@ -282,7 +286,7 @@ def check_options(config: ShardcastConfig, parallel_dims: ParallelDims, draws: s
             raise ValueError(f"reproducible: {reason}, or leave it out")
 
 
-def describe_groups(originals: Originals, added: GroupId | None) -> list[str]:
+def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str]:
     """What ranks must have alike of the groups, or of an added one: class, plain options."""
     lines = []
     for number, optimizer, group in originals.numbered():

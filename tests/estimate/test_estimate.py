@@ -28,7 +28,7 @@ from shardcast.cli import main
 from shardcast.cli import plot as drawing
 from shardcast.estimate import PRESETS, Job, advise, estimate, figures, peers
 from shardcast.plan.costs import Machine
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.testing import Collective, SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)
@@ -312,7 +312,7 @@ def test_the_command_prints_a_table_and_json(command: Command):
 def job_of(layers: int, machine: Machine) -> Job:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
-    return Job([(model, Originals([torch.optim.AdamW(model.parameters())]))], machine, 8192)
+    return Job([(model, OptimizerList([torch.optim.AdamW(model.parameters())]))], machine, 8192)
 
 
 def test_advice_makes_a_step_faster_and_names_nothing_that_does_not():

@@ -15,7 +15,7 @@ import shardcast
 from shardcast.cli import main
 from shardcast.estimate import PRESETS, estimate
 from shardcast.estimate.parallel import stages_of
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.testing import fake_world
 
 CONFIG = {"param_dtype": "bf16"}
@@ -38,11 +38,11 @@ class Net(nn.Module):
         self.end.weight = self.start.weight
 
 
-def stages(tp: int, pp: int, plan: dict[str, int]) -> list[tuple[nn.Module, Originals]]:
+def stages(tp: int, pp: int, plan: dict[str, int]) -> list[tuple[nn.Module, OptimizerList]]:
     with torch.device("meta"):
         model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    return stages_of(model, Originals([optimizer]), tp, pp, plan)
+    return stages_of(model, OptimizerList([optimizer]), tp, pp, plan)
 
 
 def slots(layout: Any) -> dict[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from shardcast.memory.gradients import Gradients
 from shardcast.memory.weight_edits import WeightEdits, unseen_error
 from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import ControlVector, Decision, Presence
 from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.decide.guard import Guard, Verdict
@@ -49,7 +49,7 @@ class Decider:
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
-        device: torch.device, originals: Originals, divisor: Divisor, edits: WeightEdits,
+        device: torch.device, originals: OptimizerList, divisor: Divisor, edits: WeightEdits,
         micro_batches: MicroBatches | None,
     ) -> None:  # fmt: skip
         self._grads, self._process_groups, self._device = grads, process_groups, device

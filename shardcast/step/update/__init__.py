@@ -6,7 +6,7 @@ import torch
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.plan.originals import Originals
+from shardcast.plan.originals import OptimizerList
 from shardcast.plan.partition import ELEMENTWISE
 from shardcast.step.update import rules
 from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
@@ -18,7 +18,10 @@ __all__ = ["Update", "updates_of"]
 
 
 def updates_of(
-    originals: Originals, config: ShardcastConfig, comm: Comm, ready: Ready = lambda _packs: None
+    originals: OptimizerList,
+    config: ShardcastConfig,
+    comm: Comm,
+    ready: Ready = lambda _packs: None,
 ) -> list[Update]:
     """The update of each optimizer, which reads the groups of that one in every step.
 
