@@ -13,6 +13,7 @@
     python launch/benchmark.py peers --model gpt --markdown
     python launch/benchmark.py matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python launch/benchmark.py reproducible --ranks 2      # the same bits at any number of ranks
+    python launch/benchmark.py all --idle --minutes 15     # the tables of BENCHMARKS.md
 
 Everything of a command runs in one process per rank, in interleaved rounds: each round runs every
 candidate once, in a rotated order. Times are medians over rounds of the slowest rank; ratios (`x`)
@@ -32,6 +33,7 @@ from benchmarks import (
     collectives,
     cost,
     costmodel,
+    document,
     flatten,
     launches,
     matrix,
@@ -49,11 +51,15 @@ from shardcast.estimate import PRESETS
 from shardcast.testing import spawn
 
 TIMEOUT = 3600.0
+ROOT = Path(__file__).parents[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
+    if args.command == "all":
+        document.measure(args.document, args.minutes, args.only, args.idle)
+        return
     command = shlex.join(["python", "launch/benchmark.py", *arguments])
     if args.command == "update":
         title = f"update of {args.elements:,} elements, {args.threads} thread(s), AdamW, bf16"
@@ -138,6 +144,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "collectives": 9, "costmodel": 15, "matrix": 9, "predicted": 1, "reproducible": 15,
         "step": 15, "peers": 15,
     }  # fmt: skip
+    every = commands.add_parser("all", allow_abbrev=False)
+    every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
+    every.add_argument("--idle", action="store_true", help="no --clock processor")
+    every.add_argument("--only", nargs="+", default=[], metavar="PART", help="of a command")
+    every.add_argument("--document", type=Path, default=ROOT / "BENCHMARKS.md")
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)

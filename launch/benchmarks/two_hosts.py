@@ -179,7 +179,7 @@ def predictions(machine: Machine) -> dict[str, float]:
     torch.manual_seed(0)
     model = WORKLOAD.build()
     numel = sum(param.numel() for param in model.parameters())
-    tokens, group = WORKLOAD.sequences * WORKLOAD.tokens, machine.group(dist.get_world_size())
+    group, tokens = machine.group(2 * machine.ranks_per_node), WORKLOAD.sequences * WORKLOAD.tokens
     found = {}
     for name, fields in OWN.items():
         config = ShardcastConfig(**fields)

@@ -15,7 +15,7 @@ import benchmark
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import cost, counters, matrix, report, step, systems, two_hosts
+from benchmarks import cost, counters, document, matrix, report, step, systems, two_hosts
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
@@ -199,6 +199,20 @@ def test_every_command_prints_its_table(
         own = [row for row in rows if row.split("|")[1].strip() in OWN]
         place = 1 + report.COLUMNS.index("casts 1 / 4")
         assert all(row.split("|")[place].strip() == "0 / 0" for row in own), "casts of parameters"
+
+
+def test_each_table_of_the_document_is_replaced_by_what_its_command_prints(tmp_path: Path):
+    text, path = (ROOT / "BENCHMARKS.md").read_text(), tmp_path / "tables.md"
+    busy, idle = document.commands(text, [], False), document.commands(text, [], True)
+    assert len(busy) > 10 and all(old.startswith(f"`python {run}`: ") for old, run in busy)
+    assert all("--clock" not in run for _, run in idle)
+    command = "launch/benchmark.py flatten --model tiny --rounds 1 --markdown"
+    path.write_text(f"# Title\n\n`python {command}`: before,\nold.\n\n| a |\n| b |\n\nProse.\n")
+    benchmark.main(["all", "--document", str(path)])
+    after = path.read_text()
+    assert f"`python {command}`: optimizer phase of" in after and "torch" in after
+    assert after.endswith("\n\nProse.\n") and "| tensor by tensor" in after
+    assert "old." not in after and "| b |" not in after
 
 
 def test_the_benchmark_of_matrices_compares_each_clock_with_that_of_ddp():
