@@ -16,7 +16,7 @@ from torch import Tensor
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.loading import Directory, load
-from shardcast.optimizer.digest import bits_of
+from shardcast.optimizer.digest import bits_of, values_of
 
 Part = tuple[str, int, str]  # parameter, first element, master or name of the state
 
@@ -100,15 +100,13 @@ def replay(
 
 def _values(optimizer: Any) -> dict[Part, Tensor]:
     """Copies of what this rank owns."""
-    values: dict[Part, Tensor] = {}
-    for shard in optimizer.shards:
-        update = optimizer.update_of(shard)
-        for number, fragment, _ in shard.owned():
-            state = {"master": shard.exact(fragment), **update.fragment_state(shard, number)}
-            for kind, value in state.items():
-                part = fragment.slot.name, fragment.param_range[0], kind
-                values[part] = torch.as_tensor(value).detach().clone().reshape(-1)
-    return values
+    return {
+        (fragment.slot.name, fragment.param_range[0], kind): (
+            torch.as_tensor(value).detach().clone().reshape(-1)
+        )
+        for shard in optimizer.shards
+        for fragment, _, kind, value in values_of(optimizer, shard)
+    }
 
 
 def _first_difference(

@@ -90,7 +90,11 @@ class ProcessGroups:
         Raises:
             TypeError, ValueError: no such mesh, dimension or weight.
         """
-        _check_mesh(mesh)
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(
+                "mesh: expected a torch.distributed.device_mesh.DeviceMesh, got "
+                f"{type(mesh).__name__}; make one with init_device_mesh(...)"
+            )
         dims = mesh.mesh_dim_names or ()
 
         def dimensions() -> tuple[str, DeviceMesh, tuple[str, ...], tuple[str, ...]]:
@@ -153,14 +157,6 @@ class ProcessGroups:
     def comms(self, names: Sequence[str]) -> list[Comm]:
         """The ranks of several such groups."""
         return [self.comm(name) for name in names]
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not hasattr(mesh, "mesh_dim_names"):
-        raise TypeError(
-            f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__};"
-            " make one with init_device_mesh(device, sizes, mesh_dim_names=(...))"
-        )
 
 
 def _together_over(mesh: DeviceMesh, fn: Callable[[], T], call: str) -> T:

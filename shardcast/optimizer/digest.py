@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast.memory.chance import global_index
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.plan.layout import Fragment
 
 CHUNK = 1 << 18  # elements hashed at a time
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, in 64 bits with a sign
@@ -39,21 +40,27 @@ def digest(optimizer: PackedOptimizer) -> str:
     return f"{int(total) % (1 << 64):016x}"
 
 
-def _hashes(optimizer: PackedOptimizer, shard: Shard) -> Iterator[Tensor]:
-    """Of each tensor and number that this rank has of each parameter in ``shard``."""
+def values_of(
+    optimizer: PackedOptimizer, shard: Shard
+) -> Iterator[tuple[Fragment, nn.Parameter, str, Any]]:
+    """Master and state that this rank has of each parameter in ``shard``, by kind."""
     update = optimizer.update_of(shard)
     for number, fragment, param in shard.owned():
+        yield fragment, param, "master", shard.exact(fragment)
+        for kind, value in update.fragment_state(shard, number).items():
+            yield fragment, param, kind, value
+
+
+def _hashes(optimizer: PackedOptimizer, shard: Shard) -> Iterator[Tensor]:
+    for fragment, param, kind, value in values_of(optimizer, shard):
         start, stop = fragment.param_range
-        values: dict[str, Any] = {"master": shard.exact(fragment)}
-        values.update(update.fragment_state(shard, number))
-        for name, value in values.items():
-            key = _key(f"{fragment.slot.name}/{name}")
-            if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
-                index = global_index(param, torch.arange(start, stop))
-                yield hash_of(value, index, key)
-            elif start == 0:  # a count, or the state of a parameter that is not cut
-                tensor = value if isinstance(value, Tensor) else torch.tensor([_key(repr(value))])
-                yield hash_of(tensor, torch.arange(tensor.numel()), key)
+        key = _key(f"{fragment.slot.name}/{kind}")
+        if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
+            index = global_index(param, torch.arange(start, stop))
+            yield hash_of(value, index, key)
+        elif start == 0:  # a count, or the state of a parameter that is not cut
+            tensor = value if isinstance(value, Tensor) else torch.tensor([_key(repr(value))])
+            yield hash_of(tensor, torch.arange(tensor.numel()), key)
 
 
 def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:

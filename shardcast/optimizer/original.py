@@ -102,7 +102,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
-        version = self._sharded.reduce.grad_version
+        version = self._sharded.reduce.edits.version()
         if any(handle._stepped_with not in (None, version) for handle in handles):
             raise RuntimeError(
                 f"step() of the handle of {self.name} came after a backward, a clip or "

@@ -229,7 +229,7 @@ class ShardedOptimizer(StatefulOptimizer):
     def _note_clip(self, decision: Decision | None) -> None:
         """Keep a decision on the present gradients; ``None`` forgets the last one."""
         self._clipped = decision
-        self._clipped_version = self.reduce.grad_version if decision else 0
+        self._clipped_version = self.reduce.edits.version() if decision else 0
 
     def _pending_clip(self) -> Decision | None:
         """The last clip, as long as the gradients are those that it saw."""
@@ -239,7 +239,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
                 "been folded into the step; clip once, after the last backward of a step"
             )
-        if self._clipped is not None and self.reduce.grad_version != self._clipped_version:
+        if self._clipped is not None and self.reduce.edits.version() != self._clipped_version:
             raise RuntimeError(
                 "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
                 "clips them within the step; do it before you clip, or call optimizer.zero_grad()"

@@ -123,11 +123,13 @@ class Bucket:
                 self.grads.joint[position].fill_(0.0)
 
     def reopen(self, cleared: bool) -> None:
-        """Gradients are going to come again: keep the means of those that are there.
+        """Gradients are going to come again: keep the means of those that are there, if any.
 
         Args:
             cleared: the means of ranks that have a gradient where this one has none count no more.
         """
+        if self.state is State.LOCAL:
+            return
         grads, every = self.grads, set(range(len(self.grads.pack.params)))
         kept: set[int] = set()
         if not cleared:

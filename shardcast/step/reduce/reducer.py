@@ -42,7 +42,10 @@ class Reducer:
         backwards: how many brought gradients since the last step or ``zero_grad``.
         due: gradients are here that were not reduced; a step needs a round before it.
         spent: the means were used by a step, or cleared: new gradients are not added to them.
-        beside: packs are launched while a backward runs, not at its end.
+        at_end: packs are launched at the end of a backward for good: one backward inside another
+            was seen, or two models in one.
+        has_ended: a synchronised backward did, without another one inside it unless one was seen.
+        buckets: of each pack, in the order of :meth:`add`.
         micro_batches: those of a step, where a tree says in which order they are added.
     """
 
@@ -59,12 +62,9 @@ class Reducer:
         self.micro_batches = (
             MicroBatches(config.reproducible, process_groups.shard) if config.reproducible else None
         )
-        # Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring
-        # one twice. Sharded ones would need the memory that they are to save.
-        self.beside = self.sharded
-        self._at_end = False  # for good: one backward inside another was seen, or two models in one
+        self.at_end = self.has_ended = False
         self.edits = Edits(self.grads)
-        self._buckets: dict[Pack, Bucket] = {}
+        self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
         self._round: Callable[[], Round | None] = nothing  # weak: the engine holds it
         self._handles: list[Any] = []
@@ -74,6 +74,15 @@ class Reducer:
         """Whether gradients are means as they come."""
         given = self.divisor.given is not None or self.micro_batches is not None
         return self.process_groups.everyone.size == 1 and not given
+
+    @property
+    def beside(self) -> bool:
+        """Whether packs are launched while a backward runs, not at its end.
+
+        Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring one
+        twice. Sharded ones would need the memory that they are to save.
+        """
+        return not self.at_end and (self.has_ended or self.sharded)
 
     @property
     def _local(self) -> bool:
@@ -87,11 +96,6 @@ class Reducer:
         in_tree = self.micro_batches is not None
         return in_tree or any(any(grads.presence()) for grads in self.grads)
 
-    @property
-    def grad_version(self) -> int:
-        """Another number after any gradient came, was edited in place, replaced or cleared."""
-        return self.edits.version()
-
     def add(self, pack: Pack) -> Gradients:
         """Reduce the gradients of ``pack`` from now on; every rank must add the same packs.
 
@@ -101,7 +105,7 @@ class Reducer:
         grads = kind(pack, grad_dtype(pack.layout.dtype, self._config))
         set_grad_dtype(pack, grads.dtype)
         parallel_dims, pack_groups = self.process_groups.parallel_dims, pack.layout.pack_groups
-        bucket = self._buckets[pack] = Bucket(
+        bucket = self.buckets[pack] = Bucket(
             grads,
             wire_dtype(pack.layout.dtype, self._config),
             choose_mean(self._config, pack.comm.size, pack.data.device),
@@ -132,7 +136,7 @@ class Reducer:
 
     def nbytes(self, pack: Pack) -> int:
         """Bytes of the gradients of ``pack``, sums of micro-batches among them."""
-        bucket = self._buckets[pack]
+        bucket = self.buckets[pack]
         return bucket.grads.nbytes + (bucket.tree.nbytes if bucket.tree is not None else 0)
 
     @contextmanager
@@ -159,7 +163,7 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        land_all(self._buckets.values())  # last: it raises where a rank was lost
+        land_all(self.buckets.values())  # last: it raises where a rank was lost
 
     def begin(self) -> None:
         """Have the round flushed when the running backward ends.
@@ -190,8 +194,8 @@ class Reducer:
         self.edits.check_in_place()
         reduced = not (self.due or self.alone)  # alone no backward makes a round due
         if reduced:
-            land_all(self._buckets.values())
-            for bucket in self._buckets.values():
+            land_all(self.buckets.values())
+            for bucket in self.buckets.values():
                 bucket.drop_cleared(self.spent)
         else:
             if self.micro_batches is not None and self.grads:
@@ -214,7 +218,7 @@ class Reducer:
         round = self._new_round()
         self.divisor.micro_batches = micro_batches
         for pack in packs:
-            bucket = self._buckets.get(pack)
+            bucket = self.buckets.get(pack)
             if bucket is None:  # frozen
                 continue
             if bucket.late or self.alone:
@@ -233,8 +237,8 @@ class Reducer:
         if self.alone:
             return
         for pack, present in self._present_anywhere().items():
-            self._buckets[pack].grads.gather(present)
-            self._buckets[pack].absent.clear()
+            self.buckets[pack].grads.gather(present)
+            self.buckets[pack].absent.clear()
         self.edits.gathered()
 
     def _present_anywhere(self) -> dict[Pack, list[bool]]:
@@ -243,7 +247,7 @@ class Reducer:
         The host waits for the answer only where a gradient is missing here.
         """
         kinds: dict[PackGroups, list[Pack]] = {}
-        for pack in self._buckets:
+        for pack in self.buckets:
             kinds.setdefault(pack.layout.pack_groups._replace(is_primary=True), []).append(pack)
         present: dict[Pack, list[bool]] = {}
         for pack_groups, packs in kinds.items():
@@ -271,22 +275,22 @@ class Reducer:
 
     def cleared(self, set_to_none: bool = True) -> None:
         """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
-        land_all(self._buckets.values())  # of a failed backward, before it is zeroed
+        land_all(self.buckets.values())  # of a failed backward, before it is zeroed
         self.spent = True
         self.edits.changed()
         if self.micro_batches is not None:
             self.micro_batches.reset()
-        for bucket in self._buckets.values():
+        for bucket in self.buckets.values():
             bucket.forget()
             bucket.grads.zero(set_to_none)
 
     def _cleared_in(self, model: nn.Module, set_to_none: bool) -> None:
         """As :meth:`cleared`, of a model that may be one of several whose gradients are here."""
         params = {*model.parameters()}
-        if all(params.issuperset(pack.in_model) for pack in self._buckets):
+        if all(params.issuperset(pack.in_model) for pack in self.buckets):
             self.cleared(set_to_none)
             return
-        for pack, bucket in self._buckets.items():
+        for pack, bucket in self.buckets.items():
             for position, param in enumerate(pack.in_model):
                 if param in params:
                     bucket.discard(position)
@@ -299,7 +303,7 @@ class Reducer:
         Args:
             present: per pack and slot, whether some rank has a gradient.
         """
-        for pack, bucket in self._buckets.items():
+        for pack, bucket in self.buckets.items():
             for position in [*bucket.absent]:
                 if present[pack][position] and bucket.grads.owned[position]:
                     bucket.grads.show(position)
@@ -320,27 +324,11 @@ class Reducer:
     def end_micro_batch(self) -> None:
         """Add the gradients that are here to the tree."""
         assert self.micro_batches is not None
-        for bucket in self._buckets.values():
+        for bucket in self.buckets.values():
             bucket.end_micro_batch()
         self.micro_batches.end()
 
     # -- the round of the running backward ----------------------------------------------------
-
-    def order(self) -> list[Bucket]:
-        """In which buckets are sent: gradients arrive roughly from the last parameter to the first.
-
-        Equal on all ranks.
-        """
-        last_first = list(self._buckets.values())[::-1]
-        return sorted(last_first, key=lambda bucket: bucket.late)
-
-    def launch_at_end(self) -> None:
-        """Launch nothing beside a backward any more."""
-        self._at_end, self.beside = True, False
-
-    def ended(self) -> None:
-        """A synchronised backward ended, without another one inside it unless one was seen."""
-        self.beside = not self._at_end
 
     def drop_cleared(self, more_come: bool) -> None:
         """A round begins: drop means of earlier ones of this step that a script cleared.
@@ -354,7 +342,7 @@ class Reducer:
         if self.spent:
             return
         begun = [
-            b for b in self._buckets.values() if b.state is State.REDUCED or b.carry is not None
+            b for b in self.buckets.values() if b.state is State.REDUCED or b.carry is not None
         ]
         names: dict[bool, str] = {}  # of a gradient that is there, of one that is not
         for bucket in begun:

@@ -51,7 +51,9 @@ class Round:
 
     def __init__(self, reducer: Reducer, sends: bool) -> None:
         self._reducer, self._sends = reducer, sends
-        self._buckets = reducer.order()
+        # Gradients arrive roughly from the last parameter to the first; equal on all ranks.
+        last_first = [*reducer.buckets.values()][::-1]
+        self._buckets = sorted(last_first, key=lambda bucket: bucket.late)
         self.over = False
         self.backward = _compat.current_backward()
         self._inner = self.backward  # the last backward inside it that adds to gradients
@@ -76,7 +78,7 @@ class Round:
             met = [round for round in rounds if not round.over and round.backward == self.backward]
             rounds.add(self)
             for round in (self, *met) if met else ():
-                round._reducer.launch_at_end()
+                round._reducer.at_end = True
 
     def accumulates(self, running: int) -> bool:
         """Whether ``running`` is this backward, or one inside it that adds to gradients."""
@@ -94,7 +96,7 @@ class Round:
         """
         reducer, outer = self._reducer, running == self.backward
         if not outer and self._sends and not reducer.sharded:
-            reducer.launch_at_end()
+            reducer.at_end = True
         advances = not self._sends or reducer.beside
         if advances:
             self._advance(bucket.grads.pack.data.device)
@@ -129,7 +131,7 @@ class Round:
             if self._sends:
                 self._launch(bucket)
             else:
-                self._adopt(bucket)
+                bucket.grads.adopt()
 
     def _open(self, bucket: Bucket) -> None:
         """The first gradient of a pack comes."""
@@ -141,11 +143,7 @@ class Round:
                 "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
             )
         self._check_not_sent(bucket)
-        self._reopen(bucket)
-
-    def _reopen(self, bucket: Bucket) -> None:
-        if bucket.state is not State.LOCAL:
-            bucket.reopen(self._reducer.spent)
+        bucket.reopen(self._reducer.spent)
 
     def _check_not_sent(self, bucket: Bucket) -> None:
         """Raise for more gradients of a stage that was reduced for this step."""
@@ -159,15 +157,17 @@ class Round:
         self.over = True  # an engine's thread may keep the callback for a moment longer
         if self._sends:
             self.flush()
-            self._reducer.ended()
+            self._reducer.has_ended = True
             self._reducer.edits.note()
         else:
             for bucket in self._buckets:
                 if bucket.arrived:
-                    self._adopt(bucket)
+                    bucket.grads.adopt()
             micro_batches = self._reducer.micro_batches
             if micro_batches is not None and not micro_batches.numbered:
                 self._reducer.end_micro_batch()
+        if any(bucket.grads.has_graph for bucket in self._buckets):
+            self._reducer.edits.warn_of_graph()
 
     def flush(self) -> None:
         """Send what was not sent yet, zeros for absent gradients, and have all means here.
@@ -201,18 +201,9 @@ class Round:
         self._launch(bucket)
         bucket.early = True
 
-    def _adopt(self, bucket: Bucket) -> None:
-        bucket.grads.adopt()
-        self._warn_of_graph(bucket)
-
-    def _warn_of_graph(self, bucket: Bucket) -> None:
-        if bucket.grads.has_graph:
-            self._reducer.edits.warn_of_graph()
-
     def _launch(self, bucket: Bucket) -> None:
-        self._reopen(bucket)
+        bucket.reopen(self._reducer.spent)
         bucket.collect()
-        self._warn_of_graph(bucket)
         if not self._reducer.alone:
             bucket.send(self._spare)
             self._flying.append(bucket)

@@ -126,9 +126,9 @@ class MicroBatches:
         if self.current not in self.own:
             raise RuntimeError(
                 f"reproducible: expected {len(self.own)} micro-batches in a step on each of "
-                f"{self._comm.size} ranks, got one more; call optimizer.step() and "
-                "zero_grad() after them, set reproducible to the micro-batches of a step over all "
-                "ranks, or say by optimizer.micro_batch(index) which backwards are of one"
+                f"{self._comm.size} ranks, got one more; call step() and zero_grad() after them, "
+                "set reproducible to their number over all ranks, or say by "
+                "optimizer.micro_batch(index) which backwards are of one"
             )
         self.begun = True
 

@@ -300,11 +300,11 @@ def test_a_failed_backward_leaves_nothing_behind():
         side.optimizers[0].zero_grad()
         side.failed(1, every, 2)
         reducer = side.optimizers[0].reduce
-        flying = [b for b in reducer._buckets.values() if b.state is State.IN_FLIGHT]
+        flying = [b for b in reducer.buckets.values() if b.state is State.IN_FLIGHT]
         assert len(flying) == 1, "packs that were sent are on their way"
         side.optimizers[0].zero_grad()
         side.backward(2, every)
-        assert all(b.state is State.REDUCED for b in reducer._buckets.values())
+        assert all(b.state is State.REDUCED for b in reducer.buckets.values())
         side.step()
 
     try:
