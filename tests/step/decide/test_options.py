@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -183,8 +184,8 @@ def test_nothing_is_exchanged_in_a_step_but_the_control_all_reduce(size: int):
 # -- the digests ----------------------------------------------------------------------------------
 
 
-def differ(groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None) -> bool:
-    """What the ranks conclude from the sum of their digests."""
+def differing(groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None) -> list[float]:
+    """What the ranks conclude from the sum of their digests: not 0 where options differ."""
     size = len(groups_of_ranks)
     names = [name for name in groups_of_ranks[0][0] if name != "params"]
     with fake_world(size) as group:
@@ -198,7 +199,11 @@ def differ(groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None) ->
         )
         training, *options = checks[0].differing(sums).tolist()
         assert not training
-        return any(options)
+        return options
+
+
+def differ(groups_of_ranks: list[list[dict[str, Any]]], divisors: Any = None) -> bool:
+    return any(differing(groups_of_ranks, divisors))
 
 
 def groups_with(number: int, lr: Any, groups: int = 3) -> list[dict[str, Any]]:
@@ -225,6 +230,18 @@ def test_a_difference_is_noticed_whatever_ranks_have_it(
         OptionCheck, "differing", lambda self, sums: torch.zeros(3)
     )
     assert not differ(ranks)
+
+
+def test_differences_have_one_sign_so_that_none_cancels_another():
+    """What ranks, model-parallel groups and steps add up is below 0 wherever some ranks differ."""
+    choose = random.Random(0)
+    for _ in range(50):
+        rates = [choose.choice([1e-3, 2e-3, -1e-3]) for _ in range(choose.choice([2, 4, 5]))]
+        by_rank = [groups_with(1, rate) for rate in rates]
+        sums = differing([by_rank[0]] * len(rates)), differing(by_rank), differing(by_rank[::-1])
+        assert all(value <= 0 for values in sums for value in values)
+        for numbers in sums[1:]:
+            assert any(numbers) == (len(set(rates)) > 1)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 + 2**-20, -1.0, 0.0])
