@@ -8,7 +8,6 @@ memory where the device is full.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ from shardcast.plan.validate import check_matched
 GRANULE = 256  # bytes: what allocators round up to
 RESERVE = 1.2  # of the need; the allocator may have to split a larger block
 
-FreeMemory = Callable[[torch.device], float]  # bytes that can be allocated on a device
-
 
 @torch.no_grad()
 def convert_(
@@ -31,7 +28,6 @@ def convert_(
     device: torch.device | str | None = None,
     *,
     keep_fp32: Any = (),
-    free_memory: FreeMemory | None = None,
 ) -> nn.Module:
     """Convert parameters, gradients and buffers to ``dtype``, in place, tensor by tensor. Local.
 
@@ -43,7 +39,6 @@ def convert_(
         dtype: bf16, fp16 or fp32.
         device: where to; ``None`` leaves each tensor on its own device.
         keep_fp32: modules that stay in fp32, as the option of :class:`ShardcastConfig`.
-        free_memory: tells the free bytes of a device, by default :func:`free_bytes`.
 
     Raises:
         ValueError: another ``dtype``, or a pattern that matches nothing.
@@ -56,19 +51,18 @@ def convert_(
     )
     precision = Precision(module, config)
     check_matched(precision.unmatched)
-    free = free_memory or free_bytes
     target = None if device is None else torch.device(device)
     for param in module.parameters():
         grad, param.grad = param.grad, None
         wanted = precision.storage_dtype(param)
-        convert_tensor_(param, wanted, target, free)
-        if grad is not None:
-            convert_tensor_(grad, wanted, target, free)
-            param.grad = grad
+        for tensor in (param, grad):
+            if tensor is not None:
+                convert_tensor_(tensor, wanted, target)
+        param.grad = grad
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             converted = buffer.detach()
-            convert_tensor_(converted, precision.buffer_dtype(owner, buffer), target, free)
+            convert_tensor_(converted, precision.buffer_dtype(owner, buffer), target)
             owner._buffers[name] = converted
     return module
 
@@ -81,23 +75,13 @@ def free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def need_of(tensor: Tensor, dtype: torch.dtype) -> float:
-    """Bytes that must be free for a copy of ``tensor`` in ``dtype``."""
-    size = tensor.numel() * dtype.itemsize
-    return math.ceil(size / GRANULE) * GRANULE * RESERVE
-
-
-def convert_tensor_(
-    tensor: Tensor,
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-    free: FreeMemory = free_bytes,
-) -> None:
+def convert_tensor_(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
     """Give ``tensor`` its values in another dtype or place; the object stays the same."""
     device = tensor.device if device is None else device
     if tensor.dtype == dtype and tensor.device == device:
         return
-    if tensor.is_meta or free(device) >= need_of(tensor.data, dtype):
+    need = math.ceil(tensor.numel() * dtype.itemsize / GRANULE) * GRANULE * RESERVE
+    if tensor.is_meta or free_bytes(device) >= need:
         tensor.data = tensor.data.to(device, dtype)
         return
     host = tensor.data.cpu()

@@ -71,8 +71,15 @@ def test_an_expanded_buffer_and_a_meta_module_are_converted():
         assert shardcast.convert_(nn.Linear(2, 2), BF16).weight.dtype == BF16
 
 
-def test_what_does_not_fit_goes_through_the_host(monkeypatch: pytest.MonkeyPatch):
-    """The device has room for the smaller tensors alone: 11 x 6 in bf16 need 256 x 1.2 bytes."""
+@pytest.mark.parametrize(
+    ("free", "through_host"),
+    [(64 * 64 * 2 * 1.2, []), (1000.0, [(64, 64)]), (256 * 1.2, [(64, 64)]),
+     (256 * 1.2 - 1, [(64, 64), (2, 4)])],
+)  # fmt: skip
+def test_what_does_not_fit_goes_through_the_host(
+    free: float, through_host: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    """The need is rounded up to granules of 256 bytes, and has a reserve of a fifth."""
     moved: list[tuple[int, ...]] = []
     cpu = torch.Tensor.cpu
     monkeypatch.setattr(
@@ -80,15 +87,11 @@ def test_what_does_not_fit_goes_through_the_host(monkeypatch: pytest.MonkeyPatch
     )
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(4, 2, bias=False))
     plain = [param.detach().clone() for param in model.parameters()]
-    shardcast.convert_(model, BF16, free_memory=lambda _device: 1000.0)
-    assert moved == [(64, 64)]
+    monkeypatch.setattr(convert, "free_bytes", lambda _device: free)
+    shardcast.convert_(model, BF16)
+    assert moved == through_host
     for mine, theirs in zip(model.parameters(), plain, strict=True):
         assert torch.equal(mine, theirs.to(BF16))
-
-
-@pytest.mark.parametrize(("numel", "need"), [(1, 256), (128, 256), (129, 512), (0, 0)])
-def test_the_need_is_rounded_up_and_has_a_reserve(numel: int, need: int):
-    assert convert.need_of(torch.empty(numel), BF16) == need * 1.2
 
 
 def test_an_unknown_dtype_is_refused():
