@@ -288,7 +288,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _hook(self) -> None:
         begin = self.reduce.begin
         if self.config.overlap_sync and self.comm.size > 1:
-            self._overlap = Overlap(self.model, self.sync)
+            self._overlap = Overlap(self.model, self.stages, self.sync)
             begin = self._overlap.noting(begin)
         self.hooks = ModelHooks(self._called, self.shards, self.edits, begin)
         self._casts: list[Any] = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,38 @@ if TYPE_CHECKING:
     from shardcast.optimizer.packed import PackedOptimizer
 
 
+class Stages(nn.Module):
+    """Several stages, named as in the whole model; it is never called."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._stages = tuple(stages)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all stages; torch finds parameters and buffers by it."""
+        memo = set() if memo is None else memo
+        for stage in self._stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+
 def joined(stages: Sequence[nn.Module]) -> nn.Module:
-    """One stage itself; of several a module that is never called, and holds what they hold.
+    """One stage itself; of several a module that holds what they hold.
 
     Raises:
-        ValueError: two stages have something under one name.
+        ValueError: two stages have different parameters under one name.
     """
     if len(stages) == 1:
         return stages[0]
-    root = nn.Module()
-    for stage in stages:
-        _graft(root, stage, "")
+    root = Stages(stages)
+    params: dict[str, nn.Parameter] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        if params.setdefault(name, param) is not param:
+            raise ValueError(
+                f"model: two pipeline stages of this rank have a tensor named {name!r}; keep the "
+                "names of the whole model, as when layers of a copy of it are deleted"
+            )
     holders = Counter(param for stage in stages for param in set(stage.parameters()))
     if any(count > 1 and param.requires_grad for param, count in holders.items()):
         warn(
@@ -43,30 +64,6 @@ def called_by_script(module: nn.Module) -> list[nn.Module]:
     if type(module).forward is not nn.Module.forward or owns or not children:
         return [module]
     return [inner for child in children for inner in called_by_script(child)]
-
-
-def _graft(target: nn.Module, source: nn.Module, prefix: str) -> None:
-    params = dict(target.named_parameters(recurse=False))
-    buffers = dict(target.named_buffers(recurse=False))
-    children = dict(target.named_children())
-    for name, param in source.named_parameters(recurse=False):
-        if params.get(name, param) is not param:
-            raise ValueError(
-                f"model: two pipeline stages of this rank have a tensor named {prefix + name!r}; "
-                "keep the names of the whole model, as when layers of a copy of it are deleted"
-            )
-        target.register_parameter(name, param)
-    for name, buffer in source.named_buffers(recurse=False):  # such as tables that all stages have
-        if name not in buffers:
-            target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
-    for name, child in source.named_children():
-        first = children.get(name, child)
-        if first is not child:
-            both = nn.Module()  # neither stage's own is touched
-            _graft(both, first, f"{prefix}{name}.")
-            _graft(both, child, f"{prefix}{name}.")
-            child = both
-        target.add_module(name, child)
 
 
 def overlap_stages(optimizer: PackedOptimizer, stages: Sequence[Any]) -> None:

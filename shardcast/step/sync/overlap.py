@@ -34,11 +34,12 @@ class Overlap:
 
     Args:
         model: the unwrapped root module.
+        stages: those of a pipeline that are here, or the root alone.
         sync: starts, and knows, what is to be waited for.
     """
 
-    def __init__(self, model: nn.Module, sync: Sync) -> None:
-        self._model, self._sync = model, sync
+    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], sync: Sync) -> None:
+        self._model, self._stages, self._sync = model, stages, sync
         self._pack_of: dict[nn.Parameter, Pack | None] = {}  # None: not synced
         self._mapped = -1  # number of packs in it
         self._backward = False  # one came through an eager forward of the root since the last step
@@ -92,8 +93,9 @@ class Overlap:
             ]
         self._entered = False
         self._sync.start()
-        for param in self._model.parameters(recurse=False):  # copied before any hook
-            self._wait_for(param)
+        for stage in self._stages:
+            for param in stage.parameters(recurse=False):  # copied before any hook
+                self._wait_for(param)
 
     def _map(self) -> None:
         self._mapped = len(self._sync.packs)
