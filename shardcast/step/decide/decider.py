@@ -116,7 +116,7 @@ class Decider:
         control = ControlVector.summed(
             self._process_groups.dp,
             self._group_powers([*limits], pack_powers),
-            self._own_rank * self.skips.first_nonfinite(pack_powers),
+            self.skips.first_nonfinite(pack_powers),
             self._own_rank if is_unscaled else self._nowhere,
             self._presence.counts(local),
             self._options.pairs(self._originals.groups, arguments),

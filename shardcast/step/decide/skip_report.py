@@ -98,27 +98,32 @@ class SkipReport:
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
+        self._first_by_rank = self._none.new_zeros(ranks)
+        self._first = self._first_by_rank[comm.rank]
         self._from_last = torch.empty(0)
         self._host = HostCopy(device)
         self._reported = 0.0
 
     def first_nonfinite(self, powers: Tensor) -> Tensor:
-        """The first pack that is not finite, the last one being 1, and 0 none of them; 0-dim.
+        """The first pack that is not finite, the last one being 1, and 0 none of them.
 
-        Counted back, for what comes first is the largest then.
+        Counted back, for what comes first is the largest then. 1-d, at the place of this rank among
+        all; it is overwritten by the next call.
 
         Args:
             powers: of the own span of each pack, see :class:`PNorm`.
         """
         if not len(powers):
-            return self._none
+            return self._first_by_rank
         if len(self._from_last) != len(powers):  # not in every step
             numbers = list(range(len(powers), 0, -1))
             self._from_last = to_device(numbers, torch.float64, self._device)
         if powers.dim() > 1:
             powers = powers.sum(1)
         # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
-        return torch.where(powers < math.inf, self._none, self._from_last).amax()
+        # In place, for it takes a launch to put a number into a row.
+        torch.amax(torch.where(powers < math.inf, self._none, self._from_last), 0, out=self._first)
+        return self._first_by_rank
 
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
