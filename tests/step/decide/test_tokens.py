@@ -129,6 +129,53 @@ def test_without_the_count_the_mean_would_be_another_one(monkeypatch: pytest.Mon
         test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them("two ranks")
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+LOW = {"param_dtype": "bf16"}
+FORMS: list[tuple[Any, dict[str, Any]]] = [
+    (sgd, LOW), (adamw, {**LOW, "master": "split16", "grads": "sharded"}),
+    (adamw, {**LOW, "moments": "int8"}), (adamw, {"offload": True, "averages": {"ema": 0.9}}),
+    (muon_beside_adamw, {**LOW, "overlap_sync": True}), (adafactor, {"partition": "whole"}),
+    (adagrad, {"param_dtype": "fp16", "loss_scale": "dynamic", "loss_scale_init": 64}),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:step skipped", "ignore:.*lr_scheduler")
+@pytest.mark.parametrize(("make", "fields"), FORMS, ids=lambda v: getattr(v, "__name__", None))
+def test_counts_and_guards_move_no_bit_of_any_class_and_form(make: Any, fields: dict[str, Any]):
+    """8 tokens, a power of two, divide as exactly as a mean; a spike is skipped in both."""
+
+    def run(group: Any, counts: bool) -> tuple[list[bool], Tensors]:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, make, guard={"norm": 4.0, "window": 8}, **fields)
+        skipped = []
+        for step in range(8):
+            rows = CASES["mlp"].batch(step, 4)
+            size = (1.0 if counts else 0.25) * (256.0 if step == 6 and group.rank() else 1.0)
+            if counts:
+                optimizer.count(4)
+            optimizer.scale_loss(loss_of(model, rows) * size).backward()
+            if step == 3:  # nobody has one, or one rank alone
+                model.b.bias.grad = None
+                model.a.bias.grad = model.a.bias.grad if group.rank() else None
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(bool(optimizer.last_step_skipped))
+        optimizer.wait_sync()
+        return skipped, everything(model, optimizer)
+
+    counted, plain = (run_world(2, run, counts)[0] for counts in (True, False))
+    for (skipped, state), (skipped_too, expected) in zip(counted, plain, strict=True):
+        assert skipped == skipped_too == [step == 6 for step in range(8)]
+        assert_same_bits(state, expected)
+
+
 # -- which tokens belong to a step -----------------------------------------------------------------
 
 
