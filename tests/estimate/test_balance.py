@@ -52,11 +52,8 @@ def repeated(block: Shapes, layers: int, outside: Shapes) -> Shapes:
 
 MODELS = {
     "GPT 125M": gpt(768, 12),
-    "GPT 350M": gpt(1024, 24),
     "GPT 1.3B": gpt(2048, 24),
-    "GPT 2.7B": gpt(2560, 32),
     "GPT 7B": gpt(4096, 32),
-    "Llama-like 1B": llama(2048, 512, 8192, 16),
     "Llama-like 8B": llama(4096, 1024, 14336, 32),
     "Qwen-like 7B": llama(3584, 512, 18944, 28),
     "64 experts": mixture(1024, 1408, 12),
