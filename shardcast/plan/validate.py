@@ -17,7 +17,7 @@ from shardcast.plan.parallel_dims import ParallelDims, Tie
 from shardcast.plan.precision import PACKABLE
 
 Parameters = Iterable[Tensor] | Tensor
-_NOT_PLAIN = object()
+ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
 OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of Muon's rates
 
@@ -295,23 +295,22 @@ def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str
         lines.append(f"optimizer = {type(optimizer).__qualname__}")
         for key in sorted(group):
             if key != "params" and (key in optimizer.defaults or key in OURS):  # no script's notes
-                value = _plain(group[key])
-                if value is not _NOT_PLAIN:
-                    lines.append(f"group {number}: {key} = {value!r}")
+                lines.append(f"group {number}: {key} = {plain(group[key])!r}")
     return lines
 
 
-def _plain(value: Any) -> Any:
-    """A number, text, a flag, None, or a tuple of them; tensors, such as a tensor ``lr``, by value.
+def plain(value: Any) -> Any:
+    """What ranks can compare without waiting for a device; tensors of the host by their value.
 
-    Anything else, of which nobody knows whether it is alike on all ranks, is ``_NOT_PLAIN``.
+    Of anything else nobody knows whether it is alike on all ranks: ``None``.
     """
     if isinstance(value, Tensor):
-        return value.tolist() if value.numel() == 1 and not value.is_meta else _NOT_PLAIN
+        if value.numel() != 1:
+            return None
+        return value.item() if _compat.is_host(value.device) else ON_DEVICE
     if isinstance(value, (tuple, list)):
-        items = tuple(_plain(item) for item in value)
-        return _NOT_PLAIN if _NOT_PLAIN in items else items
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
+        return tuple(map(plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _bound(name: str, value: Any) -> float:

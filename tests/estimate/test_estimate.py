@@ -267,6 +267,10 @@ def pair():
     model = torch.nn.Linear(1000, 1000)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
+def listed():
+    model, sgd = pair()
+    return model, [sgd]
+
 def triple(): return (*pair(), None)
 def unlike(): return torch.nn.Linear(2, 2), "AdamW"
 """
@@ -363,7 +367,9 @@ def test_advice_is_printed_and_written_as_a_configuration(command: Command, tmp_
 
 
 def test_a_function_may_return_the_model_and_its_optimizer(command: Command):
-    assert "1,001,000 parameters, SGD" in command("built:pair", "--world_size", "2")
+    for function in ("pair", "listed"):
+        printed = command(f"built:{function}", "--world_size", "2")
+        assert "1,001,000 parameters, SGD" in printed
 
 
 @pytest.mark.parametrize(

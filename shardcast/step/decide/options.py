@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.messages import by_rank, warn
+from shardcast.plan.validate import ON_DEVICE, plain
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
 DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
-ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
 REMEDY = (
     "Every owner would update its part of the model in its own way: give all ranks the same value, "
     "for example average what a scheduler such as ReduceLROnPlateau is given over the ranks first."
@@ -99,12 +99,12 @@ class OptionCheck:
         return torch.cat([digests, -self._process_groups.dp.size * digests * digests]).double()
 
     def _digest(self) -> None:
-        plain = [_plain(value) for value in self._objects]
+        values = [plain(value) for value in self._objects]
         self._changing = not all(map(_is_constant, self._objects))
         self._on_device = [
-            value for value, text in zip(self._objects, plain, strict=True) if text is ON_DEVICE
+            value for value, text in zip(self._objects, values, strict=True) if text is ON_DEVICE
         ]
-        digest = zlib.crc32(repr(plain).encode())
+        digest = zlib.crc32(repr(values).encode())
         digests = zlib.crc32(self._trained), digest, digest >> BITS
         numbers = tuple(number & self._mask for number in digests)
         if numbers != self._numbers:
@@ -129,11 +129,11 @@ class OptionCheck:
     def error(self, groups: Groups) -> RuntimeError:
         """Names the options that differ, with groups, ranks and values."""
         values = {
-            f"{name} of group {number}": repr(_plain(group.get(name)))
+            f"{name} of group {number}": repr(plain(group.get(name)))
             for number, group in enumerate(groups)
             for name in self._names
         }
-        values.update({name: repr(_plain(value)) for name, value in self._arguments.items()})
+        values.update({name: repr(plain(value)) for name, value in self._arguments.items()})
         text = _differences(known(values, self._process_groups.everyone, self._device), "None")
         if not text:  # they are known of this rank alone
             shown = ", ".join(f"{name} {value}" for name, value in values.items())
@@ -185,14 +185,3 @@ def _is_constant(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_is_constant, value))
     return not isinstance(value, (Tensor, list))
-
-
-def _plain(value: Any) -> Any:
-    """What can be compared and hashed without waiting; tensors of the host by their value."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            return None
-        return value.item() if _compat.is_host(value.device) else ON_DEVICE
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
-    return value if isinstance(value, (bool, int, float, str)) else None

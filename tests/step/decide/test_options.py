@@ -249,10 +249,10 @@ def test_values_on_an_accelerator_are_compared_there(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ):
     """Here tensors of one element pass for such: nothing may ask the host for their value."""
-    plain = compared._plain
+    plain = compared.plain
     monkeypatch.setattr(
         compared,
-        "_plain",
+        "plain",
         lambda value: compared.ON_DEVICE if isinstance(value, Tensor) else plain(value),
     )
     same = [groups_with(0, torch.tensor(1e-3)) for _ in range(4)]
