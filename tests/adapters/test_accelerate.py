@@ -19,11 +19,11 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
+from benchmarks.counters import Casts
 from models import CASES, MLP, parts
 from oracle import difference, mlp, pair
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
 import shardcast.run
@@ -404,22 +404,6 @@ def test_unscale_gradients_says_that_the_step_does_it() -> None:
         accelerator.unscale_gradients(optimizer)
 
 
-def test_a_skipped_step_is_seen_and_holds_the_scheduler_back() -> None:
-    accelerator = accelerator_of("fp16", {"loss_scale_init": 4.0})
-    model = MLP()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    seen = []
-    assert not optimizer.step_was_skipped
-    for factor in (1.0, float("nan"), 1.0):
-        one_step(accelerator, model, optimizer, factor)
-        scheduler.step()
-        seen.append((accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()[0]))
-    assert seen == [(False, 0.5), (True, 0.5), (False, 0.25)]
-    assert accelerator.sharded_optimizer.skipped_steps == 1
-
-
 def test_the_state_round_trip_of_stock_accelerate_keeps_masters_and_moments_exact() -> None:
     model = MLP()
     sharded = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype=BF16)
@@ -436,44 +420,23 @@ def test_the_state_round_trip_of_stock_accelerate_keeps_masters_and_moments_exac
     assert not torch.equal(masters, masters.bfloat16().float()), "the control: a cast would show"
 
 
-class Casts(TorchDispatchMode):
-    """Counts changes of floating-point dtype, and those of whole parameters apart."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
-        self.all = self.parameters = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and isinstance(out, Tensor):
-            cast = args[0].is_floating_point() and args[0].dtype != out.dtype
-            self.all += cast
-            self.parameters += cast and tuple(out.shape) in self.shapes
-        return out
-
-
-def casts_of(accelerator: Any, name: str) -> Casts:
+def casts_of(accelerator: Any, name: str) -> int:
+    """Casts of parameters in forward and backward."""
     torch.manual_seed(0)
     case = CASES[name]
     model, optimizer = prepared(accelerator, case.build())
-    batch = case.batch(0)
-    with Casts(model) as casts:
-        accelerator.backward(case.loss(model, batch))
+    with Casts(model.parameters()) as casts:
+        accelerator.backward(case.loss(model, case.batch(0)))
     optimizer.step()
-    return casts
+    return casts.count
 
 
 @pytest.mark.parametrize(("name", "layers"), [("mlp", 3), ("gpt", 9)])
 def test_forward_and_backward_cast_no_parameter(name: str, layers: int) -> None:
-    ours = casts_of(accelerator_of("bf16"), name)
+    assert casts_of(accelerator_of("bf16"), name) == 0
     AcceleratorState._reset_state(reset_partial_state=True)
     stock = casts_of(Accelerator(cpu=True, mixed_precision="bf16"), name)
-    assert ours.parameters == 0
-    assert stock.parameters >= 2 * layers, "the control: autocast, and its gradients back"
-    if name == "mlp":  # in the other, torch's attention itself computes in fp32
-        assert ours.all == 3, "the input, the output, and the output's gradient"
-        assert stock.all >= 4 * layers
+    assert stock >= layers, "the control: autocast"
 
 
 # -- the rest ---------------------------------------------------------------------------------
@@ -505,15 +468,6 @@ def test_free_memory_removes_the_hooks_with_the_optimizer_and_training_may_go_on
     del optimizer, ready
     gc.collect()
     assert hooks(model) == 0
-
-
-def test_join_of_even_inputs_does_nothing() -> None:
-    accelerator = accelerator_of()
-    model, _ = prepared(accelerator)
-    with accelerator.join_uneven_inputs([model]):
-        pass
-    with accelerator.join_uneven_inputs([model], even_batches=False):
-        pass  # one process has nothing to wait for
 
 
 def test_every_way_of_saving_the_model_keeps_every_parameter(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import DataLoaderConfiguration
 from lightning.pytorch import LightningModule, Trainer
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
@@ -133,13 +135,17 @@ def by_counting_trainer(config: Any, ranks: int, folder: str) -> Any:
 
 
 def by_lightning(config: Any, ranks: int, folder: str) -> Any:
+    return fit_lightning(Module(ranks), config, ranks, folder, False)
+
+
+def fit_lightning(module: Any, config: Any, ranks: int, folder: str, deals: bool) -> Any:
     trainer = Trainer(
         strategy=ShardcastStrategy(config), accelerator="cpu", devices=ranks, max_epochs=1,
-        accumulate_grad_batches=MICRO_BATCHES // ranks, use_distributed_sampler=False,
+        accumulate_grad_batches=MICRO_BATCHES // ranks, use_distributed_sampler=deals,
         default_root_dir=folder, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, precision="32-true",
     )  # fmt: skip
-    trainer.fit(Module(ranks))
+    trainer.fit(module)
     return trainer.strategy.precision_plugin.sharded[0]
 
 
@@ -210,3 +216,33 @@ def test_a_guard_skips_steps_of_each_framework(tmp_path: Path, framework: str) -
     fresh()
     sharded = FRAMEWORKS[framework]({"guard": is_unwelcome}, 1, str(tmp_path))
     assert sharded.guarded_steps == sharded.skipped_steps == STEPS
+
+
+class Dealt(Module):
+    """Its loader is Lightning's to deal out."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(), batch_size=2)  # type: ignore[arg-type]
+
+
+def dealt_otherwise(group: Any, folder: str) -> list[str]:
+    """What is said of loaders whose order depends on the number of ranks."""
+    fresh()
+    config = {"reproducible": MICRO_BATCHES}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        split = DataLoaderConfiguration(split_batches=True)
+        accelerator = ShardcastAccelerator(
+            cpu=True, shardcast_config=config, dataloader_config=split
+        )
+        accelerator.prepare(DataLoader(rows(), batch_size=2))  # type: ignore[arg-type]
+        fit_lightning(Dealt(group.size()), config, group.size(), folder, True)
+    return [str(it.message) for it in caught if "reproducible" in str(it.message)]
+
+
+def test_loaders_that_give_other_micro_batches_to_other_ranks_are_warned_of(
+    tmp_path: Path, gloo: SpawnedWorld
+) -> None:
+    told = gloo.run(dealt_otherwise, str(tmp_path), timeout=100)[0]
+    assert [text.split()[1] for text in told] == ["expected", "Lightning's"]
+    assert "split_batches" in told[0] and "use_distributed_sampler=False" in told[1]

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import train_lightning
+from benchmarks.counters import Casts
 from commands import python
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from models import exact_muon
-from test_accelerate import Casts
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.optim.lr_scheduler import ExponentialLR
@@ -308,7 +308,7 @@ class Counting(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         if self.casts is None:
-            self.casts = Casts(module)
+            self.casts = Casts(module.parameters())
             self.casts.__enter__()
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
@@ -325,7 +325,7 @@ def test_no_parameter_is_cast_in_forward_and_backward(tmp_path: Path, precision:
             limit_val_batches=0, callbacks=[counting], max_steps=1, precision=precision, **options,
         )  # fmt: skip
         trainer.fit(module, loader())
-        return counting.casts.parameters, module.losses[0]
+        return counting.casts.count, module.losses[0]
 
     found, loss = casts_and_loss()
     assert found == 0
