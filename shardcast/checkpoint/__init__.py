@@ -17,9 +17,8 @@ from shardcast.checkpoint.background import Saving, save_async
 from shardcast.checkpoint.dcp import Stored
 from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest, inspect, latest
 from shardcast.checkpoint.exporting import export
-from shardcast.checkpoint.foreign import import_dcp, import_deepspeed
+from shardcast.checkpoint.importing import import_dcp, import_deepspeed, load_plain
 from shardcast.checkpoint.loading import Resumed, load, resume
-from shardcast.checkpoint.plain import load_plain
 from shardcast.checkpoint.replay import Difference, replay
 from shardcast.checkpoint.saving import save
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,13 +185,6 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
                     f"{expected[name]}; such a state cannot be cut, use partition 'whole'"
                 )
     return source
-
-
-def import_from(snapshot: Snapshot, opened: Callable[[], Source], call: str) -> None:
-    """Open what others wrote, compare it, and take it. Collective."""
-    snapshot.meet(call)
-    source = snapshot.together(lambda: compare(snapshot, opened()), call)
-    take(snapshot, source, call)
 
 
 def take(snapshot: Snapshot, source: Source, call: str) -> None:

@@ -19,12 +19,12 @@ from shardcast.checkpoint.region import KeyPath, ShardView, slices_of
 
 
 @dataclass(frozen=True)
-class Lazy:
-    """A tensor that is put together each time it is needed."""
+class Partitioned:
+    """A tensor in flat parts, put together each time it is needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    make: Callable[[], Tensor]
+    parts: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,24 +84,31 @@ def from_reader(
 
 
 def from_tensors(
-    where: str, weights: Mapping[str, Tensor | Lazy], state: Mapping[str, Mapping[str, Any]]
+    where: str, weights: Mapping[str, Tensor | Partitioned], state: Mapping[str, Mapping[str, Any]]
 ) -> Source:
     """What is in memory, or mapped into it."""
-    values: dict[KeyPath, Tensor | Lazy] = {model_path(n): v for n, v in weights.items()}
-    stored: dict[str, dict[str, Any]] = {}
-    for name, known in state.items():
-        stored[name] = dict(known)
-        for key, value in known.items():
-            if isinstance(value, (Tensor, Lazy)):
-                values[state_path(name, key)] = value
-                stored[name][key] = Stored(tuple(value.shape), value.dtype)
+    values = {model_path(name): value for name, value in weights.items()} | {
+        state_path(name, key): value
+        for name, known in state.items()
+        for key, value in known.items()
+    }
 
     def read(views: Sequence[ShardView]) -> None:
         for view in views:
             value = values[view.path]
-            tensor = value.make() if isinstance(value, Lazy) else value
+            tensor = torch.cat([*value.parts]) if isinstance(value, Partitioned) else value
             for chunk, target in view.chunks():
                 target.copy_(tensor.reshape(view.region.shape)[slices_of(chunk)])
 
-    shapes = {name: Stored(tuple(value.shape), value.dtype) for name, value in weights.items()}
-    return Source(where, shapes, stored, read)
+    return Source(
+        where,
+        {name: _stored(value) for name, value in weights.items()},
+        {name: {k: _stored(v) for k, v in known.items()} for name, known in state.items()},
+        read,
+    )
+
+
+def _stored(value: Any) -> Any:
+    """What a tensor is; other values as they are."""
+    is_tensor = isinstance(value, (Tensor, Partitioned))
+    return Stored(tuple(value.shape), value.dtype) if is_tensor else value

@@ -113,27 +113,9 @@ class StateDict:
         return plan
 
     def _plan_alone(self, state_or_list: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
-        states = state_or_list if isinstance(state_or_list, list) else [state_or_list]
-        for key in ("state", "param_groups"):
-            if not states or any(key not in state for state in states):
-                raise ValueError(
-                    f"state_dict: expected 'state' and 'param_groups', got no {key!r}; every rank "
-                    "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
-                )
-        loaded = states[0]
-        if isinstance(state_or_list, list):
-            if any("shardcast" in state for state in states):
-                raise ValueError(
-                    "state_dict: expected a list of plain states, as full_state_dicts() gives, got "
-                    "a local one in it; pass what state_dict() returned without a list"
-                )
-            loaded = join_states(states, self._optimizer.originals.places)
+        loaded = plain_state(state_or_list, self._optimizer.originals.places)
         groups, head = loaded["param_groups"], loaded.get("shardcast")
-        check_groups(self._groups, groups)
-        # By their order in the groups, as torch does: DCP has names in place of numbers.
-        keys = chain.from_iterable(group["params"] for group in groups)
-        params = dict(zip(keys, numbered(self._groups), strict=True))
-        state = {params[key]: values for key, values in loaded["state"].items()}
+        state = state_by_param(loaded, self._groups)
         if head is None:
             return self.plan_plain(state)._replace(groups=groups)
         self._check_head(head)
@@ -239,8 +221,31 @@ def split_state(state: Mapping[str, Any], places: Sequence[int]) -> list[dict[st
     return states
 
 
-def join_states(states: Sequence[Mapping[str, Any]], places: Sequence[int]) -> dict[str, Any]:
-    """The inverse of :func:`split_state`; ValueError for another number of states or groups."""
+def plain_state(
+    states: Mapping[str, Any] | Sequence[Mapping[str, Any]], places: Sequence[int]
+) -> Mapping[str, Any]:
+    """A state, or of a list with a plain one of each optimizer the joint one.
+
+    Args:
+        places: of each group, the place of its optimizer.
+
+    Raises:
+        ValueError: one is no state, or a local one in a list; another number of states or groups.
+    """
+    listed = [states] if isinstance(states, Mapping) else states
+    for key in ("state", "param_groups"):
+        if not listed or any(key not in state for state in listed):
+            raise ValueError(
+                f"state_dict: expected 'state' and 'param_groups', got no {key!r}; every rank "
+                "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
+            )
+    if isinstance(states, Mapping):
+        return states
+    if any("shardcast" in state for state in states):
+        raise ValueError(
+            "state_dict: expected a list of plain states, as full_state_dicts() gives, got "
+            "a local one in it; pass what state_dict() returned without a list"
+        )
     sizes = [len(state["param_groups"]) for state in states]
     expected = [list(places).count(place) for place in range(max(places) + 1)]
     if sizes != expected:
@@ -262,15 +267,25 @@ def join_states(states: Sequence[Mapping[str, Any]], places: Sequence[int]) -> d
     return {"state": joined, "param_groups": groups}
 
 
-def check_groups(groups: Groups, loaded: Groups) -> None:
-    """Raise ValueError for another number of groups, or of parameters in one of them."""
-    sizes = [len(group["params"]) for group in groups]
-    loaded_sizes = [len(group["params"]) for group in loaded]
-    if sizes != loaded_sizes:
+def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:
+    """A state by what ``groups`` have as parameters: their order decides, as in torch.
+
+    Raises:
+        ValueError: another number of groups, or of parameters in one of them.
+    """
+    # Of DCP the keys are names in place of numbers.
+    keys, params = (
+        [list(group["params"]) for group in groups_of_one]
+        for groups_of_one in (loaded["param_groups"], groups)
+    )
+    if list(map(len, keys)) != list(map(len, params)):
         raise ValueError(
-            f"state_dict: expected groups with {sizes} parameters, got {loaded_sizes}; build the "
-            "optimizer with the same groups as when the state was saved"
+            f"state_dict: expected groups with {list(map(len, params))} parameters, got "
+            f"{list(map(len, keys))}; build the optimizer with the same groups as when the state "
+            "was saved"
         )
+    param_by_key = dict(zip(chain(*keys), chain(*params), strict=True))
+    return {param_by_key[key]: values for key, values in loaded["state"].items()}
 
 
 def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from faults import watch
 from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -234,42 +235,34 @@ def test_frozen_and_outer_parameters_and_buffers_come_back_on_every_rank(tmp_pat
         assert_same_bits(tensors, saved[0][1])
 
 
-def recomputing(group: Any, folder: str, load: bool) -> Any:
+def recomputing(seed: int = 0) -> Any:
     """A model with a block in torch's wrapper, whose hook renames the keys of state_dict."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     norm = nn.BatchNorm1d(6)
     norm.register_buffer("scratch", torch.zeros(3), persistent=False)
+    norm.running_mean += 1.5 * seed
     model = nn.Sequential(nn.Linear(6, 6), checkpoint_wrapper(nn.Sequential(norm)))
-    optimizer = sharded(model, group)
-    if load:
-        checkpoint.load(folder, model, optimizer)
-    else:
-        norm.running_mean += 1.5
-        advance(model, optimizer, 0, 1)
-        checkpoint.save(folder, model, optimizer, step=1)
+    optimizer = sharded(model)
+    advance(model, optimizer, seed, seed + 1)
     return model, optimizer
 
 
-def test_buffers_inside_of_a_checkpoint_wrapper_are_saved(tmp_path: Path):
-    saved, _ = run_world(2, recomputing, str(tmp_path), False)
-    loaded, _ = run_world(2, recomputing, str(tmp_path), True)
-    for model, _ in loaded:
-        assert_same_bits(model.state_dict(), saved[0][0].state_dict())
-    stored = checkpoint.inspect(checkpoint.latest(tmp_path)).tensors
+def test_what_a_checkpoint_wrapper_holds_has_state_dicts_keys_outside(tmp_path: Path):
+    model, optimizer = recomputing(1)
+    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+    stored = checkpoint.inspect(tmp_path / "run").tensors
     assert not [key for key in stored if key.endswith("scratch")]
-
-
-def test_state_dicts_keys_are_used_outside_for_what_a_checkpoint_wrapper_holds(tmp_path: Path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, _ = recomputing(None, str(tmp_path / "run"), False)
     checkpoint.export(tmp_path / "run", tmp_path / "out", optimizer=False)
-    exported = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
     assert_same_bits(exported, model.state_dict())
-    for number, weights in enumerate((exported, model.state_dict())):
-        other, optimizer = recomputing(None, str(tmp_path / f"other{number}"), False)
-        advance(other, optimizer, 1, 2)
-        checkpoint.load_plain(other, optimizer, weights)
-        assert_same_bits(other.state_dict(), model.state_dict())
+    loads = [
+        lambda pair, w=weights: checkpoint.load_plain(*pair, w)
+        for weights in (exported, model.state_dict())
+    ]
+    for load in (lambda pair: checkpoint.load(tmp_path / "run", *pair), *loads):
+        fresh = recomputing()
+        load(fresh)
+        assert_same_bits(fresh[0].state_dict(), model.state_dict())
 
 
 def over_gloo(group: Any, fn: Any, *args: Any) -> Any:
@@ -310,38 +303,15 @@ def test_torch_alone_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
 def test_an_export_goes_on_in_the_plain_optimizer(tmp_path: Path, kind: str):
-    safetensors = pytest.importorskip("safetensors.torch")
     fields = {"param_dtype": FP32}
     saved, _ = run_world(3, saving, str(tmp_path / "run"), "gpt", kind, fields)
     checkpoint.export(tmp_path / "run", tmp_path / "out")
     model = CASES["gpt"].build(seed=9)
-    model.load_state_dict(safetensors.load_file(tmp_path / "out" / "model.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     optimizer = make(kind, model)
     optimizer.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True))
     advance(model, optimizer, 3, 6)
     assert_same_bits(values(model), saved[0][1][1])
-
-
-def test_an_export_is_cut_by_size_as_the_hub_expects(tmp_path: Path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    import json
-
-    saving(None, str(tmp_path / "run"), "gpt", "adamw", {"param_dtype": BF16})
-    written = checkpoint.export(
-        tmp_path / "run", tmp_path / "out", max_shard_mb=0.01, optimizer=False
-    )
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) == len(written) - 1 > 2
-    merged, total = {}, 0
-    for path in written[:-1]:
-        held = safetensors.load_file(path)
-        assert all(index["weight_map"][name] == path.name for name in held)
-        merged.update(held)
-        total += sum(tensor.nbytes for tensor in held.values())
-    assert total == index["metadata"]["total_size"]
-    CASES["gpt"].build().load_state_dict(merged)  # strict: every name is there
-    with pytest.raises(FileExistsError, match="give a new or an empty directory"):
-        checkpoint.export(tmp_path / "run", tmp_path / "out")
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -362,33 +332,29 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64])
 def test_an_export_has_buffers_of_rare_dtypes(tmp_path: Path, dtype: torch.dtype):
-    safetensors = pytest.importorskip("safetensors.torch")
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_buffer("table", torch.arange(3).to(dtype))
     optimizer = sharded(model)
     advance(model, optimizer, 0, 1)
     checkpoint.save(tmp_path / "run", model, optimizer, step=1)
     checkpoint.export(tmp_path / "run", tmp_path / "new" / "out")
-    exported = safetensors.load_file(tmp_path / "new" / "out" / "model.safetensors")
+    exported = load_file(tmp_path / "new" / "out" / "model.safetensors")
     assert_same_bits(exported, model.state_dict())
 
 
 def test_a_run_with_a_loss_scale_goes_on_with_its_own_from_one_without(tmp_path: Path):
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, param_dtype=BF16)
-    advance(model, optimizer, 0, 1)
-    checkpoint.save(tmp_path, model, optimizer, step=1)
-    other = CASES["mlp"].build()
-    scaled = sharded(
-        other, param_dtype=torch.float16, loss_scale="dynamic", loss_scale_init=2.0**10
-    )
-    checkpoint.load(tmp_path, other, scaled)
-    assert float(scaled.loss_scale) == 2.0**10
-    checkpoint.save(tmp_path, other, scaled, step=2)
-    fresh = CASES["mlp"].build()
-    again = sharded(fresh, param_dtype=torch.float16, loss_scale="dynamic")
-    checkpoint.load(tmp_path, fresh, again)
-    assert float(again.loss_scale) == 2.0**10
+    def job(**fields: Any) -> Any:
+        model = CASES["mlp"].build()
+        return model, sharded(model, **fields)
+
+    dynamic = {"param_dtype": FP16, "loss_scale": "dynamic"}
+    plain, scaled = job(param_dtype=BF16), job(**dynamic, loss_scale_init=2.0**10)
+    fresh = job(**dynamic)
+    checkpoint.save(tmp_path, *plain, step=1)
+    checkpoint.load(tmp_path, *scaled)
+    checkpoint.save(tmp_path, *scaled, step=2)
+    checkpoint.load(tmp_path, *fresh)
+    assert float(scaled[1].loss_scale) == float(fresh[1].loss_scale) == 2.0**10
 
 
 def test_metadata_and_frames_are_a_small_part_of_a_larger_state(tmp_path: Path):

@@ -69,17 +69,13 @@ def listing(name: str) -> Callable[[dict[str, Any]], Any]:
 same: Callable[[dict[str, Any]], Any] = lambda _manifest: None  # noqa: E731
 EDITS: dict[str, tuple[str | None, int, Callable[[dict[str, Any]], Any], str]] = {
     "no step": (None, 0, without("step"), "None as 'step', expected int"),
-    "no files": (None, 0, without("files"), "None as 'files', expected dict"),
-    "no world size": (None, 0, without("world_size"), "None as 'world_size'"),
     "a list": (None, 0, lambda _: [1], "cannot be read"),
     "no size": (None, 0, lambda m: m["files"].update({"x": {}}), "'x', no size"),
     "a path above": (None, 0, listing("../x"), r"'\.\./x', which is no plain file name"),
     "an absolute path": (None, 0, listing("/etc/hostname"), "'/etc/hostname', which is no plain"),
-    "the directory": (None, 0, listing(".."), "no plain file name"),
     "no metadata": (None, 0, unlisted(".metadata"), r"does not list '\.metadata'"),
     "data not listed": (None, 0, unlisted("__0_0.distcp"), "'__0_0.distcp', which .* not list"),
-    "chunks above": ("../step-000000001/__0_0.distcp", 0, same, "outside of its directory"),
-    "chunks elsewhere": ("/etc/hostname", 0, same, "outside of its directory"),
+    "chunks above": ("../x", 0, same, "outside of its directory"),
     "chunks beyond": ("__0_0.distcp", 1 << 40, same, "refers to byte"),
 }
 
@@ -105,15 +101,6 @@ def test_what_was_edited_by_hand_is_refused_although_its_sums_hold(tmp_path: Pat
     assert_same_bits(parts(optimizer), before)
     with pytest.warns(UserWarning, match="falling back"):
         assert checkpoint.load(tmp_path, model, optimizer).step == 1
-
-
-def test_what_is_sealed_again_unchanged_is_taken(tmp_path: Path):
-    """Negative control: it is the edit that is refused above, not the seal."""
-    model, optimizer = job()
-    folder = checkpoint.save(tmp_path, model, optimizer, step=1)
-    point(folder, "__0_0.distcp")
-    seal(folder, same)
-    assert checkpoint.load(folder, model, optimizer).step == 1
 
 
 def test_chunks_of_others_may_not_lie_outside_of_their_directory_either(tmp_path: Path):
@@ -163,18 +150,6 @@ def test_a_directory_that_ranks_do_not_share_is_told_before_anything_is_written(
 
     run_world(2, attempt)
     assert [path.name for path in tmp_path.iterdir()] == ["unseen"]
-
-
-def test_a_link_to_nowhere_is_an_error_and_in_the_place_of_a_checkpoint_set_aside(tmp_path: Path):
-    model, optimizer = job()
-    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
-    for save in (checkpoint.save, checkpoint.save_async):
-        with pytest.raises(FileExistsError, match=r"checkpoint .*step-000000001' is not saved"):
-            save(tmp_path / "run", model, optimizer, step=1)
-    (tmp_path / "good").mkdir()
-    (tmp_path / "good" / "step-000000002").symlink_to(tmp_path / "unmounted")
-    with pytest.warns(UserWarning, match="set aside"):
-        checkpoint.save(tmp_path / "good", model, optimizer, step=2)
 
 
 def exchanged(

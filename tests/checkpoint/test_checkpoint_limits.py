@@ -16,7 +16,6 @@ from torch import nn
 
 from shardcast import checkpoint
 from shardcast.checkpoint import saving
-from shardcast.memory.codecs import Encoded
 
 pytestmark = pytest.mark.timeout(60)
 LARGEST = 8 << 20  # bytes of one parameter
@@ -107,26 +106,6 @@ def test_a_directory_that_is_read_only_is_told_on_all_ranks(tmp_path: Path):
     finally:
         subprocess.run(["umount", "-l", str(disk)], capture_output=True)
         disk.chmod(0o700)
-
-
-@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
-def test_what_is_kept_in_another_form_is_decoded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
-):
-    model, optimizer = job(master="split16", moments="int8")
-    read, decoded = Encoded.read, list[int]()
-
-    def counted(store: Encoded, part: slice) -> torch.Tensor:
-        found = read(store, part)
-        decoded.append(found.numel())
-        return found
-
-    monkeypatch.setattr(Encoded, "read", counted)
-    saved = save(tmp_path, model, optimizer, step=1)
-    if isinstance(saved, checkpoint.Saving):
-        saved.wait()
-    elements = sum(param.numel() for param in model.parameters())
-    assert sum(decoded) == 3 * elements, "masters and two moments"
 
 
 SAVE = """

@@ -1,7 +1,6 @@
 """torchrun on two nodes, and an elastic restart with fewer ranks from the newest checkpoint.
 
-The nodes are network namespaces with a cable between them, where making them is permitted; else
-two agents on the loopback interface. Each has one rank of launch/train.py.
+The nodes are two agents on the loopback interface. Each has one rank of launch/train.py.
 """
 
 from __future__ import annotations
@@ -37,45 +36,34 @@ RUN = (
 ).split()
 
 
-ADDRESSES, LOOPBACK = ["10.77.0.1", "10.77.0.2"], ["127.0.0.1"] * 2
 RENDEZVOUS = "last_call_timeout=2,join_timeout=40,read_timeout=30"
 
 
 class Nodes:
-    """Two network namespaces with a cable between them, or else this machine twice."""
+    """This machine twice."""
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[str]] = []
-        ends = [f"sc{os.getpid() % 100000}{end}" for end in "ab"]  # of the cable
-        self.spaces = [f"shardcast-{end}" for end in ends]
-        self.apart = connected(self.spaces, ends, ADDRESSES)
-        self.addresses, self.interfaces = (
-            (ADDRESSES, ends) if self.apart else (LOOPBACK, ["lo"] * 2)
-        )
-        self.port = 29400  # nobody else is in these namespaces
-        if not self.apart:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.port = probe.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
 
     def start(self, nnodes: str, *command: str) -> subprocess.Popen[str]:
         """One more agent; the first one hosts the store."""
-        number = len(self.started)
-        prefix = ["ip", "netns", "exec", self.spaces[number]] if self.apart else []
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={nnodes}", "--nproc-per-node=1", "--max-restarts=3"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:{self.port}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"),
             # Who hosts the store is said: to find out, an agent would ask for names of hosts.
-            *("--rdzv-id=test", f"--rdzv-conf={RENDEZVOUS},is_host={number == 0}"),
-            f"--local-addr={self.addresses[number]}",
+            *("--rdzv-id=test", f"--rdzv-conf={RENDEZVOUS},is_host={not self.started}"),
+            "--local-addr=127.0.0.1",
         ]
-        kept = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        inherited = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         agent = subprocess.Popen(
-            [*prefix, *torchrun, *command],
+            [*torchrun, *command],
             cwd=ROOT,
-            # gloo would take the address that the machine's name has, which is not the cable's.
-            env={**kept, "GLOO_SOCKET_IFNAME": self.interfaces[number]},
+            # gloo would take the address that the machine's name has.
+            env={**inherited, "GLOO_SOCKET_IFNAME": "lo"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -91,32 +79,6 @@ def nodes() -> Iterator[Nodes]:
     for agent in made.started:
         if agent.poll() is None:
             kill_tree(agent.pid)
-    if made.apart:
-        for space in made.spaces:
-            ip(f"netns del {space}")
-
-
-def ip(arguments: str) -> bool:
-    return subprocess.run(["ip", *arguments.split()], capture_output=True).returncode == 0
-
-
-def connected(spaces: list[str], ends: list[str], addresses: list[str]) -> bool:
-    """Make two namespaces and a cable between them; whether that was permitted."""
-    if shutil.which("ip") is None:
-        return False
-    steps = [f"netns add {space}" for space in spaces]
-    steps.append(f"link add {ends[0]} netns {spaces[0]} type veth peer {ends[1]} netns {spaces[1]}")
-    for space, end, address in zip(spaces, ends, addresses, strict=True):
-        steps += [
-            f"-n {space} addr add {address}/24 dev {end}",
-            f"-n {space} link set {end} up",
-            f"-n {space} link set lo up",
-        ]
-    done = all(ip(step) for step in steps)
-    if not done:
-        for space in spaces:
-            ip(f"netns del {space}")
-    return done
 
 
 def ended(agent: subprocess.Popen[str]) -> str:

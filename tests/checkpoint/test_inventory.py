@@ -38,23 +38,6 @@ def test_parameters_of_all_stages_are_in_the_order_of_the_whole_model(order: str
     assert found.groups == [expected.split()]
 
 
-def test_parts_and_copies_make_one_parameter_that_may_be_cut():
-    ranks = [copy(UPPER), copy(LOWER), copy(UPPER, primary=False)]
-    found = merge({n: LocalInventory({"w": part}, {}, [["w"]], {}) for n, part in enumerate(ranks)})
-    assert found.shapes == {"w": (4, 3)} and found.groups == [["w"]]
-
-
-def test_tied_names_are_stored_under_that_of_the_copy_that_counts():
-    tied = [("tokens", "head")]
-    last = LocalInventory(
-        {"head": copy(primary=False, stage=1)}, {}, [["head"]], {"out": "head"}, tied
-    )
-    found = merge({0: held("tokens", tied=tied), 1: last})
-    assert found.ties == {"head": "tokens", "out": "tokens"}
-    assert found.groups == [["tokens"]] and found.stored("head") == "tokens"
-    assert list(found.shapes) == ["tokens"]
-
-
 def test_buffers_are_stored_by_the_first_rank_that_has_them():
     ranks = {
         rank: held("w" if rank < 2 else "v", rank // 2)._replace(

@@ -1,0 +1,303 @@
+"""What others wrote, into a sharded run: plain torch, FSDP2 through DCP, and DeepSpeed ZeRO-1/2.
+
+None of these systems has to be installed, and nothing in their files can run code. Every rank
+reads the same files, mapped into memory, and copies out what it owns. They have no checksums: files
+of DCP are compared in size only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.checkpoint.access import Model, Snapshot
+from shardcast.checkpoint.dcp import Reader
+from shardcast.checkpoint.loading import Directory, compare, take
+from shardcast.checkpoint.source import Partitioned, Source, from_reader, from_tensors
+from shardcast.optimizer.state_dict import plain_state, state_by_param
+
+Values = str | os.PathLike[str] | Mapping[str, Any]
+WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
+ZERO_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+def load_plain(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    weights: Values,
+    state: Values | Sequence[Values] | None = None,
+) -> None:
+    """Load a plain torch model, and the state of the plain optimizer, into a sharded pair.
+
+    Every rank of the optimizer's group must call it, with the same files or values. Everything is
+    compared before anything in memory changes. Weights of any floating dtype become fp32 masters.
+
+    Args:
+        weights: ``model.state_dict()``, or where it is: a ``torch.save`` or safetensors file, or a
+            directory with ``model.safetensors`` or an index as the Hub has it. All files of
+            ``torch.save`` are read with ``weights_only=True``.
+        state: the unsharded optimizer's ``state_dict()``, or its file; a list of them, where
+            several optimizers were sharded together; ``None`` keeps the options of the groups and
+            begins with fresh state.
+
+    Raises:
+        ValueError: another model or other groups; names the parameter. Nothing was changed.
+        RuntimeError: a file cannot be read.
+    """
+
+    def opened(snapshot: Snapshot) -> Source:
+        where = "weights" if isinstance(weights, Mapping) else f"weights {os.fspath(weights)!r}"
+        tensors = snapshot.by_name(_unwrapped(_tensors(weights)))
+        if state is None:
+            return from_tensors(where, tensors, {})
+        head = snapshot.head()
+        is_one = isinstance(state, (str, os.PathLike, Mapping))
+        loaded = plain_state(
+            _values(state) if is_one else list(map(_values, state)),  # type: ignore[arg-type]
+            head["places"],
+        )
+        source = from_tensors(where, tensors, state_by_param(loaded, head["groups"]))
+        groups = zip(head["groups"], loaded["param_groups"], strict=True)
+        named = [{**loaded_group, "params": group["params"]} for group, loaded_group in groups]
+        return dataclasses.replace(source, groups=named)
+
+    _import(model, optimizer, opened, "load_plain")
+
+
+def _import(
+    model: Model, optimizer: torch.optim.Optimizer, opened: Callable[[Snapshot], Source], call: str
+) -> None:
+    """Open what others wrote, compare it, and take it. Collective."""
+    snapshot = Snapshot(model, optimizer)
+    snapshot.meet(call)
+    source = snapshot.together(lambda: compare(snapshot, opened(snapshot)), call)
+    take(snapshot, source, call)
+
+
+def _values(source: Values) -> Any:
+    return source if isinstance(source, Mapping) else torch_file(Path(source))
+
+
+def torch_file(path: Path, allowed: Callable[[Path], list[Any]] = lambda _path: []) -> Any:
+    """What ``torch.save`` wrote, mapped into memory, unable to run code.
+
+    Args:
+        allowed: the classes that may be in it, as ``torch.serialization.safe_globals`` has them.
+
+    Raises:
+        RuntimeError: it cannot be read.
+    """
+    try:
+        with torch.serialization.safe_globals(allowed(path)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise RuntimeError(f"{str(path)!r} cannot be read with weights_only: {reason}") from error
+
+
+def _tensors(source: Values) -> dict[str, Tensor]:
+    if isinstance(source, Mapping):
+        tensors = dict(source)
+    else:
+        tensors = {}
+        for path in _files_of(Path(source)):
+            tensors.update(
+                _safetensors(path) if path.suffix == ".safetensors" else torch_file(path)
+            )
+    for name, value in tensors.items():
+        if _compat.is_dtensor(value):
+            raise ValueError(
+                f"weights: {name!r} is a DTensor; give whole tensors (full_tensor()), or files"
+            )
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"weights: expected a model's state_dict, got {type(value).__name__} at {name!r}; "
+                "if that is a larger checkpoint, load it and pass the part with the weights"
+            )
+    return tensors
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        return [path / name for name in sorted(names)]
+    return [path / "model.safetensors"]
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file  # not needed unless there are such files
+
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise RuntimeError(f"{str(path)!r} cannot be read as safetensors: {error}") from error
+
+
+def _unwrapped(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Names without what DDP and ``torch.compile`` put before all of them."""
+    for prefix in WRAPPERS:
+        if weights and all(name.startswith(prefix) for name in weights):
+            bare = {name.removeprefix(prefix): value for name, value in weights.items()}
+            return _unwrapped(bare)
+    return weights
+
+
+# -- DCP ------------------------------------------------------------------------------------
+
+
+def import_dcp(
+    directory: Directory,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    model_key: str = "model",
+    optimizer_key: str | None = "optim",
+) -> None:
+    """Load what ``torch.distributed.checkpoint.save`` wrote, such as the state of FSDP2.
+
+    Every rank of the optimizer's group must call it. Expected is what
+    ``dcp.save({"model": ..., "optim": ...})`` makes of the two results of ``get_state_dict``.
+
+    Args:
+        directory: with a file ``.metadata``.
+        model_key, optimizer_key: the names under which the two were saved; without an
+            ``optimizer_key`` the optimizer begins with fresh state.
+
+    Raises:
+        ValueError: another model or other groups; names the parameter. Nothing was changed.
+        RuntimeError: a file is missing, too short or cannot be read.
+    """
+    folder = Path(os.path.abspath(directory))
+    opened = lambda _snapshot: _from_dcp(folder, model_key, optimizer_key)  # noqa: E731
+    _import(model, optimizer, opened, "import_dcp")
+
+
+def _from_dcp(folder: Path, model_key: str, optimizer_key: str | None) -> Source:
+    where, reader = f"checkpoint {str(folder)!r}", Reader(folder)
+    for name, needed in reader.sizes.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size < needed:
+            raise RuntimeError(f"{str(path)!r} has {size} bytes, expected at least {needed}")
+    source = from_reader(where, reader, model_key, optimizer_key)
+    if not source.weights:
+        keys = ", ".join(sorted({repr(path[0]) for path in reader.paths})[:5])
+        raise ValueError(f"{where}: it has nothing under {model_key!r}, but {keys}; see model_key=")
+    if optimizer_key is None:
+        return source
+    options: dict[int, dict[str, Any]] = {}
+    for key in reader.paths:
+        if key[:2] == (optimizer_key, "param_groups") and len(key) == 4:
+            options.setdefault(int(key[2]), {})[key[3]] = reader.object(key)
+    if not options:
+        raise ValueError(
+            f"{where}: it has no param_groups under {optimizer_key!r}; save the result of "
+            "get_state_dict (not flattened), or pass optimizer_key=None to load the model alone"
+        )
+    return dataclasses.replace(source, groups=[options[number] for number in sorted(options)])
+
+
+def import_deepspeed(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Load what DeepSpeed wrote with ZeRO stage 1 or 2, without DeepSpeed.
+
+    Every rank of the optimizer's group must call it. Read is the native format, from any number of
+    data-parallel ranks: fp32 weights and moments from ``*_optim_states.pt``, buffers and frozen
+    parameters from ``mp_rank_00_model_states.pt``. Files are mapped into memory; the parameter
+    being assembled is in it as a whole.
+
+    Args:
+        directory: of one tag, or the one above with the file ``latest``.
+
+    Raises:
+        ValueError: another model, other groups, tensor parallelism or ZeRO-3. Nothing was changed.
+        RuntimeError: a file is missing or cannot be read.
+    """
+    folder = Path(os.path.abspath(directory))
+    _import(model, optimizer, lambda _snapshot: _from_deepspeed(folder), "import_deepspeed")
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------
+
+
+class _Inert:
+    """Stands for any class of DeepSpeed: keeps what it was pickled with, and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def _inert(path: Path) -> list[Any]:
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    return [(_Inert, name) for name in names if name.startswith("deepspeed.")]
+
+
+def _from_deepspeed(folder: Path) -> Source:
+    where = f"checkpoint {str(folder)!r}"
+    if (folder / "latest").is_file():
+        folder = folder / (folder / "latest").read_text().strip()
+    model = torch_file(folder / "mp_rank_00_model_states.pt", _inert)
+    matches = (ZERO_FILE.fullmatch(path.name) for path in folder.iterdir())
+    ranks = {int(match[1]): match for match in matches if match}
+    expected = int(model["dp_world_size"])
+    if int(model.get("mp_world_size", 1)) != 1 or any(int(m[2]) for m in ranks.values()):
+        raise ValueError(f"{where}: it is tensor parallel; merge it with DeepSpeed's tools first")
+    if sorted(ranks) != list(range(expected)):
+        raise RuntimeError(
+            f"{where}: expected optimizer states of {expected} ranks, found {sorted(ranks)}"
+        )
+    files = [torch_file(folder / ranks[rank][0], _inert) for rank in range(expected)]
+    shards = [file["optimizer_state_dict"] for file in files]
+    if any("single_partition_of_fp32_groups" not in shard for shard in shards):
+        raise ValueError(
+            f"{where}: expected ZeRO stage 1 or 2; convert stage 3 with DeepSpeed's zero_to_fp32 "
+            "and load_plain() the weights"
+        )
+    weights: dict[str, Tensor | Partitioned] = dict(model["module"])
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for number, shapes in enumerate(model["param_shapes"]):
+        base = shards[0]["base_optimizer_state"]
+        groups.append({**base["param_groups"][number], "params": list(shapes)})
+        flats = [shard["single_partition_of_fp32_groups"][number] for shard in shards]
+        for name, shape in shapes.items():
+            places = [shard["param_slice_mappings"][number].get(name) for shard in shards]
+            whole = partial(_partitioned, f"{where}: parameter {name!r}", places, tuple(shape))
+            weights[name] = whole(flats)
+            states = [shard["base_optimizer_state"]["state"].get(number, {}) for shard in shards]
+            state[name] = {
+                key: whole([state_of_rank[key] for state_of_rank in states])
+                if isinstance(first, Tensor) and first.dim() > 0
+                else first
+                for key, first in states[0].items()
+            }
+    return dataclasses.replace(from_tensors(where, weights, state), groups=groups)
+
+
+def _partitioned(
+    where: str, places: list[Any], shape: tuple[int, ...], flats: list[Tensor]
+) -> Partitioned:
+    """A parameter's weights or moments, of each rank's flat stretch."""
+    # Moments are stored without the padding that the weights have at the end.
+    parts = [
+        flat[place.start : place.start + place.numel]
+        for flat, place in zip(flats, places, strict=True)
+        if place is not None
+    ]
+    numel = sum(part.numel() for part in parts)
+    if numel != math.prod(shape):
+        raise RuntimeError(f"{where}: {numel} elements, expected {math.prod(shape)}")
+    return Partitioned(shape, flats[0].dtype, parts)
