@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from grids import Job, joined, like
-from models import assert_same_bits, install, parts, sharded, values, whole
+from models import assert_same_bits, install, parts, values, whole
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -111,25 +111,25 @@ def test_an_export_of_a_grid_is_that_of_one_process(tmp_path: Path):
 
 
 def test_replicas_of_shards_write_once(tmp_path: Path):
-    def saved(mesh: Any) -> Any:
+    def job(**where: Any) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(3, 2))
         model[2:].requires_grad_(False)
-        trained = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()])
-        dims, fields = ("dp_replicate", "dp_shard"), {"param_dtype": "fp32", "fuse": "eager"}
-        optimizer = shardcast.shard(model, trained, mesh=mesh, dp=dims, **fields)
+        trained = torch.optim.AdamW(list(model.parameters())[:4])
+        return model, shardcast.shard(model, trained, param_dtype="fp32", fuse="eager", **where)
+
+    def saved(mesh: Any) -> Any:
+        model, optimizer = job(mesh=mesh, dp=("dp_replicate", "dp_shard"))
         install(model, 0)
         optimizer.step()
         checkpoint.save(tmp_path, model, optimizer, step=1)
         return parts(optimizer), values(model)
 
     ranks = threaded_world({"dp_replicate": 2, "dp_shard": 2}, saved)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(3, 2))
-    model[2:].requires_grad_(False)
-    optimizer = sharded(model, None, lambda m: torch.optim.AdamW(list(m.parameters())[:4]))
+    model, optimizer = job()
     checkpoint.load(tmp_path, model, optimizer)
-    assert_same_bits(whole([parts(optimizer)]), whole(found for found, _ in ranks[:2]))
-    assert_same_bits(whole([parts(optimizer)]), whole(found for found, _ in ranks[2:]))
+    for replica in (ranks[:2], ranks[2:]):
+        assert_same_bits(whole([parts(optimizer)]), whole(found for found, _ in replica))
     assert_same_bits(values(model), ranks[0][1])
 
 
@@ -176,25 +176,25 @@ def test_experts_are_saved_as_parts_of_one_tensor(tmp_path: Path):
         assert torch.equal(model.weight[2 * (rank // 2) :][:2], local)
 
 
-def test_plain_experts_of_one_name_are_refused_on_every_rank(tmp_path: Path):
-    def saving(mesh: Any) -> None:
-        model, optimizer = experts_of(mesh, False)
-        checkpoint.save(tmp_path, model, optimizer, step=1)
+def stages_of_one_name(mesh: Any) -> Any:
+    model = nn.Linear(3, 2)
+    return model, shardcast.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh)
 
-    for message in everywhere({"ep": 2, "edp": 2}, saving):
+
+@pytest.mark.parametrize(
+    ("world", "make", "remedy"),
+    [
+        ({"ep": 2, "edp": 2}, lambda mesh: experts_of(mesh, False), "make experts DTensors"),
+        ({"pp": 2, "dp": 2}, stages_of_one_name, "shard(tied=...)"),
+    ],
+    ids=["experts", "stages"],
+)
+def test_parameters_of_one_name_are_refused_on_every_rank(
+    tmp_path: Path, world: dict[str, int], make: Any, remedy: str
+):
+    for message in everywhere(world, lambda mesh: checkpoint.save(tmp_path, *make(mesh), step=1)):
         assert "parameter 'weight' is another one on ranks 0 and 2" in message
-        assert "make experts DTensors" in message
-
-
-def test_stages_with_parameters_of_one_name_are_refused_on_every_rank(tmp_path: Path):
-    def saving(mesh: Any) -> None:
-        model = nn.Linear(3, 2)  # the same names on both stages
-        optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh)
-        checkpoint.save(tmp_path, model, optimizer, step=1)
-
-    for message in everywhere({"pp": 2, "dp": 2}, saving):
-        assert "parameter 'weight' is another one on ranks 0 and 2" in message
-        assert "shard(tied=...)" in message
+        assert remedy in message
     assert list(tmp_path.iterdir()) == []
 
 
