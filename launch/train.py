@@ -114,6 +114,8 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
             progress.train(step, lr, optimizer.grad_norm, optimizer.skipped_steps)
         if validate:
             progress.validation(step, validation_loss(network, corpus, args, processes, autocast))
+            if args.reproducible is not None:
+                log.write("digest", step=step, digest=optimizer.digest())
         if checkpoints is not None and checkpoints.after(step, args.steps):
             progress.say(f"told to stop; saved step {step}")
             break

@@ -95,46 +95,35 @@ EVEN: dict[str, Any] = {}
 WHOLE, NORMS, AUTOCAST = {"partition": "whole"}, {"keep_fp32": "norms"}, {"autocast": True}
 
 
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+
+FP16_SCALED = {"loss_scale": 64.0}
+
+
 @pytest.mark.parametrize(
-    ("size", "case", "fields"),
+    ("size", "case", "dtype", "fields"),
     [
-        *[(1, "gpt", fields) for fields in (EVEN, WHOLE, NORMS)],
-        *[(2, case, fields) for case in ("mlp", "tiny") for fields in (EVEN, WHOLE)],
-        *[(2, case, fields) for case in ("gpt", "gpt_reentrant", "gpt_nonreentrant")
-          for fields in (EVEN, NORMS, AUTOCAST)],
-        (2, "tied_reentrant", NORMS),
+        (1, "gpt", BF16, EVEN), (1, "gpt", BF16, WHOLE), (1, "gpt", FP16, FP16_SCALED),
+        (1, "gpt", FP16, {**FP16_SCALED, "optimizer": rmsprop}), (1, "gpt", FP32, EVEN),
+        (2, "mlp", BF16, EVEN), (2, "tiny", BF16, WHOLE), (2, "gpt", BF16, NORMS),
+        (2, "gpt_reentrant", BF16, AUTOCAST), (2, "gpt_nonreentrant", BF16, NORMS),
+        (2, "gpt_nonreentrant", BF16, EVEN), (2, "tied_reentrant", BF16, NORMS),
     ],
-    ids=str,
 )  # fmt: skip
 def test_parameters_are_cast_once_per_step_and_never_in_forward_or_backward(
-    size: int, case: str, fields: dict[str, Any]
+    size: int, case: str, dtype: torch.dtype, fields: dict[str, Any]
 ):
     if size == 1:
-        ranks = [count_step(None, case, BF16, fields)]
+        ranks = [count_step(None, case, dtype, fields)]
     else:
-        ranks, _ = run_world(size, count_step, case, BF16, fields)
+        ranks, _ = run_world(size, count_step, case, dtype, fields)
     for rank in ranks:
-        assert rank["no_sync"] == 0
-        assert rank["last backward"] == 0
-        assert rank["of packs"] == 0
+        assert rank["no_sync"] == rank["last backward"] == rank["of packs"] == 0
         assert rank["not once"] == []
         assert rank["casts"] <= rank["masters"], "padding at most once either"
-    assert sum(rank["casts"] for rank in ranks) > 0
-
-
-def test_fp16_and_an_optimizer_without_kernel_cast_once_per_step_too():
-    def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(model.parameters(), lr=1e-3)
-
-    for fields in ({"loss_scale": 64.0}, {"loss_scale": 64.0, "optimizer": rmsprop}):
-        found = count_step(None, "gpt", FP16, fields)
-        assert (found["no_sync"], found["last backward"], found["not once"]) == (0, 0, [])
-        assert found["casts"] == found["masters"]
-
-
-def test_fp32_parameters_are_never_cast():
-    found = count_step(None, "gpt", FP32, {})
-    assert found["casts"] == found["of packs"] == 0
+    assert (sum(rank["casts"] for rank in ranks) > 0) == (dtype != FP32)
 
 
 @pytest.mark.parametrize("case", ["gpt", "gpt_nonreentrant"])

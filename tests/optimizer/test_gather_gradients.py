@@ -49,14 +49,8 @@ def sam(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> No
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_sam_by_hand_trains_as_under_ddp(partition: str):
     check(sgd, sam, tol=1e-6, partition=partition)
-
-
-def test_sam_without_the_gather_would_be_noticed():
-    def blind(model: nn.Module, optimizer: Any, batch: Tensor, _is_sharded: bool) -> None:
-        sam(model, optimizer, batch, False)
-
-    with pytest.raises(AssertionError):
-        check(sgd, blind, worlds=(2,), tol=1e-6)
+    with pytest.raises(AssertionError):  # the control: without the gather
+        check(sgd, lambda *args: sam(*args[:3], False), worlds=(2,), tol=1e-6)
 
 
 def test_sam_in_bf16_leaves_masters_as_precise_as_they_are_without_it():
@@ -131,13 +125,13 @@ def test_every_rank_has_the_mean_of_all_ranks_whatever_is_absent(
     torch.testing.assert_close(ranks[0], expected, rtol=1e-5, atol=1e-7)
 
 
-def pcgrad(model: nn.Module, optimizer: Any, batch: Tensor, gathers: bool) -> None:
+def pcgrad(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
     params = list(model.parameters())
     for _ in range(3):
         tasks = []
         for task in range(2):
             model(batch)[:, task].square().mean().backward()
-            if gathers:
+            if is_sharded:
                 optimizer.gather_gradients()
             tasks.append(torch.cat([p.grad.flatten() for p in params]))
             optimizer.zero_grad(set_to_none=False)
@@ -149,10 +143,23 @@ def pcgrad(model: nn.Module, optimizer: Any, batch: Tensor, gathers: bool) -> No
         optimizer.zero_grad()
 
 
-def test_replaced_gradients_train_as_under_ddp_without_a_warning():
+def clips(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
+    for _ in range(2):
+        model(batch).square().mean().backward()
+        if is_sharded:
+            optimizer.clip_grad_norm_(0.05)
+            optimizer.gather_gradients()
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("script", [pcgrad, clips])
+def test_replaced_and_clipped_gradients_train_as_under_ddp_without_a_warning(script: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(sgd, pcgrad, tol=1e-6)
+        check(sgd, script, tol=1e-6)
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -176,21 +183,6 @@ def test_replaced_gradients_warn_unless_they_were_gathered(
     told = [str(w.message) for w in recwarn.list if "replaced after backward" in str(w.message)]
     assert bool(told) == (not gathers)
     assert all("optimizer.gather_gradients()" in message for message in told)
-
-
-def test_a_clip_before_the_gather_still_clips():
-    def script(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
-        for _ in range(2):
-            model(batch).square().mean().backward()
-            if is_sharded:
-                optimizer.clip_grad_norm_(0.05)
-                optimizer.gather_gradients()
-            else:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    check(sgd, script, tol=1e-6)
 
 
 def test_gradients_in_fp16_are_gathered_with_their_loss_scale():
@@ -238,11 +230,6 @@ def test_tensor_parallel_gradients_are_the_mean_over_data_parallel_ranks(backwar
 
 
 def test_sharded_gradients_cannot_be_gathered():
-    def run(group: Any) -> None:
-        model = mlp()
-        optimizer = sharded(model, group, sgd, grads="sharded")
-        model(BATCH).square().mean().backward()
-        with pytest.raises(RuntimeError, match=r"gather_gradients: .* grads 'sharded'"):
-            optimizer.gather_gradients()
-
-    run_world(2, run)
+    model = mlp()
+    with pytest.raises(RuntimeError, match=r"gather_gradients: .* grads 'sharded'"):
+        sharded(model, None, sgd, grads="sharded").gather_gradients()

@@ -174,60 +174,33 @@ class Tied(nn.Module):
         return self.tied(x.tanh())  # the backward of this comes before that of the checkpoint
 
 
-def late(group: Any, start: int) -> str:
+def late(group: Any, start: int) -> None:
     """Rank 0 checkpoints from step ``start`` on, the others never do."""
     model = Tied()
     optimizer = shardcast.shard(
         model, sgd(model), process_group=group, pack_params=1, param_dtype="fp32"
     )
-    try:
-        for step in range(3):
-            model.inside = group.rank() == 0 and step >= start
-            model(BATCH).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    for step in range(3):
+        model.inside = group.rank() == 0 and step >= start
+        model(BATCH).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def test_a_tied_weight_in_a_reentrant_checkpoint_from_the_first_step_on_works():
+def test_a_tied_weight_in_a_reentrant_checkpoint_works_from_the_first_step_on_or_is_refused():
     world = ThreadedWorld(2)
-    assert world.run(late, 0) == ["", ""]
+    world.run(late, 0)
     assert_same_sequence(world.logs)
-
-
-def test_a_tied_weight_that_comes_again_after_it_was_sent_stops_with_the_remedy():
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        ThreadedWorld(2, timeout=5).run(lambda group: [_raise(late(group, 1))])
+        ThreadedWorld(2, timeout=5).run(late, 1)
 
 
-def _raise(told: str) -> None:
-    if told:
-        raise RuntimeError(told)
-
-
-class Fragile(torch.autograd.Function):
-    """Identity whose backward fails when told to."""
-
-    fail = False
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> Any:
-        if Fragile.fail:
-            raise MemoryError("out of memory")
-        return grads[0]
+def fail(_grad: Tensor) -> None:
+    raise MemoryError("out of memory")
 
 
 def test_closing_after_a_failed_backward_waits_for_what_it_sent():
     """Its buffers are freed with the optimizer; the strict world refuses what nobody waits for."""
-
-    def fail(_grad: Tensor) -> None:
-        raise MemoryError("out of memory")
 
     def run(group: Any) -> None:
         model = mlp()
@@ -250,25 +223,15 @@ def test_closing_after_a_failed_backward_waits_for_what_it_sent():
 def test_a_backward_that_failed_everywhere_may_be_tried_again(clear: str):
     def script(model: Any, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
         for step in range(4):
-            for attempt in range(2):
-                hidden = Fragile.apply(model[:2](batch))
-                loss = model[2:](hidden).square().mean()
-                if step == 2 and attempt == 0:
-                    Fragile.fail = True
-                    with pytest.raises(MemoryError):
-                        loss.backward()
-                    barrier(optimizer)
-                    Fragile.fail = False
-                    barrier(optimizer)
-                    (optimizer if clear == "optimizer" else model).zero_grad()
-                elif attempt == 1:
-                    loss.backward()
+            if step == 2:
+                hidden = model[:2](batch)
+                hidden.register_hook(fail)
+                with pytest.raises(MemoryError):
+                    model[2:](hidden).square().mean().backward()
+                (optimizer if clear == "optimizer" else model).zero_grad()
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-    def barrier(optimizer: Any) -> None:
-        if isinstance(optimizer, shardcast.ShardedOptimizer):
-            optimizer.comm.all_reduce(torch.zeros(1))
 
     check(sgd, script, worlds=(1, 2), tol=1e-6)
 
@@ -349,23 +312,21 @@ def test_a_class_that_no_trial_could_measure_is_watched_in_its_first_steps():
     assert len(messages) == 8
 
 
-def odd_buffers(group: Any) -> list[Tensor]:
+def odd_buffers(group: Any) -> bool:
     model = mlp()
     kinds = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64]
     for number, kind in enumerate(kinds):
         values = torch.full((3, 2), group.rank() + 1.0).to(kind)
         model.register_buffer(f"odd{number}", values.t() if number % 2 else values)
-    model.register_buffer("scalar", torch.tensor(group.rank(), dtype=torch.int16))
+    model.register_buffer("scalar", torch.tensor(group.rank() + 1, dtype=torch.int16))
     optimizer = shardcast.shard(model, sgd(model), process_group=group, broadcast_buffers=True)
     set_grads(model, 0)
     optimizer.step()
-    return [buffer.to(torch.float32).clone() for buffer in model.buffers()]
+    return all(bool((buffer.to(torch.float32) == 1).all()) for buffer in model.buffers())
 
 
 def test_buffers_of_every_dtype_become_equal(gloo: SpawnedWorld):
-    first, second = gloo.run(odd_buffers)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert first[0].unique().tolist() == [1.0] and first[-1].item() == 0.0
+    assert gloo.run(odd_buffers) == [True, True]
 
 
 def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():
