@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import launches
 from models import CASES, MLP, adamw, assert_same_bits, install, parts, run_world, sharded, values
 from torch import Tensor, nn
 
@@ -189,3 +192,36 @@ def test_a_model_can_be_sharded_again_with_another_gradient_dtype():
         optimizer.step()
         optimizer.zero_grad()
         optimizer.close()
+
+
+def test_a_plain_step_enters_no_file_of_an_option_that_is_off():
+    root = str(Path(shardcast.__file__).parent)
+    files: set[str] = set()
+
+    def note(frame: Any, event: str, _arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            files.add(str(Path(frame.f_code.co_filename).relative_to(root)))
+
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, param_dtype=BF16, max_grad_norm=1.0)
+        for step in range(3):
+            batch_loss(model, step).backward()
+            if step == 2 and group.rank() == 0:
+                sys.setprofile(note)
+            optimizer.step()
+            sys.setprofile(None)
+            optimizer.zero_grad()
+
+    run_world(2, run)
+    of_step = {name for name in files if not name.startswith("testing")}
+    assert "optimizer/sharded.py" in of_step and len(of_step) <= 22
+    off = ("tokens", "loss_scale", "guard", "averages", "metrics", "parallel_dims", "overlap")
+    assert not {name for name in of_step if Path(name).stem in off}
+
+
+def test_a_step_launches_once_for_each_pack_and_25_times_beside():
+    with launches.accelerator():
+        by_stage, _ = launches.one(15, 1, {})
+    packs = by_stage.pop("packs")
+    assert sum(by_stage.values()) + 1 <= packs + 25, "one is the sync, which nothing sends here"
