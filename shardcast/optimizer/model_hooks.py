@@ -215,28 +215,29 @@ class ModelHooks:
                 "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
                 "load without assign, or before shardcast.shard"
             )
-        own = dict(module.named_parameters(recurse=False))
-        wanted = {own[name]: state_dict.get(prefix + name) for name in own}
-        for param, shard, fragment in self._fragments(wanted):
-            value, shape = wanted[param], _compat.local_tensor(param).shape
+        loaded: dict[nn.Parameter, Tensor] = {}
+        for name, param in module.named_parameters(recurse=False):
+            value = state_dict.get(prefix + name)
             if isinstance(value, Tensor):
                 value = _compat.local_tensor(value)
-            if isinstance(value, Tensor) and value.shape == shape and not shard.in_place:
-                start, stop = fragment.param_range
-                exact = value.reshape(-1)[start:stop].to(param.device, MASTER_DTYPE)
-                if value.dtype == shard.pack.layout.dtype:
-                    master = shard.exact(fragment)
-                    exact = torch.where(master.to(value.dtype) == exact, master, exact)
-                shard.set_exact(fragment, exact)
-
-    def _fragments(
-        self, params: Mapping[nn.Parameter, Any]
-    ) -> Iterator[tuple[nn.Parameter, Shard, Fragment]]:
+                if value.shape == _compat.local_tensor(param).shape:
+                    loaded[param] = value
         for shard in self._shards:
-            if any(param in params for param in shard.pack.in_model):
-                for _, fragment, param in shard.owned():
-                    if param in params:
-                        yield param, shard, fragment
+            if shard.in_place or loaded.keys().isdisjoint(shard.pack.in_model):
+                continue
+            for _, fragment, param in shard.owned():
+                if param in loaded:
+                    shard.set_exact(fragment, _exact(shard, fragment, loaded[param]))
+
+
+def _exact(shard: Shard, fragment: Fragment, value: Tensor) -> Tensor:
+    """The part of a loaded value; masters where they are all of what its low precision says."""
+    start, stop = fragment.param_range
+    part = value.reshape(-1)[start:stop].to(shard.published.device, MASTER_DTYPE)
+    if value.dtype != shard.pack.layout.dtype:
+        return part
+    master = shard.exact(fragment)
+    return torch.where(master.to(value.dtype) == part, master, part)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

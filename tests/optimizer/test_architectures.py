@@ -67,9 +67,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], An
                            decoder_start_token_id=1),
                 lambda: {"input_features": torch.randn(2, 8, 20), "labels": ids()},
                 "*.embed_positions.weight", "proj_out"),
-    "mixtral": (lambda: of("MixtralForCausalLM", vocab_size=VOCAB, num_key_value_heads=1,
-                           num_local_experts=2, max_position_embeddings=16, **LAYERS),
-                causal(), "*.gate.weight", None),
     # Its mixer reads the weights of its children itself: it is kept with all inside.
     "mamba": (lambda: of("MambaForCausalLM", vocab_size=VOCAB, hidden_size=32, state_size=4,
                          num_hidden_layers=2),
@@ -77,15 +74,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], An
     "llama": (lambda: of("LlamaForCausalLM", vocab_size=VOCAB, num_key_value_heads=1,
                          max_position_embeddings=16, **LAYERS),
               causal(), "lm_head.weight", None),
-    "bert": (lambda: of("BertForSequenceClassification", vocab_size=VOCAB,
-                        max_position_embeddings=16, **LAYERS),
-             lambda: {"input_ids": ids(), "labels": torch.tensor([0, 1])},
-             "classifier.*", "classifier"),
-    "wav2vec2": (lambda: of("Wav2Vec2ForCTC", vocab_size=VOCAB, conv_dim=(16, 16),
-                            conv_stride=(4, 2), conv_kernel=(8, 3), num_feat_extract_layers=2,
-                            num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, **LAYERS),
-                 lambda: {"input_values": torch.randn(2, 400), "labels": ids(4)},
-                 "*.feature_projection.*", None),
 }  # fmt: skip
 
 
