@@ -12,7 +12,6 @@ from shardcast import _compat
 from shardcast.memory.shard import Shard
 from shardcast.messages import warn
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.plan.layout import Fragment
 
 
 class Averages:
@@ -99,11 +98,8 @@ class Averages:
         optimizer.process_groups.everyone.together(checked, optimizer.device, "load_average")
         for shard in optimizer.shards:
             for number, fragment in enumerate(shard.fragments):
-                values = _cut(weights[fragment.slot.name], fragment)
+                start, stop = fragment.param_range
+                given = _compat.local_tensor(weights[fragment.slot.name]).detach()
+                values = given.reshape(-1)[start:stop]
                 optimizer.update_of(shard).load_average(shard, number, name, values, steps)
         optimizer.buffer_averages.begin(name, weights, steps)
-
-
-def _cut(values: Tensor, fragment: Fragment) -> Tensor:
-    start, stop = fragment.param_range
-    return _compat.local_tensor(values).detach().reshape(-1)[start:stop]

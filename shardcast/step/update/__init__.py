@@ -7,7 +7,6 @@ import torch
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.plan.originals import OptimizerList
-from shardcast.plan.partition import ELEMENTWISE
 from shardcast.step.update import rules
 from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
 from shardcast.step.update.epilogues import epilogues_of
@@ -39,13 +38,12 @@ def _update_of(
 ) -> Update:
     if type(optimizer) in rules.STATE_NAMES:
         return FusedUpdate(optimizer, config, epilogues_of(config))
-    plain = ShardcastConfig()
     for name in ("master", "moments", "offload"):
-        if getattr(config, name) != getattr(plain, name):
+        value, default = getattr(config, name), getattr(ShardcastConfig(), name)
+        if value != default:
             raise ValueError(
-                f"{name}: {getattr(config, name)!r} needs Adam, AdamW or SGD of torch.optim, got "
+                f"{name}: {value!r} needs Adam, AdamW or SGD of torch.optim, got "
                 f"{type(optimizer).__name__}, which keeps its state itself; use the default "
-                f"{getattr(plain, name)!r}"
+                f"{default!r}"
             )
-    elementwise = type(optimizer) in ELEMENTWISE
-    return AnyOptimizerUpdate(optimizer, comm, elementwise, ready, config, epilogues_of(config))
+    return AnyOptimizerUpdate(optimizer, comm, ready, config, epilogues_of(config))

@@ -17,6 +17,7 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan import probe, twins
 from shardcast.plan.layout import Fragment
+from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import muon
@@ -41,12 +42,12 @@ class AnyOptimizerUpdate(Update):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, comm: Comm, elementwise: bool, ready: Ready,
+        self, optimizer: torch.optim.Optimizer, comm: Comm, ready: Ready,
         config: ShardcastConfig, epilogues: tuple[Epilogue, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__(optimizer, config, epilogues)
         self._comm = comm
-        self.elementwise = elementwise
+        self.elementwise = type(optimizer) in ELEMENTWISE
         self._watched = 0 if probe.is_known(optimizer) else PROBATION  # steps
         self._ready = ready
         self._shards: list[Shard] = []  # on all ranks the same, own parts or not

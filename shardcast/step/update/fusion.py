@@ -265,11 +265,11 @@ class Executor:
         then moves at a time.
         """
         row = fusion.row
-        if self.compiled:
-            pairs = zip(operands, fusion.counts, strict=True)
-            return [_compat.rows_of(tensor, 0 if count < row else row) for tensor, count in pairs]
-        pairs = zip(operands, fusion.counts, strict=True)
-        return [tensor if count < row else tensor.view(-1, row) for tensor, count in pairs]
+        return [
+            _compat.rows_of(tensor, 0 if count < row else row) if self.compiled
+            else tensor if count < row else tensor.view(-1, row)
+            for tensor, count in zip(operands, fusion.counts, strict=True)
+        ]  # fmt: skip
 
 
 def _in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
