@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardcast.estimate.time import StepTime
-from shardcast.plan.costs import Group
-from shardcast.plan.overlap import arrivals, compute_times, hidden
+from shardcast.plan.costs import Group, arrivals, compute_times, hidden
 
 DDP_BUCKET = 25 * 2**20  # bytes; torch's default bucket_cap_mb
 FP32, LOW = 4, 2  # bytes

@@ -1,9 +1,4 @@
-"""How long a step takes, stage by stage, and what of it backward and the next forward hide.
-
-Forward and backward take ``6 * parameters * tokens`` operations (two in forward, four in backward,
-for each parameter and token) at the rate of the machine; nothing that depends on the model's
-architecture is known. Gradients are taken to arrive evenly over the backward, last pack first.
-"""
+"""How long a step takes, stage by stage, and what of it backward and the next forward hide."""
 
 from __future__ import annotations
 
@@ -14,8 +9,7 @@ from typing import Any
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.memory import Estimate, Traffic
 from shardcast.plan.algorithms import syncs_at_once
-from shardcast.plan.costs import Group, Machine
-from shardcast.plan.overlap import arrivals, compute_times, hidden
+from shardcast.plan.costs import Group, Machine, arrivals, compute_times, hidden
 
 
 @dataclass(frozen=True)

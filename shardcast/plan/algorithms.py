@@ -96,12 +96,17 @@ def choose(
         return Algorithms()
     equal = len(set(lengths)) == 1
     wire = wire_dtype(storage, config)
-    if config.reduce == "two_level":
-        _check_two_level(size, equal, topology)
     if config.reproducible:
         reduce, why = "all_to_all", "adds in a fixed order"
     elif config.reduce == "two_level" and topology.node >= size:
         reduce, why = "all_to_all", "there is one node"
+    elif config.reduce == "two_level" and not (equal and can_two_level(size, topology)):
+        needs = "several ranks on every node, the same number on each, numbered one after another"
+        needs = needs if equal else "equal spans, which partition 'whole' does not have"
+        raise ValueError(
+            f"reduce: two_level needs {needs}; got {size} ranks, {topology.node} on each node; use "
+            "'auto', or start the ranks node by node"
+        )
     elif config.reduce != "auto":
         reduce, why = config.reduce, "as asked"
     elif equal and wire == MASTER_DTYPE and topology.backend == "nccl":
@@ -119,19 +124,6 @@ def choose(
         messages = config.sync == "broadcast" and topology.sends_messages
         sync, because = "messages" if messages else config.sync, "as asked"
     return Algorithms(reduce, sync, why, because, topology.node)
-
-
-def _check_two_level(size: int, equal: bool, topology: Topology) -> None:
-    if not equal:
-        raise ValueError(
-            "reduce: two_level needs equal spans, which partition 'whole' does not have; use 'auto'"
-        )
-    if topology.node < size and not can_two_level(size, topology):
-        raise ValueError(
-            f"reduce: two_level needs several ranks on every node, the same number on each, "
-            f"numbered one after another, which these {size} ranks are not; use 'auto', or start "
-            "the ranks node by node"
-        )
 
 
 def _cheapest(costs: Mapping[str, float], alone: str) -> tuple[str, str]:

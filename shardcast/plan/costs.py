@@ -1,4 +1,4 @@
-"""The cost model: what a collective takes on a machine, in seconds.
+"""The cost model: what a collective takes on a machine, in seconds, and what of it is hidden.
 
 The choice of algorithms and ``shardcast estimate`` use it: alpha (seconds to begin, and per hop)
 and beta (bytes per second).
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,28 +148,24 @@ class Machine:
             raise ValueError(f"{path}: expected YAML; {error}") from error
         if not isinstance(values, Mapping):
             raise ValueError(f"{path}: expected a mapping, got {type(values).__name__}")
-        base = values.get("base", "h100")
-        if base not in PRESETS:
-            raise ValueError(f"{path}: base: expected one of {', '.join(PRESETS)}, got {base!r}")
-        numbers = {key: value for key, value in values.items() if key != "base"}
-        return PRESETS[base].replaced(path.stem, numbers)
-
-    def replaced(self, name: str, numbers: Mapping[str, Any]) -> Machine:
-        """A copy with the keys of :meth:`load` changed; raises as it does."""
-        for key, value in numbers.items():
+        base, *numbers = {"base": "h100", **values}.items()
+        if base[1] not in PRESETS:
+            raise ValueError(f"{path}: base: expected one of {', '.join(PRESETS)}, got {base[1]!r}")
+        for key, value in numbers:
             if key not in UNITS:
-                raise ValueError(f"{name}: unknown key {key!r}; known: base, {', '.join(UNITS)}")
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name}: {key}: expected a number above 0, got {value!r}")
-            if key == "ranks_per_node" and not isinstance(value, int):
-                raise ValueError(f"{name}: {key}: expected a whole number, got {value!r}")
-        fields = {UNITS[key][0]: value * UNITS[key][1] for key, value in numbers.items()}
+                raise ValueError(f"{path}: unknown key {key!r}; known: base, {', '.join(UNITS)}")
+            kinds = (int,) if key == "ranks_per_node" else (int, float)
+            if type(value) not in kinds or not value > 0:
+                kind = "whole number" if kinds == (int,) else "number"
+                raise ValueError(f"{path}: {key}: expected a {kind} above 0, got {value!r}")
+        machine = PRESETS[base[1]]
+        fields = {UNITS[key][0]: value * UNITS[key][1] for key, value in numbers}
         names = ("begin", "inside", "between")
         hops = {key: fields.pop(f"hop {key}") for key in names if f"hop {key}" in fields}
         if hops:
-            simple = next(p for p in reversed(self.protocols) if not p.tree)
+            simple = next(p for p in reversed(machine.protocols) if not p.tree)
             fields["protocols"] = (simple._replace(posted=0.0, tree=None, **hops),)
-        return dataclasses.replace(self, name=name, **fields)
+        return dataclasses.replace(machine, name=path.stem, **fields)
 
     def scaled(self, latency: float = 1.0, network: float = 1.0) -> Machine:
         """A copy with other latencies, of the host too where they are less, and between nodes with
@@ -336,3 +332,43 @@ class Group:
         protocols = (p for p in self.machine.protocols if trees or not p.tree)
         device = min(p.begin + seconds(p) for p in protocols)
         return max(self.machine.launch, device)
+
+
+# -- what runs beside the backward, or beside the next forward --------------------------------
+# Forward and backward take 6 operations for each parameter and token at the rate of the machine;
+# nothing that depends on the model's architecture is known. Gradients are taken to arrive evenly
+# over the backward, last pack first.
+
+FORWARD, BACKWARD = 2.0, 4.0  # operations per parameter and token
+TOKENS = 8192  # of one rank in a step, where nobody says how many
+
+
+def compute_times(numel: int, tokens: int, machine: Machine) -> tuple[float, float]:
+    """Seconds of forward and of backward for ``tokens`` of one rank."""
+    return FORWARD * numel * tokens / machine.flops, BACKWARD * numel * tokens / machine.flops
+
+
+def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:
+    """When the gradients of each pack, in their order, are complete."""
+    total, so_far, times = sum(sizes) or 1, 0, []
+    for size in sizes:
+        so_far += size
+        times.append(seconds * so_far / total)
+    return times
+
+
+def hidden(works: Sequence[float], ready: Sequence[float], end: float) -> float:
+    """What of ``works`` is done before ``end``; see :func:`exposed`."""
+    return max(0.0, sum(works) - exposed(works, ready, end))  # above 0 but for rounding
+
+
+def exposed(works: Iterable[float], ready: Iterable[float], end: float) -> float:
+    """How long after ``end`` the last of ``works`` ends, each beginning when it is ready.
+
+    One after another, in their order. Read backwards in time, it is also by how much a forward of
+    ``end`` seconds is delayed that needs each of ``works`` done before a deadline.
+    """
+    clock = 0.0
+    for seconds, begin in zip(works, ready, strict=True):
+        clock = max(clock, begin) + seconds
+    return max(0.0, clock - end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -106,24 +106,31 @@ def plan_packs(
     """
     pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
     bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
-    kinds: dict[tuple[object, ...], list[_Bin]] = {}  # the packs of each kind, the last one open
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
-    least = pack_bytes(parallel_dims.world_size)
+    most = pack_bytes(parallel_dims.world_size) if pack_mb is None else int(pack_mb * MIB)
+    open_bins: dict[tuple[object, ...], list[ParamInfo]] = {}  # the last pack of each kind
+    filled: dict[tuple[object, ...], int] = {}  # its bytes
+    remaining: dict[tuple[object, ...], int] = {}  # of parameters that are in no pack yet
+
+    def aligned(param: ParamInfo) -> int:
+        itemsize = param.dtype.itemsize
+        return itemsize * round_up(param.numel, max(1, config.alignment // itemsize))
+
     for param in params[alone:]:
-        numel, itemsize = param.numel, param.dtype.itemsize
-        filled = kinds.setdefault(param[2:8], [])  # all but name, shape and cost
-        full = not filled or len(filled[-1].params) == pack_params
-        if not full and pack_mb is None:
-            full = filled[-1].numel * itemsize >= least
-        elif not full and pack_mb is not None:
-            full = filled[-1].numel + numel > int(pack_mb * MIB) // itemsize
+        remaining[param[2:8]] = remaining.get(param[2:8], 0) + aligned(param)
+    for param in params[alone:]:
+        kind = param[2:8]  # all but name, shape and cost
+        full = kind not in open_bins or len(open_bins[kind]) == pack_params
+        if not full and pack_mb is not None:
+            full = filled[kind] + param.numel * param.dtype.itemsize > most
+        elif not full:  # what follows, if it is less than a pack, joins this one
+            full = filled[kind] >= most and (pack_params is not None or remaining[kind] >= most)
         if full:
-            filled.append(_Bin([], 0))
-            bins.append(filled[-1].params)
-        filled[-1].params.append(param)
-        filled[-1].numel += round_up(numel, max(1, config.alignment // itemsize))
-    if pack_mb is None and pack_params is None:
-        bins = _without_short_ends(bins, kinds.values(), least)
+            open_bins[kind], filled[kind] = [], 0
+            bins.append(open_bins[kind])
+        open_bins[kind].append(param)
+        filled[kind] += aligned(param)
+        remaining[kind] -= aligned(param)
     bins.sort(key=lambda members: parallel_dims.set_up_order(members[0].pack_groups))
     by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
     owners: dict[str, int] = {}
@@ -142,25 +149,6 @@ def plan_packs(
 def pack_bytes(ranks: int) -> int:
     """The least bytes of a pack that so many ranks cut, without ``pack_mb``."""
     return min(max(PACK, PIECE * ranks), MOST)
-
-
-@dataclasses.dataclass
-class _Bin:
-    params: list[ParamInfo]
-    numel: int
-
-
-def _without_short_ends(
-    bins: list[list[ParamInfo]], kinds: Iterable[list[_Bin]], least: int
-) -> list[list[ParamInfo]]:
-    """The last pack of each kind joins the one before where it has less than ``least`` bytes."""
-    joined = set()
-    for filled in kinds:
-        last = filled[-1]
-        if len(filled) > 1 and last.numel * last.params[0].dtype.itemsize < least:
-            joined.add(id(last.params))
-            filled[-2].params.extend(last.params)
-    return [members for members in bins if id(members) not in joined]
 
 
 def _plan_pack(

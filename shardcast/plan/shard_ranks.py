@@ -14,8 +14,8 @@ import torch
 
 from shardcast.config import ShardcastConfig
 from shardcast.plan.algorithms import Topology, group_of, reduce_costs, sync_costs, syncs_at_once
+from shardcast.plan.costs import TOKENS, arrivals, compute_times, exposed
 from shardcast.plan.layout import Layout
-from shardcast.plan.overlap import TOKENS, arrivals, compute_times, exposed
 from shardcast.plan.packing import pack_bytes
 from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
 
@@ -24,16 +24,6 @@ MOVED = 28  # and that an update reads and writes, the gradient and the paramete
 PART = 8  # of the free memory these may take one part in so many, where nobody asked for it
 GAIN = 0.02  # of a step that copies must save, likewise
 FEWEST = 8  # ranks of a run, likewise: 4 + 12 / 8 bytes are a third of DDP's 16
-
-
-def check_shard_ranks(config: ShardcastConfig, size: int) -> None:
-    """Raise ValueError for a number that does not divide ``size`` ranks."""
-    ranks = config.shard_ranks
-    if isinstance(ranks, int) and ranks < size and size % ranks:
-        raise ValueError(
-            f"shard_ranks: expected a number that divides the {size} ranks, got {ranks}; use "
-            "'auto', or the number of ranks of a node"
-        )
 
 
 def shard_ranks(
@@ -59,12 +49,16 @@ def shard_ranks(
         ValueError: a number that does not divide the ranks.
     """
     size, asked = layout.world_size, config.shard_ranks
-    check_shard_ranks(config, size)
     if isinstance(asked, int) and asked < size:
+        if size % asked:
+            raise ValueError(
+                f"shard_ranks: expected a number that divides the {size} ranks, got {asked}; use "
+                "'auto', or the number of ranks of a node"
+            )
         return asked, f"sharded over {asked} of {size} ranks (as asked)"
     several = topology.backend == "nccl" and 1 < topology.node < size and topology.between > 0
-    saves = config.grads == "sharded" or config.offload or config.moments != "fp32"
-    saves |= config.master != "fp32"
+    lean = (config.grads, config.offload, config.moments, config.master)
+    saves = lean != ("full", False, "fp32", "fp32")
     exact = bool(config.reproducible)  # sums between copies are in no order of ours
     if asked != "auto" or not several or size % topology.node or saves or exact:
         return size, ""

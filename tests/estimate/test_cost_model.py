@@ -29,7 +29,7 @@ from shardcast.estimate import (
 )
 from shardcast.optimizer.setup import plan_for
 from shardcast.plan.algorithms import Topology, choose
-from shardcast.plan.overlap import arrivals, exposed, hidden
+from shardcast.plan.costs import arrivals, exposed, hidden
 from shardcast.plan.packing import with_algorithms
 from shardcast.testing import SpawnedWorld
 
@@ -408,7 +408,7 @@ def test_a_file_changes_a_preset(tmp_path: Path):
         ("inside: fast", "inside: expected a number above 0, got 'fast'"),
         ("inside: 0", "inside: expected a number above 0, got 0"),
         ("inside: true", "inside: expected a number above 0, got True"),
-        ("ranks_per_node: 1.5", "ranks_per_node: expected a whole number, got 1.5"),
+        ("ranks_per_node: 1.5", "ranks_per_node: expected a whole number above 0, got 1.5"),
         ("inside: [1", "expected YAML"),
     ],
 )
