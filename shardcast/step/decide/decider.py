@@ -55,7 +55,7 @@ class Decider:
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._originals, self._divisor, self._edits = originals, divisor, edits
         self._clip_value: float | None = None  # of the coming step
-        self.tokens = TokenCount(device)
+        self.tokens = divisor.tokens = TokenCount(device)
         self.guard = None if config.guard is None else Guard(config.guard, device)
         self.loss_scale = LossScale(config, device) if LossScale.used_by(config) else None
         self._micro_batches, self._alignment = micro_batches, config.alignment

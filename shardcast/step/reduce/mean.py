@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.compiling import compiles, or_eager
+
+if TYPE_CHECKING:
+    from shardcast.step.decide.tokens import TokenCount
+    from shardcast.step.reduce.tree import MicroBatches
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
 ROW = 16  # elements: two or four loads of 16 bytes
@@ -38,15 +42,25 @@ class Divisor:
         ranks: how many data-parallel ones there are, for the mean.
         given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
         micro_batches: by which the gradients of a pipeline are divided besides.
+        of_tree: the micro-batches of a step, where a tree adds them.
+        tokens: those of the step, if a script counts them.
     """
 
     ranks: int
     given: float | Tensor | None = None
     micro_batches: int = 1
+    of_tree: MicroBatches | None = None
+    tokens: TokenCount | None = None
 
     @property
     def value(self) -> float | Tensor:
-        return self.ranks if self.given is None else self.given
+        if self.given is not None:
+            return self.given
+        if self.of_tree is not None and self.tokens is not None and self.tokens.counted:
+            # The step divides by the tokens instead: this one is rounded, and may overflow, alike
+            # at any number of ranks.
+            return self.of_tree.total
+        return self.ranks
 
 
 def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:

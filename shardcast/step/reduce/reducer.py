@@ -62,6 +62,7 @@ class Reducer:
         self.micro_batches = (
             MicroBatches(config.reproducible, process_groups.shard) if config.reproducible else None
         )
+        self.divisor.of_tree = self.micro_batches
         self.at_end = self.has_ended = False
         self.edits = Edits(self.grads)
         self.buckets: dict[Pack, Bucket] = {}

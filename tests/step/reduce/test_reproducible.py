@@ -120,7 +120,8 @@ def train(
     optimizer = shardcast.shard(
         model, build(model), process_group=group, fuse="eager", **scale, **fields
     )
-    optimizer.divisor = float(total)
+    if not counts:
+        optimizer.divisor = float(total)
     count = total // ranks
     for step in range(steps):
         for micro in range(count):
@@ -169,6 +170,13 @@ def test_micro_batches_that_the_first_step_counts_give_the_bits_of_their_number(
     six = [{**fields, "reproducible": total} for total in (True, 6)]
     (counted,) = {*on_grids((1, 3, 6), adamw, six[0], absent, 3, 6)}
     assert [counted] == on_grids((2,), adamw, six[1], absent, 3, 6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_mean_over_tokens_has_the_same_bits_on_three_ranks(dtype: torch.dtype):
+    """Sums of six micro-batches over 3 or 2 ranks would be rounded, and overflow, unlike."""
+    fields = {"param_dtype": dtype, "counts": True, "reproducible": 6}
+    assert len({*on_grids((1, 2, 3, 6), adamw, fields, False, 4, 6)}) == 1
 
 
 def test_counted_micro_batches_that_are_no_part_of_a_tree_are_refused_with_their_number():
