@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from argparse import ArgumentParser
 from typing import Any
 
 import torch
 
 from shardcast import launched
 
-USAGE = "usage: python -m shardcast.run (script.py | -m module) [arguments of the script]"
+USAGE = "python -m shardcast.run (script.py | -m module) [arguments of the script]"
 
 UNUSED = (
     "shardcast: WARNING: shardcast.run was to shard the training of this script, but NOTHING WAS "
@@ -32,10 +33,12 @@ def main() -> None:
     module, arguments = sys.argv[1:2] == ["-m"], sys.argv[1:]
     arguments = arguments[module:]
     if not arguments or arguments[0].startswith("-"):
-        raise SystemExit(_complain(f"expected a script, got {' '.join(arguments) or 'nothing'}"))
+        ArgumentParser(usage=USAGE).error(
+            f"expected a script, got {' '.join(arguments) or 'nothing'}"
+        )
     script = arguments[0]
     if not module and not os.path.isfile(script):
-        raise SystemExit(_complain(f"script {script!r} does not exist"))
+        ArgumentParser(usage=USAGE).error(f"script {script!r} does not exist")
     install()
     sys.argv = arguments
     try:
@@ -77,11 +80,6 @@ def install() -> None:
     RunAccelerator.__name__ = ShardcastAccelerator.__name__
     accelerate.Accelerator = RunAccelerator
     accelerate.accelerator.Accelerator = RunAccelerator
-
-
-def _complain(problem: str) -> int:
-    print(f"{USAGE}\nerror: {problem}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

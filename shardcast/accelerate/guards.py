@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from shardcast.config import ShardcastConfig
@@ -73,19 +72,12 @@ def refuse_unsupported(accelerator: Any) -> None:
         _refuse("DeepSpeed's sequence parallelism", f"sp_size={parallel.sp_size}")
     announced = int(os.environ.get("WORLD_SIZE", "1"))
     if announced > 1 and accelerator.num_processes == 1:
-        remedy = (
-            "On CPU launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu "
-            f"--num_processes {announced} ..., or construct the Accelerator with cpu=True"
-        )
-        if parse_flag_from_env("ACCELERATE_USE_CPU"):
-            remedy = (
-                "ACCELERATE_USE_CPU is set, but Accelerate's state was made before the "
-                "Accelerator: by a PartialState, a decorator such as on_main_process, or a "
-                "tracker built first. Make the Accelerator first"
-            )
         raise RuntimeError(
             f"accelerate: WORLD_SIZE is {announced} but this process is alone: Accelerate found no "
-            f"GPU and did not join the processes, so each would train by itself. {remedy}"
+            "GPU and did not join the processes, so each would train by itself. On CPU launch with "
+            f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {announced}, "
+            "or construct the Accelerator with cpu=True, and construct it before a PartialState, a "
+            "tracker or a decorator such as on_main_process"
         )
     _refuse_handlers(accelerator)
 
