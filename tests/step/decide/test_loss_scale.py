@@ -100,6 +100,26 @@ def test_fp16_has_a_dynamic_scale_and_bf16_none():
     assert sharded(nn.Linear(2, 2), param_dtype=BF16).scale_loss(loss) is loss
 
 
+def test_a_resumed_scale_goes_on_and_one_that_the_saved_run_had_not_stays():
+    def optimizer(scale: Any) -> Any:
+        return sharded(nn.Linear(2, 2), param_dtype=FP16, loss_scale=scale, loss_scale_init=4.0,
+                       loss_scale_growth_interval=2)  # fmt: skip
+
+    def step(optimizer: Any, size: float = 1.0) -> float:
+        loss = optimizer.model(torch.ones(1, 2)).float().sum() * size
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(optimizer.loss_scale)
+
+    saved, resumed = optimizer("dynamic"), optimizer("dynamic")
+    assert [step(saved, INF), step(saved)] == [2.0, 2.0]
+    resumed.load_state_dict(saved.state_dict())
+    assert step(resumed) == step(saved) == 4.0, "of two good steps one was made before"
+    resumed.load_state_dict(optimizer(1).state_dict())
+    assert float(resumed.loss_scale) == 4.0
+
+
 @pytest.mark.parametrize("order", ["zero, scale", "scale, zero"])
 def test_the_loss_may_be_scaled_before_or_after_gradients_are_cleared(order: str):
     model = nn.Linear(2, 2)
