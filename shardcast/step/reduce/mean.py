@@ -59,7 +59,7 @@ class Divisor:
         if self.of_tree is not None and self.tokens is not None and self.tokens.counted:
             # The step divides by the tokens instead: this one is rounded, and may overflow, alike
             # at any number of ranks.
-            return self.of_tree.total
+            return self.of_tree.total or self.ranks  # until they are counted
         return self.ranks
 
 
