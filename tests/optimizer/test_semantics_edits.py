@@ -101,23 +101,6 @@ def test_a_gradient_replaced_between_two_backwards_is_not_averaged_again(size: i
     assert_as_plain(script, size)
 
 
-@WORLDS
-def test_a_clip_without_a_step_leaves_nothing_for_the_next_norm(size: int):
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        assert isinstance(model, nn.Sequential)
-        for number in range(4):
-            hidden = model[1](model[0](x))
-            output = hidden if number == 2 else model[4](model[3](model[2](hidden)))
-            (output * (100 if number == 1 else 1)).pow(2).mean().backward()
-            clip = getattr(optimizer, "clip_grad_norm_", None)
-            norm = clip(0.05) if clip else nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            if norm <= 100:
-                optimizer.step()
-            optimizer.zero_grad()
-
-    assert_as_plain(script, size)
-
-
 def cleared(model: nn.Module) -> None:
     model.zero_grad()
 
