@@ -116,13 +116,10 @@ class ParallelDims:
     def expert_blocks(self, pack_groups: PackGroups) -> tuple[int, int]:
         """How many experts of one name the data-parallel ranks hold, and which is this rank's."""
         number, own = 1, 0
-        if pack_groups.shard != PLAIN:
-            for dim in self.data:
-                if dim != pack_groups.shard:
-                    number, own = (
-                        number * self.sizes[dim],
-                        own * self.sizes[dim] + self.coordinate[dim],
-                    )
+        for dim in self.data if pack_groups.shard != PLAIN else ():
+            if dim != pack_groups.shard:
+                number *= self.sizes[dim]
+                own = own * self.sizes[dim] + self.coordinate[dim]
         return number, own
 
     def pack_groups_by_name(self, named: Mapping[str, nn.Parameter]) -> dict[str, PackGroups]:
@@ -137,22 +134,24 @@ class ParallelDims:
             return dict.fromkeys(named, PackGroups())
         return {name: self.pack_groups_of(name, param) for name, param in named.items()}
 
+    @property
+    def _patterns(self) -> dict[str, Mapping[str, Sequence[str]]]:
+        return {"grad_sum_over": self.sum_over, "experts": self.experts}
+
     def options(self) -> list[str]:
         """Those of ``shard`` that all ranks must have alike, a line each."""
-        options = {"grad_sum_over": self.sum_over, "experts": self.experts}
         return [
-            f"{option} = { {dim: [*names] for dim, names in patterns.items()} }"
-            for option, patterns in options.items()
-            if patterns
+            f"{option} = { {dim: [*names] for dim, names in by_dim.items()} }"
+            for option, by_dim in self._patterns.items()
+            if by_dim
         ]
 
     def unmatched(self, names: Collection[str]) -> list[str]:
         """Patterns that match none of these parameters, as messages."""
-        options = {"grad_sum_over": self.sum_over, "experts": self.experts}
         return [
             f"{option}: the pattern {pattern!r} of dimension {dim!r} matches no parameter of the "
             "optimizer; give a list of patterns for names as in model.named_parameters()"
-            for option, by_dim in options.items()
+            for option, by_dim in self._patterns.items()
             for dim, patterns in by_dim.items()
             for pattern in patterns
             if isinstance(patterns, str) or not any(_matches(name, [pattern]) for name in names)

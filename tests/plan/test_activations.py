@@ -312,12 +312,6 @@ def test_what_is_inside_a_module_with_a_matrix_of_its_own_computes_low():
     assert model.gain.autocast
 
 
-def test_a_model_that_is_converted_to_be_evaluated_computes_in_its_new_dtype():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    sharded(model, param_dtype=BF16)
-    assert model.eval().float()(torch.ones(2, 4)).dtype == FP32
-
-
 def test_under_autocast_norms_stay_fp32_and_kept_modules_run_without_it():
     class Kept(nn.Module):
         def __init__(self) -> None:
@@ -357,6 +351,8 @@ def test_copies_keep_the_casts_and_a_closed_model_loses_them(autocast: bool):
         model.last.weight.zero_()
     for twin in copies:
         assert torch.equal(twin(x), expected), "it computes with its own weights"
+    # A model that is converted to be evaluated computes in its new dtype.
+    assert copies[0].eval().float().last(torch.ones(2, 4)).dtype == FP32
     optimizer.close()
     assert model.forward == forward and "forward" not in vars(model.last)
 
