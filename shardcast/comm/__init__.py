@@ -1,16 +1,16 @@
 """The collectives of shardcast, and nothing else that talks to other ranks."""
 
-from .flight import FLIGHTS, Flight, Summed
 from .group import Work, copy_strided_, is_dense
 from .network import network_bytes
 from .objects import Comm
 from .process_groups import ProcessGroups, redistributed
+from .reduction import REDUCTIONS, Reduction, Summed
 
 __all__ = [
-    "FLIGHTS",
+    "REDUCTIONS",
     "Comm",
-    "Flight",
     "ProcessGroups",
+    "Reduction",
     "Summed",
     "Work",
     "copy_strided_",

@@ -10,8 +10,8 @@ import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor
 
-from shardcast.comm import FLIGHTS, Comm, objects
-from shardcast.comm.flight import MANY
+from shardcast.comm import REDUCTIONS, Comm, objects
+from shardcast.comm.reduction import MANY
 from shardcast.plan.algorithms import Algorithms, Topology
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import assert_same_sequence
@@ -56,10 +56,12 @@ def pieces_of(
     sent = gradient(comm.rank, pack.numel, dtype)
     before, span = sent.clone(), pack.spans[comm.rank]
     own = sent[span.start : span.stop]
-    flight = FLIGHTS[algorithm](comm, pack, sent, own, lambda n: torch.full((n,), 7, dtype=dtype))
-    pieces = flight.wait()
+    reduction = REDUCTIONS[algorithm](
+        comm, pack, sent, own, lambda n: torch.full((n,), 7, dtype=dtype)
+    )
+    pieces = reduction.wait()
     assert torch.equal(sent, before), "what is sent stays as it is"
-    return pieces, flight.by_rank
+    return pieces, reduction.by_rank
 
 
 def reduced(process_group: Any, node: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardcast.comm import FLIGHTS, Comm, Flight, Summed
+from shardcast.comm import REDUCTIONS, Comm, Reduction, Summed
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
@@ -28,7 +28,7 @@ class State(Enum):
 def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
-        if bucket._flight is not None:
+        if bucket._reduction is not None:
             bucket.land()
 
 
@@ -66,7 +66,7 @@ class Bucket:
     early: bool = False
     micro_batches: int = 1
     tree: PartialSums | None = None
-    _flight: Flight | None = None
+    _reduction: Reduction | None = None
 
     @property
     def first(self) -> str:
@@ -160,14 +160,14 @@ class Bucket:
         """Start the collective, into one of the ``spare`` buffers if it fits."""
         grads, pack, comm = self.grads, self.grads.pack.layout, self.grads.pack.comm
         if self.tree is not None:
-            self._flight = self.tree.send(comm, pack, grads.data, partial(self._buffer, spare))
+            self._reduction = self.tree.send(comm, pack, grads.data, partial(self._buffer, spare))
         else:
             sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
-            flight = FLIGHTS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
+            reduction = REDUCTIONS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
             buffer = partial(self._buffer, spare, dtype=self.wire)
-            self._flight = flight(comm, pack, sent, grads.local(sent), buffer)
+            self._reduction = reduction(comm, pack, sent, grads.local(sent), buffer)
         for further in () if self.late else self.sums:
-            self._flight = Summed(self._flight, further, pack, partial(added, room=0))
+            self._reduction = Summed(self._reduction, further, pack, partial(added, room=0))
         self.state = State.IN_FLIGHT
 
     def _buffer(self, spare: list[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
@@ -180,8 +180,8 @@ class Bucket:
     @torch.no_grad()
     def advance(self) -> None:
         """Launch what follows on the collective under way: the first one of two, if there are."""
-        if self._flight is not None:
-            self._flight.advance()
+        if self._reduction is not None:
+            self._reduction.advance()
 
     @torch.no_grad()
     def land(self) -> Tensor | None:
@@ -190,22 +190,22 @@ class Bucket:
         Returns:
             The receive buffer, free again.
         """
-        flight, grads = self._flight, self.grads
-        if flight is None:
+        reduction, grads = self._reduction, self.grads
+        if reduction is None:
             return None
-        pieces, divisor = flight.wait(), self.divisor.value * self.micro_batches
+        pieces, divisor = reduction.wait(), self.divisor.value * self.micro_batches
         if self.late:
             pieces = [self._summed(pieces)]
         usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
         usual = usual and self.tree is None
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         mean(pieces, divisor, self.carry, grads.own)
-        self._flight = self.carry = None
+        self._reduction = self.carry = None
         self.state = State.REDUCED
         if self.tree is not None:
             self.tree.landed()
-        grads.landed(pieces if flight.by_rank else pieces[:1])
-        return flight.received
+        grads.landed(pieces if reduction.by_rank else pieces[:1])
+        return reduction.received
 
     def _summed(self, pieces: Sequence[Tensor]) -> Tensor:
         """The sum of ``pieces`` over holders of copies, and with it who of them has a gradient."""

@@ -26,7 +26,7 @@ from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.round import Round
 from shardcast.step.reduce.tree import MicroBatches, PartialSums
-from shardcast.step.reduce.user_edits import Edits, ZeroGrad
+from shardcast.step.reduce.user_edits import GradientEdits, ZeroGrad
 
 
 class Reducer:
@@ -64,7 +64,7 @@ class Reducer:
         )
         self.divisor.of_tree = self.micro_batches
         self.at_end = self.has_ended = False
-        self.edits = Edits(self.grads)
+        self.edits = GradientEdits(self.grads)
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
         self._round: Callable[[], Round | None] = nothing  # weak: the engine holds it

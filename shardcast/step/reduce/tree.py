@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm, Flight
+from shardcast.comm import Comm, Reduction
 from shardcast.messages import by_rank
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
@@ -231,7 +231,7 @@ class PartialSums:
     def send(
         self, comm: Comm, pack: PackLayout, gradient: Tensor,
         buffer: Callable[[int, torch.dtype], Tensor],
-    ) -> Flight:  # fmt: skip
+    ) -> Reduction:  # fmt: skip
         """Send to each owner its part of this rank's nodes.
 
         Args:
@@ -253,7 +253,7 @@ class PartialSums:
         return _Nodes(comm, pack, rows, nodes, Node(depth, 0), buffer)
 
 
-class _Nodes(Flight):
+class _Nodes(Reduction):
     """By one all-to-all: the own span of all ranks' nodes comes here, and is added up."""
 
     def __init__(

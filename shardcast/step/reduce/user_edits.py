@@ -27,7 +27,7 @@ LOCAL = (
 )
 
 
-class Edits:
+class GradientEdits:
     """Notices edits of gradients and warns of those that would be silently wrong. Local.
 
     Args:

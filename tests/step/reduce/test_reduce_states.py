@@ -23,7 +23,7 @@ import shardcast
 from shardcast.step.reduce import round as rounds
 from shardcast.step.reduce.bucket import State
 from shardcast.step.reduce.reducer import Reducer
-from shardcast.step.reduce.user_edits import Edits
+from shardcast.step.reduce.user_edits import GradientEdits
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)
@@ -321,7 +321,7 @@ def test_another_gradient_in_the_place_of_the_last_one_is_another_version():
         return SimpleNamespace(pack=SimpleNamespace(params=[param]))
 
     param = nn.Parameter(torch.zeros(3))
-    edits, ids = Edits([grads(param)]), []
+    edits, ids = GradientEdits([grads(param)]), []
     versions = [edits.version(), edits.version()]
     for _ in range(4):
         param.grad = torch.ones(3)

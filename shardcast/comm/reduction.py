@@ -1,7 +1,7 @@
 """Gradients of one pack on their way to the owners of its spans, one way of reducing per class.
 
 Everything that is in flight, and the buffers that it needs, lives in one object: nobody may change
-or free what was sent until :meth:`Flight.wait` has returned.
+or free what was sent until :meth:`Reduction.wait` has returned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANY = 33
 Buffer = Callable[[int], Tensor]  # gives so many elements of the wire dtype, of any values
 
 
-class Flight(ABC):
+class Reduction(ABC):
     """What one rank has under way for one pack.
 
     Args:
@@ -59,7 +59,7 @@ class Flight(ABC):
         """What is to be added up for the own span, 1-d, once it is here; one piece if it is."""
 
 
-class Scattered(Flight):
+class Scattered(Reduction):
     """By a reduce-scatter: the backend sums."""
 
     def _launch(self, buffer: Buffer) -> None:
@@ -71,7 +71,7 @@ class Scattered(Flight):
         return [self.received]
 
 
-class Exchanged(Flight):
+class Exchanged(Reduction):
     """By one all-to-all: the pieces of all ranks come here."""
 
     def _launch(self, buffer: Buffer) -> None:
@@ -95,7 +95,7 @@ class Exchanged(Flight):
         return [rows.sum(0, dtype=sum_dtype(rows.dtype))]
 
 
-class TwoLevel(Flight):
+class TwoLevel(Reduction):
     """By two all-to-alls: inside each node, then between ranks of equal number on all nodes.
 
     With ``L`` ranks on each of ``N`` nodes, rank ``l`` of a node first gets what the ranks of its
@@ -145,17 +145,17 @@ class TwoLevel(Flight):
         return [rows.sum(0)]
 
 
-class Summed(Flight):
-    """What another flight brings, summed over the ranks that hold the same span too, in fp32.
+class Summed(Reduction):
+    """What another reduction brings, summed over the ranks that hold the same span too, in fp32.
 
     The all-reduce runs beside the backward as well: it is launched with the next pack.
 
     Args:
-        add: gives the fp32 sum of what the ``first`` flight brings, 1-d.
+        add: gives the fp32 sum of what the ``first`` reduction brings, 1-d.
     """
 
     def __init__(
-        self, first: Flight, comm: Comm, pack: PackLayout,
+        self, first: Reduction, comm: Comm, pack: PackLayout,
         add: Callable[[Sequence[Tensor]], Tensor],
     ) -> None:  # fmt: skip
         self._first, self._comm, self._pack, self._add = first, comm, pack, add
@@ -180,7 +180,7 @@ class Summed(Flight):
         return [total]
 
 
-FLIGHTS: Mapping[str, type[Flight]] = {
+REDUCTIONS: Mapping[str, type[Reduction]] = {
     "all_to_all": Exchanged,
     "reduce_scatter": Scattered,
     "two_level": TwoLevel,
