@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
-from models import CASES, exact_muon, install, run_world, sharded
+from models import CASES, adamw, exact_muon, install, run_world, sharded
+from oracle import pair
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -26,18 +27,8 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
 def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(model.parameters(), lr=1e-3)
-
-
-def muon_and_sgd(model: nn.Module) -> Any:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=1e-2)]
 
 
 def by_hand(model: nn.Module, optimizer: Any, scale: float) -> Norms:
@@ -87,7 +78,7 @@ def compare(found: Norms, expected: Norms) -> None:
         (rmsprop, 3, {"param_dtype": BF16}),
         (rmsprop, 2, {"averages": {"ema": 0.9}}),
         (adamw, 2, {"param_dtype": torch.float16, "loss_scale": 64.0}),
-        (muon_and_sgd, 2, {"param_dtype": BF16}),
+        (pair, 2, {"param_dtype": BF16}),
         pytest.param(
             adamw, 1, {"param_dtype": BF16, "fuse": "compile"},
             marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)],

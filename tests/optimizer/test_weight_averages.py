@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, exact_muon, install, run_world, sharded, values
+from models import CASES, adamw, assert_same_bits, exact_muon, install, run_world, sharded, values
+from oracle import pair
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -18,16 +19,6 @@ pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32
 AVERAGES = {"ema": 0.9, "warm": {"half_life": 20, "warmup": True}}
 STEPS, ABSENT, SKIPPED = 6, 2, 3
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def muon_and_sgd(model: nn.Module) -> Any:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=1e-2)]
 
 
 class ByHand:
@@ -72,7 +63,7 @@ CASES_OF = [
     (adamw, (4, 3), {"partition": "whole", "moments": "int8", "offload": True}),
     (lambda m: torch.optim.SGD(m.parameters(), lr=1e-2), (2, 3), {"grads": "sharded"}),
     (lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2), (3, 2), {"param_dtype": BF16}),
-    (muon_and_sgd, (2, 4), {"param_dtype": BF16}),
+    (pair, (2, 4), {"param_dtype": BF16}),
 ]
 
 
