@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.step.decide.options import to_device
 from shardcast.step.update.epilogues import SquareSums
 
 NAMES = ("grad_norm", "weight_norm", "update_norm", "update_to_weight", "swallowed")
@@ -75,9 +76,9 @@ class Metrics:
                 weights.append(share)
                 numels.append(float(fragment.numel))
         self._shards = shards
-        self._places = torch.tensor(places, dtype=torch.int64).to(device)
-        self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
-        self._numels = torch.tensor([numels], dtype=torch.float64).to(device)
+        self._places = to_device(places, torch.int64, device)
+        self._weights = to_device(weights, torch.float64, device)
+        self._numels = to_device([numels], torch.float64, device)
 
     def read(self, patterns: str | Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
         """See :meth:`shardcast.ShardedOptimizer.metrics`. Local."""
@@ -121,8 +122,8 @@ class Metrics:
                     f"{', '.join(map(repr, sorted(unmatched)))}"
                 )
             rows = {label: row for row, label in enumerate(labels)}
-            places = torch.tensor([[n, rows[label]] for label, n in pairs], dtype=torch.int64)
-            slots, rows_of_slots = places.view(-1, 2).to(self._optimizer.device).unbind(1)
+            places = [n for _, n in pairs], [rows[label] for label, _ in pairs]
+            slots, rows_of_slots = to_device(places, torch.int64, self._optimizer.device)
             self._choices[key] = labels, slots, rows_of_slots
         return self._choices[key]
 

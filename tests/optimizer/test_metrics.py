@@ -195,6 +195,7 @@ def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
             torch.testing.assert_close(found["update_to_weight"], ratio)
             assert min(m["swallowed"] for m in members) <= found["swallowed"]
             assert found["swallowed"] <= max(m["swallowed"] for m in members)
+        assert optimizer.metrics("nothing.*") == {}
         with pytest.raises(ValueError, match="'attention'"):
             optimizer.metrics({"attention": "*.attention.*", "all": "*"})
 

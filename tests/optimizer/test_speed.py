@@ -94,6 +94,10 @@ WAYS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "clipped": (adamw, {"param_dtype": BF16, "max_grad_norm": 1.0}),
     "fp16, dynamic scale": (adamw, {"param_dtype": FP16, "loss_scale": "dynamic"}),
     "two groups, several packs": (two_groups, {"max_grad_norm": 1.0, "pack_params": 1}),
+    "averages and metrics": (
+        adamw,
+        {"param_dtype": BF16, "metrics": True, "averages": {"ema": 0.9}},
+    ),
     "sgd, norm of infinity": (momentum, {"param_dtype": BF16, "norm_type": float("inf")}),
 }
 
@@ -111,6 +115,8 @@ def test_no_part_of_a_step_waits_for_the_device(way: str, absent: bool, on_meta:
         optimizer.scale_loss(torch.ones((), device=META))
         optimizer.step()
         optimizer.zero_grad()
+        if optimizer.config.metrics:
+            assert list(optimizer.metrics({"all": "*"})) == ["all"]
 
     with Waits(raises=False):  # the first step makes what is kept: state, constants
         step()

@@ -16,6 +16,7 @@ from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.shard import Shard
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.options import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
 from shardcast.step.update.fusion import Fusion, Numbers, Operands
 from shardcast.step.update.rules import Rule, as_tensors
@@ -89,7 +90,7 @@ class ShardState:
             self.row_sums = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
             begins = [self.part(n).start // self._row for n in range(len(self.shard.fragments))]
             segments = [number * rows + begin for number in range(sums) for begin in begins]
-            self.segments = torch.tensor([*segments, sums * rows]).to(device)
+            self.segments = to_device([*segments, sums * rows], torch.int64, device)
         self._prepared = rule, epilogues, fusion
         return fusion
 
