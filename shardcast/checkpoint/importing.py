@@ -275,11 +275,13 @@ def _from_deepspeed(folder: Path) -> Source:
         flats = [shard["single_partition_of_fp32_groups"][number] for shard in shards]
         for name, shape in shapes.items():
             places = [shard["param_slice_mappings"][number].get(name) for shard in shards]
-            whole = partial(_partitioned, f"{where}: parameter {name!r}", places, tuple(shape))
-            weights[name] = whole(flats)
+            partitioned = partial(
+                _partitioned, f"{where}: parameter {name!r}", places, tuple(shape)
+            )
+            weights[name] = partitioned(flats)
             states = [shard["base_optimizer_state"]["state"].get(number, {}) for shard in shards]
             state[name] = {
-                key: whole([state_of_rank[key] for state_of_rank in states])
+                key: partitioned([state_of_rank[key] for state_of_rank in states])
                 if isinstance(first, Tensor) and first.dim() > 0
                 else first
                 for key, first in states[0].items()

@@ -154,8 +154,8 @@ class Job:
         if self.rank != 0:
             return
         deadline = time.monotonic() + self.timeout
-        others = [self._receive(rank, deadline) for rank in range(1, self.facts["world_size"])]
-        messages = [{"written": written, "own": self.own}, *others]
+        messages: list[dict[str, Any]] = [{"written": written, "own": self.own}]
+        messages += [self._receive(rank, deadline) for rank in range(1, self.facts["world_size"])]
         per_rank, objects, extra_state = list[Any](), dict[str, Any](), dict[str, Any]()
         for message in messages:
             own = torch.load(io.BytesIO(message["own"]), weights_only=True)

@@ -31,11 +31,7 @@ class Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A stream to read from, or to append to a file that this object made."""
-        if "w" not in mode:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
+        """A stream to append to a file that this object made; nothing is read through it."""
         path = Path(path)
         file = HashingFile(path, self._hashes.get(path))
         self._hashes[path] = file.sha256
