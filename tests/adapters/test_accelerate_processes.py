@@ -394,7 +394,7 @@ TINY = (
 
 
 def launch(*arguments: str) -> str:
-    done = python("-m", *arguments, timeout=50)
+    done = python("-m", *arguments, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -412,7 +412,7 @@ def resume(_group: Any, flags: list[str]) -> str:
     return told.getvalue()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_the_example_script_trains_saves_and_resumes_in_two_processes(
     tmp_path: Path, gloo: SpawnedWorld
 ) -> None:
