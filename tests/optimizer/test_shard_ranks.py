@@ -189,8 +189,10 @@ def test_updates_by_whole_matrices_are_not_computed_eight_times_for_a_little_lat
 
 
 def test_a_copy_takes_no_more_than_an_eighth_of_the_free_memory():
-    assert chosen(125e6, 1024, free=12.1 * 125e6) in (8, 16)
-    assert chosen(125e6, 1024, free=11.9 * 125e6) > 8, "12 bytes over eight"
+    best = chosen(125e6, 1024)
+    needed = 12 * 125e6 / best * 8
+    assert chosen(125e6, 1024, free=1.01 * needed) == best
+    assert best < chosen(125e6, 1024, free=0.99 * needed) < 1024
     assert chosen(125e6, 1024, free=1e6) == 1024
 
 
