@@ -25,11 +25,11 @@ from shardcast.option_values import (
     COUNT,
     RANKS,
     Averages,
-    Checked,
     CostFn,
     GroupFn,
     Guard,
     KeepRule,
+    ValidatedOptions,
     as_yaml,
     check_names,
     nearest,
@@ -45,7 +45,7 @@ CONFIG_VARIABLE = "SHARDCAST_CONFIG"
 
 
 @dataclass(frozen=True)
-class ShardcastConfig(Checked):
+class ShardcastConfig(ValidatedOptions):
     """Options of :func:`shardcast.shard`. Every field has a default that suits bf16 training.
 
     All ranks must use equal options; a difference is found when the layouts are compared.

@@ -38,11 +38,11 @@ def one_of(*choices: str) -> Range:
 
 
 def option(default: Any, help: str = "", within: Range = ANY) -> Any:
-    """A field of a :class:`Checked` dataclass."""
+    """A field of a :class:`ValidatedOptions` dataclass."""
     return field(default=default, metadata={"help": help, "range": within})
 
 
-class Checked:
+class ValidatedOptions:
     """Base of frozen dataclasses whose fields are options.
 
     Raises:
@@ -68,7 +68,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class AverageOptions(Checked):
+class AverageOptions(ValidatedOptions):
     """One exponential moving average of the weights: ``average += (1 - decay) * (weight -
     average)`` in every step.
 
@@ -92,7 +92,7 @@ Averages = tuple[AverageOptions, ...]
 
 
 @dataclass(frozen=True)
-class GuardRule(Checked):
+class GuardRule(ValidatedOptions):
     """Steps whose norm or loss lies far above those of the steps before.
 
     Attributes:
@@ -207,7 +207,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "Guard": _guard,
 }
 
-Options = TypeVar("Options", bound=Checked)
+Options = TypeVar("Options", bound=ValidatedOptions)
 
 
 def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
@@ -219,7 +219,7 @@ def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> 
         raise type(error)(f"{where}: {error}") from None
 
 
-def check_names(kind: type[Checked], values: Mapping[str, Any], where: str) -> None:
+def check_names(kind: type[ValidatedOptions], values: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a key that is no option of ``kind``."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     for key in values:

@@ -12,7 +12,7 @@ import torch
 from gpt import GPT, GPTConfig, gpt_7b
 
 from shardcast.config import ShardcastConfig
-from shardcast.estimate import PRESETS, Job, advise, figures
+from shardcast.estimate import PRESETS, TrainingJob, advise, figures
 from shardcast.plan.originals import OptimizerList
 
 COLUMNS = ("machine, model, ranks", "ms", "best of others", "x", "x advised", "advice")
@@ -32,7 +32,7 @@ def rows(machines: Sequence[str], sizes: Sequence[int], tokens: int) -> list[tup
             with torch.device("meta"):
                 model = make()
             originals = OptimizerList([torch.optim.AdamW(model.parameters())])
-            job = Job([(model, originals)], PRESETS[machine], tokens)
+            job = TrainingJob([(model, originals)], PRESETS[machine], tokens)
             for size in sizes:
                 config = ShardcastConfig()
                 plain, changes = figures(job, size, config), advise(job, size, config)

@@ -19,7 +19,7 @@ from shardcast.memory.codecs import CODECS, ROW, moment_codec
 from shardcast.option_values import AverageOptions
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Average, Epilogue, SquareSums
-from shardcast.step.update.fusion import Executor, Fusion, Numbers
+from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
 CODED = {  # master and moments as in the configuration
@@ -117,7 +117,7 @@ def runner(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callab
             behind = tuple(rules.as_tensors(each, skip) for each in behind)
         decided = None if executor.on_host else skip
         counts = torch.full((len(behind),), 3.0)
-        executor(fusion, operands, Numbers(step, numbers, behind, counts), factor, decided)
+        executor(fusion, operands, UpdateScalars(step, numbers, behind, counts), factor, decided)
 
     return run
 

@@ -17,7 +17,7 @@ from shardcast import _compat
 from shardcast.checkpoint.dcp import Stored
 from shardcast.checkpoint.inventory import Inventory, LocalInventory, Replica, merge
 from shardcast.checkpoint.region import Region, ShardView
-from shardcast.checkpoint.source import Source, model_path, state_path
+from shardcast.checkpoint.source import StateSource, model_path, state_path
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
@@ -238,7 +238,7 @@ class Snapshot:
         names = {state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}
 
-    def take_options(self, source: Source) -> None:
+    def take_options(self, source: StateSource) -> None:
         """Take groups, loss scale and extra state; make ready the packs that have state."""
         packs = {
             pack.index
@@ -257,7 +257,7 @@ class Snapshot:
                 module.set_extra_state(states[name])
 
     @torch.no_grad()
-    def take_tensors(self, source: Source) -> None:
+    def take_tensors(self, source: StateSource) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
         for shard in self._optimizer.shards:
             self._take_pack(shard, source)
@@ -279,7 +279,7 @@ class Snapshot:
             source.read([self._average_view(name, *item) for item in averages[name].items()])
         self._optimizer.buffer_averages.load(averages)
 
-    def _take_pack(self, shard: Shard, source: Source) -> None:
+    def _take_pack(self, shard: Shard, source: StateSource) -> None:
         views, loading = [], []
         for fragment in shard.fragments:
             region, (start, stop) = self._regions[fragment.slot.name], fragment.param_range

@@ -87,7 +87,7 @@ class Saving:
     """
 
     def __init__(
-        self, comm: Comm, device: torch.device, job: saving.Job, views: list[ShardView]
+        self, comm: Comm, device: torch.device, job: saving.RankSave, views: list[ShardView]
     ) -> None:
         self.path = job.target
         # No more of the snapshot: it would keep its key in _running alive.
@@ -129,7 +129,7 @@ class Saving:
                 ) from self._error
         return self.path
 
-    def _run(self, job: saving.Job, views: list[ShardView]) -> None:
+    def _run(self, job: saving.RankSave, views: list[ShardView]) -> None:
         try:
             try:
                 written = job.write(views)

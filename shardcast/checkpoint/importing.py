@@ -24,7 +24,7 @@ from shardcast import _compat
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.loading import Directory, compare, take
-from shardcast.checkpoint.source import Partitioned, Source, from_reader, from_tensors
+from shardcast.checkpoint.source import PartitionedTensor, StateSource, from_reader, from_tensors
 from shardcast.optimizer.state_dict import plain_state, state_by_param
 
 Values = str | os.PathLike[str] | Mapping[str, Any]
@@ -56,7 +56,7 @@ def load_plain(
         RuntimeError: a file cannot be read.
     """
 
-    def opened(snapshot: Snapshot) -> Source:
+    def opened(snapshot: Snapshot) -> StateSource:
         where = "weights" if isinstance(weights, Mapping) else f"weights {os.fspath(weights)!r}"
         tensors = snapshot.by_name(_unwrapped(_tensors(weights)))
         if state is None:
@@ -76,7 +76,10 @@ def load_plain(
 
 
 def _import(
-    model: Model, optimizer: torch.optim.Optimizer, opened: Callable[[Snapshot], Source], call: str
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    opened: Callable[[Snapshot], StateSource],
+    call: str,
 ) -> None:
     """Open what others wrote, compare it, and take it. Collective."""
     snapshot = Snapshot(model, optimizer)
@@ -186,7 +189,7 @@ def import_dcp(
     _import(model, optimizer, opened, "import_dcp")
 
 
-def _from_dcp(folder: Path, model_key: str, optimizer_key: str | None) -> Source:
+def _from_dcp(folder: Path, model_key: str, optimizer_key: str | None) -> StateSource:
     where, reader = f"checkpoint {str(folder)!r}", Reader(folder)
     for name, needed in reader.sizes.items():
         path = folder / name
@@ -245,7 +248,7 @@ def _inert(path: Path) -> list[Any]:
     return [(_Inert, name) for name in names if name.startswith("deepspeed.")]
 
 
-def _from_deepspeed(folder: Path) -> Source:
+def _from_deepspeed(folder: Path) -> StateSource:
     where = f"checkpoint {str(folder)!r}"
     if (folder / "latest").is_file():
         folder = folder / (folder / "latest").read_text().strip()
@@ -266,7 +269,7 @@ def _from_deepspeed(folder: Path) -> Source:
             f"{where}: expected ZeRO stage 1 or 2; convert stage 3 with DeepSpeed's zero_to_fp32 "
             "and load_plain() the weights"
         )
-    weights: dict[str, Tensor | Partitioned] = dict(model["module"])
+    weights: dict[str, Tensor | PartitionedTensor] = dict(model["module"])
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for number, shapes in enumerate(model["param_shapes"]):
@@ -291,7 +294,7 @@ def _from_deepspeed(folder: Path) -> Source:
 
 def _partitioned(
     where: str, places: list[Any], shape: tuple[int, ...], flats: list[Tensor]
-) -> Partitioned:
+) -> PartitionedTensor:
     """A parameter's weights or moments, of each rank's flat stretch."""
     # Moments are stored without the padding that the weights have at the end.
     parts = [
@@ -302,4 +305,4 @@ def _partitioned(
     numel = sum(part.numel() for part in parts)
     if numel != math.prod(shape):
         raise RuntimeError(f"{where}: {numel} elements, expected {math.prod(shape)}")
-    return Partitioned(shape, flats[0].dtype, parts)
+    return PartitionedTensor(shape, flats[0].dtype, parts)

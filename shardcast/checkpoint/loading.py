@@ -14,7 +14,7 @@ from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader, Stored
 from shardcast.checkpoint.directory import DamagedCheckpointError
-from shardcast.checkpoint.source import Source, from_reader
+from shardcast.checkpoint.source import StateSource, from_reader
 
 Directory = str | os.PathLike[str]
 
@@ -70,7 +70,7 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
         return None
     manifest = folders.manifest_of(folder)
 
-    def compared() -> tuple[Source, Resumed]:
+    def compared() -> tuple[StateSource, Resumed]:
         reader = Reader(folder)
         source = compare(snapshot, _ours(folder, reader))
         extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
@@ -90,7 +90,7 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
     return resumed
 
 
-def _ours(folder: Path, reader: Reader) -> Source:
+def _ours(folder: Path, reader: Reader) -> StateSource:
     head = reader.object(("shardcast",))
     source = from_reader(f"checkpoint {str(folder)!r}", reader)
     names = dict.fromkeys([*source.state, *head["objects"]])
@@ -123,7 +123,7 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
     return folders.choose(path, check, loud=snapshot.comm.rank == 0)
 
 
-def compare(snapshot: Snapshot, source: Source) -> Source:
+def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
     """``source``, if all of it belongs to this model and optimizer. Local.
 
     Raises:
@@ -187,7 +187,7 @@ def compare(snapshot: Snapshot, source: Source) -> Source:
     return source
 
 
-def take(snapshot: Snapshot, source: Source, call: str) -> None:
+def take(snapshot: Snapshot, source: StateSource, call: str) -> None:
     """Put compared values into memory and make all ranks equal. Collective.
 
     Raises:

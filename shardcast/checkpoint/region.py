@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 KeyPath = tuple[str, ...]  # in the nested state dict, e.g. ``("model", "wte.weight")``
 
 
-class Run(NamedTuple):
+class IndexRange(NamedTuple):
     """Indices ``first, first + 1, ...`` of a dimension, ``size`` of them."""
 
     first: int
@@ -54,12 +54,12 @@ class Region:
     """
 
     shape: Shape
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[IndexRange, ...], ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
         """All of a tensor."""
-        return cls(tuple(shape), tuple((Run(0, size),) for size in shape))
+        return cls(tuple(shape), tuple((IndexRange(0, size),) for size in shape))
 
     @classmethod
     def of(cls, tensor: Tensor) -> Region:
@@ -150,17 +150,17 @@ def _chunk(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def _runs(tensor: Tensor, dim: int) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _runs(tensor: Tensor, dim: int) -> tuple[IndexRange, ...]:
+    runs: list[IndexRange] = []
     for index in _compat.indices_of(tensor, dim).tolist():
         if runs and sum(runs[-1]) == index:
-            runs[-1] = Run(runs[-1].first, runs[-1].size + 1)
+            runs[-1] = IndexRange(runs[-1].first, runs[-1].size + 1)
         else:
-            runs.append(Run(index, 1))
+            runs.append(IndexRange(index, 1))
     return tuple(runs)
 
 
-def _overlaps(runs: Sequence[Run], offset: int, size: int) -> Iterator[tuple[int, slice]]:
+def _overlaps(runs: Sequence[IndexRange], offset: int, size: int) -> Iterator[tuple[int, slice]]:
     """Local indices ``[offset, offset + size)``, cut where runs end: the index in the whole tensor
     at which each part begins, and where it is in the interval."""
     begin = 0

@@ -101,7 +101,7 @@ def _naming(target: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankSave:
     """One rank's share of a save that all ranks have agreed on.
 
     Attributes:
@@ -207,7 +207,7 @@ def begin(
     extra: Any,
     per_rank: Any,
     timeout: float = LAG,
-) -> Job:
+) -> RankSave:
     """Check together what is to be saved, and make a fresh directory. Collective.
 
     Args:
@@ -265,7 +265,7 @@ def begin(
     if digest:
         facts |= snapshot.digest()
     rank = snapshot.comm.rank
-    return Job(rank, writing, target, own.getvalue(), once, facts, keep, timeout)
+    return RankSave(rank, writing, target, own.getvalue(), once, facts, keep, timeout)
 
 
 def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:

@@ -1,7 +1,7 @@
 """What a model and its optimizer can be loaded from, whoever wrote it.
 
-Our checkpoints, plain torch files, DCP of others and DeepSpeed all become a :class:`Source`, which
-says what there is before any of it is read, and reads what a rank owns.
+Our checkpoints, plain torch files, DCP of others and DeepSpeed all become a :class:`StateSource`,
+which says what there is before any of it is read, and reads what a rank owns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardcast.checkpoint.region import KeyPath, ShardView, slices_of
 
 
 @dataclass(frozen=True)
-class Partitioned:
+class PartitionedTensor:
     """A tensor in flat parts, put together each time it is needed."""
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Partitioned:
 
 
 @dataclass(frozen=True)
-class Source:
+class StateSource:
     """A whole model and optimizer state, by parameter name; ``None`` keeps what is here.
 
     Attributes:
@@ -63,7 +63,7 @@ def state_path(name: str, state: str) -> KeyPath:
 
 def from_reader(
     where: str, reader: Reader, model_key: str = "model", optimizer_key: str | None = "optimizer"
-) -> Source:
+) -> StateSource:
     """What DCP files hold under two keys, in the dtypes in which it is stored."""
     weights: dict[str, Stored] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -80,12 +80,14 @@ def from_reader(
     def read(views: Sequence[ShardView]) -> None:
         reader.read([dataclasses.replace(view, path=stored_paths[view.path]) for view in views])
 
-    return Source(where, weights, state, read)
+    return StateSource(where, weights, state, read)
 
 
 def from_tensors(
-    where: str, weights: Mapping[str, Tensor | Partitioned], state: Mapping[str, Mapping[str, Any]]
-) -> Source:
+    where: str,
+    weights: Mapping[str, Tensor | PartitionedTensor],
+    state: Mapping[str, Mapping[str, Any]],
+) -> StateSource:
     """What is in memory, or mapped into it."""
     values = {model_path(name): value for name, value in weights.items()} | {
         state_path(name, key): value
@@ -96,11 +98,11 @@ def from_tensors(
     def read(views: Sequence[ShardView]) -> None:
         for view in views:
             value = values[view.path]
-            tensor = torch.cat([*value.parts]) if isinstance(value, Partitioned) else value
+            tensor = torch.cat([*value.parts]) if isinstance(value, PartitionedTensor) else value
             for chunk, target in view.chunks():
                 target.copy_(tensor.reshape(view.region.shape)[slices_of(chunk)])
 
-    return Source(
+    return StateSource(
         where,
         {name: _stored(value) for name, value in weights.items()},
         {name: {k: _stored(v) for k, v in known.items()} for name, known in state.items()},
@@ -110,5 +112,5 @@ def from_tensors(
 
 def _stored(value: Any) -> Any:
     """What a tensor is; other values as they are."""
-    is_tensor = isinstance(value, (Tensor, Partitioned))
+    is_tensor = isinstance(value, (Tensor, PartitionedTensor))
     return Stored(tuple(value.shape), value.dtype) if is_tensor else value

@@ -65,7 +65,7 @@ def estimate(arguments: list[str]) -> int:
         title += f", {parsed.tp} x tensor, {parsed.pp} x pipeline parallel"
     plan = dict(parsed.tp_plan or plan_of(model))
     stages = stages_of(model, originals, parsed.tp, parsed.pp, plan)
-    job = estimates.Job(stages, machine, parsed.tokens)
+    job = estimates.TrainingJob(stages, machine, parsed.tokens)
     rows = rows_of(parsed.world_size, job, config)
     if parsed.plot is not None:
         plot(rows_of(PLOTTED, job, config), title, parsed.plot)
@@ -80,7 +80,9 @@ def estimate(arguments: list[str]) -> int:
     return 0
 
 
-def _advice(row: Row, job: estimates.Job, config: ShardcastConfig, path: Path | None) -> list[str]:
+def _advice(
+    row: Row, job: estimates.TrainingJob, config: ShardcastConfig, path: Path | None
+) -> list[str]:
     """The better options of one world size as lines, also in the file ``path``."""
     size = row["world_size"]
     changes = estimates.advise(job, size, config)
@@ -201,12 +203,12 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
     )
 
 
-def rows_of(sizes: Sequence[int], job: estimates.Job, config: ShardcastConfig) -> list[Row]:
+def rows_of(sizes: Sequence[int], job: estimates.TrainingJob, config: ShardcastConfig) -> list[Row]:
     """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and seconds."""
     return [row_of(estimates.figures(job, size, config), job) for size in sizes]
 
 
-def row_of(figures: estimates.Figures, job: estimates.Job) -> Row:
+def row_of(figures: estimates.Comparison, job: estimates.TrainingJob) -> Row:
     """One world size, for programs."""
     memory = figures.held
     return {

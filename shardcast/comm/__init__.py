@@ -4,14 +4,14 @@ from .group import Work, copy_strided_, is_dense
 from .network import network_bytes
 from .objects import Comm
 from .process_groups import ProcessGroups, redistributed
-from .reduction import REDUCTIONS, Reduction, Summed
+from .reduction import REDUCTIONS, Reduction, ReplicaSumReduction
 
 __all__ = [
     "REDUCTIONS",
     "Comm",
     "ProcessGroups",
     "Reduction",
-    "Summed",
+    "ReplicaSumReduction",
     "Work",
     "copy_strided_",
     "is_dense",

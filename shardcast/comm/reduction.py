@@ -59,7 +59,7 @@ class Reduction(ABC):
         """What is to be added up for the own span, 1-d, once it is here; one piece if it is."""
 
 
-class Scattered(Reduction):
+class ReduceScatterReduction(Reduction):
     """By a reduce-scatter: the backend sums."""
 
     def _launch(self, buffer: Buffer) -> None:
@@ -71,7 +71,7 @@ class Scattered(Reduction):
         return [self.received]
 
 
-class Exchanged(Reduction):
+class AllToAllReduction(Reduction):
     """By one all-to-all: the pieces of all ranks come here."""
 
     def _launch(self, buffer: Buffer) -> None:
@@ -95,7 +95,7 @@ class Exchanged(Reduction):
         return [rows.sum(0, dtype=sum_dtype(rows.dtype))]
 
 
-class TwoLevel(Reduction):
+class TwoLevelReduction(Reduction):
     """By two all-to-alls: inside each node, then between ranks of equal number on all nodes.
 
     With ``L`` ranks on each of ``N`` nodes, rank ``l`` of a node first gets what the ranks of its
@@ -145,7 +145,7 @@ class TwoLevel(Reduction):
         return [rows.sum(0)]
 
 
-class Summed(Reduction):
+class ReplicaSumReduction(Reduction):
     """What another reduction brings, summed over the ranks that hold the same span too, in fp32.
 
     The all-reduce runs beside the backward as well: it is launched with the next pack.
@@ -162,7 +162,7 @@ class Summed(Reduction):
         self._total: Tensor | None = None  # whose sum is under way
 
     def advance(self) -> None:
-        if isinstance(self._first, TwoLevel):  # its own second part comes first
+        if isinstance(self._first, TwoLevelReduction):  # its own second part comes first
             self._first.advance()
         else:
             self._advanced()
@@ -181,7 +181,7 @@ class Summed(Reduction):
 
 
 REDUCTIONS: Mapping[str, type[Reduction]] = {
-    "all_to_all": Exchanged,
-    "reduce_scatter": Scattered,
-    "two_level": TwoLevel,
+    "all_to_all": AllToAllReduction,
+    "reduce_scatter": ReduceScatterReduction,
+    "two_level": TwoLevelReduction,
 }

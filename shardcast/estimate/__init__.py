@@ -6,7 +6,7 @@ peers       the same of other systems
 advice      both side by side, how sure that is, and better options
 """
 
-from shardcast.estimate.advice import Figures, Job, advise, figures
+from shardcast.estimate.advice import Comparison, TrainingJob, advise, figures
 from shardcast.estimate.memory import Estimate, Traffic, estimate, state_tensors
 from shardcast.estimate.peers import peer_times, peers, units_of
 from shardcast.estimate.time import StepTime, step_time
@@ -14,14 +14,14 @@ from shardcast.plan.costs import PRESETS, Group, Machine, Protocol
 
 __all__ = [
     "PRESETS",
+    "Comparison",
     "Estimate",
-    "Figures",
     "Group",
-    "Job",
     "Machine",
     "Protocol",
     "StepTime",
     "Traffic",
+    "TrainingJob",
     "advise",
     "estimate",
     "figures",

@@ -32,7 +32,7 @@ DOUBTS: Mapping[str, dict[str, float]] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A model and its optimizers on a machine.
 
     Attributes:
@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Comparison:
     """One world size: shardcast, and others by the same formulas.
 
     Attributes:
@@ -98,7 +98,7 @@ class Figures:
         return min(self.peer_times, key=lambda name: self.peer_times[name].step)
 
 
-def figures(job: Job, size: int, config: ShardcastConfig) -> Figures:
+def figures(job: TrainingJob, size: int, config: ShardcastConfig) -> Comparison:
     """What a job holds and how long its step takes, beside others; errors as of ``estimate``."""
     model, originals, held = job.fullest(size, config)
     moments, units, numel = moments_of(originals), units_of(model), _numel(model)
@@ -117,10 +117,10 @@ def figures(job: Job, size: int, config: ShardcastConfig) -> Figures:
         own, of_others = on(job.machine.scaled(**constants))
         doubts[name] = own.step / min(other.step for other in of_others.values())
     latency = 1 - idle.step / time.step
-    return Figures(held, time, peers(numel, moments, size), others, latency, doubts)
+    return Comparison(held, time, peers(numel, moments, size), others, latency, doubts)
 
 
-def advise(job: Job, size: int, config: ShardcastConfig) -> dict[str, Any]:
+def advise(job: TrainingJob, size: int, config: ShardcastConfig) -> dict[str, Any]:
     """The options that make a step faster, or fit the memory where ``config`` does not.
 
     One option after another is tried: ``overlap_sync``, ranks to shard over, sizes of packs; where

@@ -1,10 +1,10 @@
 """Where activations are cast, and whose forward runs under autocast.
 
-Every module computes in one of three ways (:class:`Compute`). A :class:`CastForward` replaces the
-``forward`` of a layer that takes low-precision activations, and of a module whose caller computes
-in another way. Counts, labels, positions and time steps reach the user's code as they are: only
-layers of torch have their inputs cast. In the user's code autocast casts what a matrix product
-takes, and nothing else. Tensors without dimensions are never cast.
+Every module computes in one of three ways (:class:`ComputeMode`). A :class:`CastForward` replaces
+the ``forward`` of a layer that takes low-precision activations, and of a module whose caller
+computes in another way. Counts, labels, positions and time steps reach the user's code as they
+are: only layers of torch have their inputs cast. In the user's code autocast casts what a matrix
+product takes, and nothing else. Tensors without dimensions are never cast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MATMULS = (  # autocast casts what they take
 )
 
 
-class Compute(Enum):
+class ComputeMode(Enum):
     """In what a module's own code computes.
 
     ``AUTOCAST`` is that of a whole model with ``autocast``, of modules in fp32 that would be under
@@ -57,7 +57,7 @@ class CastForward:
         device_type: str,
         inputs: torch.dtype | nn.Parameter | None,
         outputs: torch.dtype | None,
-        compute: Compute | None,
+        compute: ComputeMode | None,
     ) -> None:
         self.__wrapped__ = module.forward  # as inspect.signature looks for it
         self._module, self._low, self._device_type = module, low, device_type
@@ -77,7 +77,7 @@ class CastForward:
             with torch.autocast(
                 self._device_type,
                 self._low,
-                enabled=self._compute is Compute.AUTOCAST,
+                enabled=self._compute is ComputeMode.AUTOCAST,
                 cache_enabled=False,
             ):
                 output = self.__wrapped__(*args, **kwargs)
@@ -85,9 +85,9 @@ class CastForward:
 
     def _switches(self) -> bool:
         enabled = torch.is_autocast_enabled(self._device_type)
-        if self._compute is Compute.AUTOCAST:
+        if self._compute is ComputeMode.AUTOCAST:
             return not enabled
-        ours = self._compute is Compute.FP32 or not torch.is_autocast_cache_enabled()
+        ours = self._compute is ComputeMode.FP32 or not torch.is_autocast_cache_enabled()
         return enabled and ours
 
     def remove(self) -> None:
@@ -110,7 +110,7 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
         return []
     device_type = next((param.device.type for param in model.parameters()), "cpu")
     stored: dict[nn.Module, set[torch.dtype]] = {}
-    computes: dict[nn.Module | None, Compute] = {}
+    computes: dict[nn.Module | None, ComputeMode] = {}
     forwards = []
     for module, caller in _with_callers(model):
         outside = computes.get(caller)
@@ -119,13 +119,15 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
         outputs = switch = None
         if inside is not outside:
             is_product = isinstance(module, MATMULS) and _is_of_torch(module)
-            switch = None if inside is Compute.LOW and (is_product or outside is None) else inside
-            if inside is Compute.FP32:
+            switch = (
+                None if inside is ComputeMode.LOW and (is_product or outside is None) else inside
+            )
+            if inside is ComputeMode.FP32:
                 inputs = MASTER_DTYPE
                 outputs = None if outside is None or config.autocast else low
-            elif outside is Compute.FP32:
+            elif outside is ComputeMode.FP32:
                 outputs = MASTER_DTYPE
-        if inside is not Compute.FP32 and _takes_activations(module, precision, stored):
+        if inside is not ComputeMode.FP32 and _takes_activations(module, precision, stored):
             inputs = next(param for param in module.parameters() if param.dtype == low)
         if module in precision.fp32_outputs:
             outputs = MASTER_DTYPE
@@ -136,23 +138,23 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
 
 def _compute(
     module: nn.Module,
-    outside: Compute | None,
+    outside: ComputeMode | None,
     precision: Precision,
     stored: dict[nn.Module, set[torch.dtype]],
-) -> Compute:
+) -> ComputeMode:
     """In what ``module`` computes; modules without parameters do as their caller."""
     config, dtypes = precision.config, _dtypes(module, stored)
     if module in precision.fp32_modules:
-        return Compute.FP32
+        return ComputeMode.FP32
     if module in precision.autocast_modules:
-        return Compute.FP32 if outside is Compute.FP32 else Compute.AUTOCAST
+        return ComputeMode.FP32 if outside is ComputeMode.FP32 else ComputeMode.AUTOCAST
     if config.param_dtype in dtypes:
         bare = config.cast_forward_inputs and not _is_of_torch(module) and _holds_matrix(module)
-        return Compute.AUTOCAST if config.autocast or bare else Compute.LOW
+        return ComputeMode.AUTOCAST if config.autocast or bare else ComputeMode.LOW
     if MASTER_DTYPE in dtypes:
         as_beside_ddp = any(child in precision.autocast_modules for child in module.modules())
-        return Compute.AUTOCAST if as_beside_ddp else Compute.FP32
-    return outside or (Compute.AUTOCAST if config.autocast else Compute.LOW)
+        return ComputeMode.AUTOCAST if as_beside_ddp else ComputeMode.FP32
+    return outside or (ComputeMode.AUTOCAST if config.autocast else ComputeMode.LOW)
 
 
 def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set[torch.dtype]:

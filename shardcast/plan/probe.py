@@ -44,7 +44,7 @@ class _RefusedError(TypeError):
     """The class cannot be sharded, as its twin shows."""
 
 
-class Traits(NamedTuple):
+class OptimizerTraits(NamedTuple):
     """What a class needs.
 
     Attributes:
@@ -63,7 +63,7 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
+def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     """Measure ``optimizer``, which stays as it is. Local; equal on ranks with equal optimizers.
 
     Raises:
@@ -71,11 +71,11 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
     """
     _refuse_kind(optimizer)
     if is_known(optimizer):
-        return Traits(type(optimizer) in ELEMENTWISE)
+        return OptimizerTraits(type(optimizer) in ELEMENTWISE)
     _refuse_holder(optimizer)
     _refuse_common_state(optimizer)
     if not _can_be_copied(optimizer):
-        return Traits(elementwise=False, draws=True)
+        return OptimizerTraits(elementwise=False, draws=True)
     try:
         with unnoticed() as draws:
             traits = _measured(optimizer)
@@ -88,8 +88,8 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Traits:
         if _compat.raised_in_distributed(error):  # there is no process group yet
             raise collective_refusal(optimizer) from error
         _refuse_list(optimizer, error)
-        return Traits(elementwise=False, draws=True)
-    return Traits(elementwise=False, draws=True) if is_random else traits
+        return OptimizerTraits(elementwise=False, draws=True)
+    return OptimizerTraits(elementwise=False, draws=True) if is_random else traits
 
 
 # -- refused without a step ---------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
 # -- measured -----------------------------------------------------------------------------------
 
 
-def _measured(optimizer: torch.optim.Optimizer) -> Traits:
+def _measured(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     twins = Twins(optimizer)
     samples = twins.samples(SMALL, SCALES)
     with _compat.StepObserver() as small:
@@ -204,16 +204,16 @@ def _measured(optimizer: torch.optim.Optimizer) -> Traits:
     if all(map(torch.equal, params, begun)):
         raise RuntimeError("no parameter of the groups has changed")
     if not all(bool(param.isfinite().all()) for param in params):
-        return Traits(elementwise=False)
+        return OptimizerTraits(elementwise=False)
     tolerance = BATCHED if small.batches else ALONE
     dependence = _dependence(twins, samples, together, tolerance)
     if dependence:
-        return Traits(False, _entangled(optimizer, dependence, tolerance))
+        return OptimizerTraits(False, _entangled(optimizer, dependence, tolerance))
     if not fits or small.mixing or not _is_sum_of_parts(twins, samples, together):
-        return Traits(elementwise=False)
+        return OptimizerTraits(elementwise=False)
     with _compat.StepObserver() as large:
         whole = twins.stepped(twins.samples(LARGE, [(1.0, 30.0)]))
-    return Traits(_has_state_of_elements(whole) and not large.mixing)
+    return OptimizerTraits(_has_state_of_elements(whole) and not large.mixing)
 
 
 def _dependence(

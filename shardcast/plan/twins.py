@@ -38,7 +38,7 @@ def bare_twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TwinParam:
     """A parameter of a twin: its value before the first step, its gradient of each step."""
 
     value: Tensor
@@ -47,7 +47,7 @@ class Sample:
     @classmethod
     def drawn(
         cls, shape: tuple[int, ...], scales: Sequence[float], generator: torch.Generator
-    ) -> Sample:
+    ) -> TwinParam:
         """A random one; ``scales`` are of its gradients."""
 
         def draw() -> Tensor:
@@ -56,17 +56,17 @@ class Sample:
         direction = draw()  # gradients agree by half, since some classes then grow their step size
         return cls(draw(), tuple(scale * (direction + draw()) for scale in scales))
 
-    def parts(self) -> list[Sample]:
+    def parts(self) -> list[TwinParam]:
         """Two flat parts of unequal length, or itself where it has one element."""
         if self.value.numel() == 1:
             return [self]
         at = self.value.numel() // 3
         flat = [tensor.reshape(-1) for tensor in (self.value, *self.grads)]
         cuts = [[f[:at] for f in flat], [f[at:] for f in flat]]
-        return [Sample(value, tuple(grads)) for value, *grads in cuts]
+        return [TwinParam(value, tuple(grads)) for value, *grads in cuts]
 
 
-Samples = list[list[Sample]]  # of each group
+Samples = list[list[TwinParam]]  # of each group
 
 
 class Twins:
@@ -102,7 +102,7 @@ class Twins:
             return (rows, columns, *[more] * (dim - 2)) if dim > 1 else (rows * columns,) * dim
 
         return [
-            [Sample.drawn(shape(dim), each, generator) for dim in dims for each in scales]
+            [TwinParam.drawn(shape(dim), each, generator) for dim in dims for each in scales]
             for dims in self._dims
         ]
 

@@ -43,7 +43,7 @@ MESSAGE = "message"  # the op of what one rank sends to one other
 
 
 @dataclass
-class Exchange:
+class PendingCollective:
     """One collective: what each rank that has launched it left for the others."""
 
     ranks: tuple[int, ...]
@@ -93,7 +93,7 @@ class Exchange:
         return None
 
 
-class Run:
+class ThreadedRun:
     """The state that the ranks of one run share: collectives, turns, faults and failure."""
 
     def __init__(self, world_size: int, timeout: float, faults: Iterable[Fault]) -> None:
@@ -106,13 +106,15 @@ class Run:
         self.attempts = [0] * world_size
         """How many collectives each rank has come to."""
         self._groups: dict[str, tuple[int, ...]] = {}
-        self._open: dict[tuple[str, int], Exchange] = {}  # those that not all ranks have launched
+        self._open: dict[
+            tuple[str, int], PendingCollective
+        ] = {}  # those that not all ranks have launched
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # a rank has left, none is ready, the run ends
         self._turn = [threading.Condition(lock) for _ in range(world_size)]
         # All ranks stand in line before the first one runs: the order does not depend on how
         # fast the threads start. A rank is there with what it waits in, if it waits.
-        self._line: dict[int, Exchange | None] = dict.fromkeys(range(world_size))
+        self._line: dict[int, PendingCollective | None] = dict.fromkeys(range(world_size))
         self._holder: int | None = None
         self._last = world_size - 1
         self._since = time.monotonic()  # the turn changed hands
@@ -123,7 +125,7 @@ class Run:
 
     # -- turns ----------------------------------------------------------------------------------
 
-    def take_turn(self, rank: int, exchange: Exchange | None = None) -> None:
+    def take_turn(self, rank: int, exchange: PendingCollective | None = None) -> None:
         """Wait until ``exchange`` is settled and it is ``rank``'s turn, or until the run ends."""
         with self._changed:
             self._line[rank] = exchange
@@ -143,7 +145,7 @@ class Run:
                 self._holder, self._since = None, time.monotonic()
             self._pass_on()
 
-    def wait_turn(self, rank: int, exchange: Exchange | None = None) -> None:
+    def wait_turn(self, rank: int, exchange: PendingCollective | None = None) -> None:
         """Give the turn and take it again.
 
         In one, since the order must not depend on who is quicker, this rank or the next one.
@@ -224,10 +226,10 @@ class Run:
             raise RankDied(f"rank {rank} died at its collective {at}, as injected")
         return any(isinstance(fault, Drop) for fault in due)
 
-    def launch(self, key: str, ranks: tuple[int, ...], rank: int, call: Call) -> Exchange:
+    def launch(self, key: str, ranks: tuple[int, ...], rank: int, call: Call) -> PendingCollective:
         """Leave ``call`` of a rank in its exchange; raise if it differs from others."""
         at = (key, call.record.seq)
-        exchange = self._open.setdefault(at, Exchange(ranks, call.record))
+        exchange = self._open.setdefault(at, PendingCollective(ranks, call.record))
         difference = None if self.failure else exchange.difference(rank, call)
         exchange.calls[rank] = call
         if not exchange.missing:
@@ -237,19 +239,19 @@ class Run:
         self.check(exchange)
         return exchange
 
-    def wait(self, rank: int, exchange: Exchange) -> None:
+    def wait(self, rank: int, exchange: PendingCollective) -> None:
         """Block until the exchange is full; raise if it never will be."""
         if not self.settled(exchange):
             self.wait_turn(rank, exchange)
         self.check(exchange)
 
-    def settled(self, exchange: Exchange | None) -> bool:
+    def settled(self, exchange: PendingCollective | None) -> bool:
         """Whether waiting for this exchange would not block."""
         if exchange is None or self.failure is not None:
             return True
         return not exchange.missing or self._lost(exchange) is not None
 
-    def check(self, exchange: Exchange) -> None:
+    def check(self, exchange: PendingCollective) -> None:
         """Raise if the run has failed, or a rank that the exchange waits for has left."""
         if self.failure is not None:
             raise self.failure()
@@ -270,13 +272,13 @@ class Run:
             if exchange.record.op == MESSAGE:
                 raise _mismatch(exchange, "was never received")
 
-    def _lost(self, exchange: Exchange) -> int | None:
+    def _lost(self, exchange: PendingCollective) -> int | None:
         """The first rank that left without having launched this collective."""
         return next((rank for rank in self.left if rank in exchange.missing), None)
 
-    def _oldest(self) -> list[Exchange]:
+    def _oldest(self) -> list[PendingCollective]:
         """Of each group the first collective that not all ranks have launched."""
-        oldest: dict[str, Exchange] = {}
+        oldest: dict[str, PendingCollective] = {}
         for (key, _), exchange in [*self._open.items()]:
             oldest.setdefault(key, exchange)
         return [*oldest.values()]
@@ -324,6 +326,6 @@ class Run:
         self.end()
 
 
-def _mismatch(exchange: Exchange, problem: str) -> CollectiveMismatchError:
+def _mismatch(exchange: PendingCollective, problem: str) -> CollectiveMismatchError:
     calls = {rank: call.record for rank, call in sorted(exchange.calls.items())}
     return CollectiveMismatchError(f"{exchange} {problem}{exchange.table()}", calls)

@@ -182,7 +182,7 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
             for rank in due:
                 if self._pipes[rank].poll() or not self._processes[rank].is_alive():
                     answers[rank] = self._receive(rank)
-                    if isinstance(answers[rank], Answer) and answers[rank].value is None:
+                    if isinstance(answers[rank], TaskResult) and answers[rank].value is None:
                         deadline = min(deadline, time.time() + _PATIENCE)
         return answers
 
@@ -192,7 +192,9 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
         except (EOFError, OSError):
             process = self._processes[rank]
             process.join(timeout=_PATIENCE)
-            return Answer(text=f"the process ended with exit code {process.exitcode}", died=True)
+            return TaskResult(
+                text=f"the process ended with exit code {process.exitcode}", died=True
+            )
 
     def _leave_group(self) -> bool:
         """Let every rank end its process group; whether all did, and can be used again."""
@@ -200,7 +202,7 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
         return [answers.get(rank) for rank in range(self.world_size)] == [True] * self.world_size
 
     def _failure(
-        self, answers: dict[int, Answer], task: Task, timeout: float
+        self, answers: dict[int, TaskResult], task: Task, timeout: float
     ) -> BaseException | None:
         """The error of the run, if any: a death first, since it makes the other ranks fail."""
         failed = [rank for rank, answer in answers.items() if answer.value is None]
@@ -259,7 +261,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskResult:
     """What became of a task: the pickled value, or else a text and, if possible, the error."""
 
     value: bytes | None = None
@@ -298,7 +300,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
             return
 
 
-def _answer(task: Task, rank: int, world_size: int) -> Answer:
+def _answer(task: Task, rank: int, world_size: int) -> TaskResult:
     remaining = task.deadline - time.time()
     with open(f"{task.path}.stack-{rank}", "w") as stack:
         faulthandler.dump_traceback_later(max(remaining, 0.001), file=stack)
@@ -312,9 +314,9 @@ def _answer(task: Task, rank: int, world_size: int) -> Answer:
                 timeout=timedelta(seconds=2 * max(remaining, 1.0)),
             )
             fn, args = pickle.loads(task.work)
-            return Answer(value=pickle.dumps(fn(dist.group.WORLD, *args)))
+            return TaskResult(value=pickle.dumps(fn(dist.group.WORLD, *args)))
         except BaseException as error:  # SystemExit too: the process serves on
-            return Answer(error=_pickled(error), text=traceback.format_exc())
+            return TaskResult(error=_pickled(error), text=traceback.format_exc())
         finally:
             faulthandler.cancel_dump_traceback_later()
 

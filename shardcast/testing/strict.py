@@ -13,7 +13,7 @@ from torch import Tensor
 from .faults import BufferHazardError
 from .group import Call, MockWork, RecordedGroup, deliver
 from .record import Collective
-from .rendezvous import MESSAGE, Exchange, Run
+from .rendezvous import MESSAGE, PendingCollective, ThreadedRun
 
 DEFAULT = "0"  # the key of the default group
 
@@ -35,12 +35,12 @@ class StrictGroup(RecordedGroup):
     ) -> None:
         super().__init__(tuple(ranks).index(world_rank), len(ranks), backend="strict")
         self.world_rank, self.ranks, self.key, self.poison = world_rank, tuple(ranks), key, poison
-        self.run: Run | None = None
+        self.run: ThreadedRun | None = None
         """The one that this rank takes part in at present."""
         self._pending: dict[Hashable, Call] = {}
         self._messages: Counter[tuple[int, int, int]] = Counter()
 
-    def begin(self, run: Run, rank_log: list[Collective] | None = None) -> None:
+    def begin(self, run: ThreadedRun, rank_log: list[Collective] | None = None) -> None:
         """Take part in a new run, with an empty log.
 
         Args:
@@ -98,7 +98,7 @@ class StrictGroup(RecordedGroup):
         self,
         key: Hashable,
         call: Call,
-        exchange: Exchange,
+        exchange: PendingCollective,
         write: Callable[[], None],
         watched: Sequence[tuple[str, Tensor, Tensor]] = (),
     ) -> dist.Work:
@@ -136,7 +136,7 @@ class StrictGroup(RecordedGroup):
         sides = (("output", call.outputs), ("input", call.inputs))
         return [(side, tensor, tensor.clone()) for side, tensors in sides for tensor in tensors]
 
-    def _present_run(self) -> Run:
+    def _present_run(self) -> ThreadedRun:
         if self.run is None:
             raise RuntimeError("this group works only inside ThreadedWorld.run")
         return self.run

@@ -13,7 +13,7 @@ from ._compat import keep_device_guard, separate_process_groups
 from .faults import CollectiveMismatchError, Fault, RankLeftError, add_note
 from .mesh import Shape, rank_of_mesh, ranks_of
 from .record import Collective
-from .rendezvous import Run
+from .rendezvous import ThreadedRun
 from .strict import DEFAULT, StrictGroup
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class ThreadedWorld:
         for fault in faults:
             if not 0 <= fault.rank < self.world_size or fault.at < 0:
                 raise ValueError(f"{fault} never happens in a world of {self.world_size}")
-        run = Run(self.world_size, self.timeout, faults)
+        run = ThreadedRun(self.world_size, self.timeout, faults)
         results: dict[int, T] = {}
         random_state = torch.get_rng_state()
         keep_device_guard()
@@ -138,7 +138,7 @@ class ThreadedWorld:
 
     def _run_threads(
         self,
-        run: Run,
+        run: ThreadedRun,
         fn: Callable[..., T],
         args: tuple[Any, ...],
         results: dict[int, T],
@@ -174,7 +174,7 @@ class ThreadedWorld:
                 thread.join()
 
     @contextmanager
-    def _groups_of(self, run: Run, rank: int) -> Iterator[Any]:
+    def _groups_of(self, run: ThreadedRun, rank: int) -> Iterator[Any]:
         """The group of ``rank``, or its mesh; whose groups end with it."""
         groups = [self.groups[rank]]
 
@@ -198,7 +198,7 @@ class ThreadedWorld:
             for group in groups:
                 group.run = None
 
-    def _raise_first(self, run: Run) -> None:
+    def _raise_first(self, run: ThreadedRun) -> None:
         errors = {rank: error for rank, error in run.left.items() if error is not None}
         if not errors:
             if self._stuck and run.failure is not None:

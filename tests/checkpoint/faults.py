@@ -66,7 +66,7 @@ def watch(patch: pytest.MonkeyPatch, reached: Reached) -> None:
     patch.setattr(storage, "make_directory", before("mkdir", storage.make_directory))
     patch.setattr(os, "fsync", before("flush", os.fsync))
     patch.setattr(storage.Files, "rename", before("rename", storage.Files.rename, place=1))
-    patch.setattr(saving.Job, "leave", before("leave", saving.Job.leave))
+    patch.setattr(saving.RankSave, "leave", before("leave", saving.RankSave.leave))
     patch.setattr(shutil, "rmtree", before("remove", shutil.rmtree))
     patch.setattr(Comm, "together", acknowledging)
 

@@ -164,8 +164,10 @@ def test_a_save_beside_a_save_async_is_named_on_all_ranks(tmp_path: Path):
 def test_rank_0_gives_up_on_a_rank_that_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    leave = saving.Job.leave
-    monkeypatch.setattr(saving.Job, "leave", lambda job, message: job.rank or leave(job, message))
+    leave = saving.RankSave.leave
+    monkeypatch.setattr(
+        saving.RankSave, "leave", lambda job, message: job.rank or leave(job, message)
+    )
 
     def lost(group: Any) -> None:
         model, optimizer = job(group)

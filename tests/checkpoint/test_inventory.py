@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shardcast.checkpoint.inventory import LocalInventory, Replica, merge
-from shardcast.checkpoint.region import Region, Run
+from shardcast.checkpoint.region import IndexRange, Region
 
 pytestmark = pytest.mark.timeout(60)
 WHOLE = Region.whole((4, 3))
-UPPER, LOWER = (Region((4, 3), ((Run(n, 2),), (Run(0, 3),))) for n in (0, 2))
+UPPER, LOWER = (Region((4, 3), ((IndexRange(n, 2),), (IndexRange(0, 3),))) for n in (0, 2))
 
 
 def copy(region: Region = WHOLE, primary: bool = True, stage: int = 0) -> Replica:

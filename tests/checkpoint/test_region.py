@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardcast.checkpoint.dcp import Reader, Writer
-from shardcast.checkpoint.region import Region, Run, ShardView, slices_of
+from shardcast.checkpoint.region import IndexRange, Region, ShardView, slices_of
 from shardcast.checkpoint.source import from_tensors
 from shardcast.testing import fake_world
 
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.timeout(60)
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
-def dealt(size: int, hands: Sequence[int]) -> list[tuple[Run, ...]]:
+def dealt(size: int, hands: Sequence[int]) -> list[tuple[IndexRange, ...]]:
     """Indices of a dimension, dealt to as many ranks as ``hands`` names, as runs of each."""
-    found: list[list[Run]] = [[] for _ in range(max(hands, default=0) + 1)]
+    found: list[list[IndexRange]] = [[] for _ in range(max(hands, default=0) + 1)]
     for index in range(size):
         runs = found[hands[index]]
         if runs and runs[-1].first + runs[-1].size == index:
-            runs[-1] = Run(runs[-1].first, runs[-1].size + 1)
+            runs[-1] = IndexRange(runs[-1].first, runs[-1].size + 1)
         else:
-            runs.append(Run(index, 1))
+            runs.append(IndexRange(index, 1))
     return [tuple(runs) for runs in found]
 
 

@@ -26,7 +26,7 @@ from shardcast import ShardcastConfig
 from shardcast.cli import estimate as _estimate_command
 from shardcast.cli import main
 from shardcast.cli import plot as drawing
-from shardcast.estimate import PRESETS, Job, advise, estimate, figures, peers
+from shardcast.estimate import PRESETS, TrainingJob, advise, estimate, figures, peers
 from shardcast.plan.costs import Machine
 from shardcast.plan.originals import OptimizerList
 from shardcast.testing import Collective, SpawnedWorld
@@ -313,10 +313,12 @@ def test_the_command_prints_a_table_and_json(command: Command):
     assert last["total"] < first["total"]
 
 
-def job_of(layers: int, machine: Machine) -> Job:
+def job_of(layers: int, machine: Machine) -> TrainingJob:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
-    return Job([(model, OptimizerList([torch.optim.AdamW(model.parameters())]))], machine, 8192)
+    return TrainingJob(
+        [(model, OptimizerList([torch.optim.AdamW(model.parameters())]))], machine, 8192
+    )
 
 
 def test_advice_makes_a_step_faster_and_names_nothing_that_does_not():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast.memory.gradients import ShardedGradients
-from shardcast.step.reduce.round import WINDOW
+from shardcast.step.reduce.reduce_pass import WINDOW
 from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)

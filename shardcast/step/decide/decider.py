@@ -22,7 +22,7 @@ from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import ControlVector, Decision, Presence
 from shardcast.step.decide.exact_norm import ExactNorm
-from shardcast.step.decide.guard import Guard, Verdict
+from shardcast.step.decide.guard import Guard, GuardDecision
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
 from shardcast.step.decide.options import COUNT, OptionCheck, known, to_device
@@ -131,7 +131,7 @@ class Decider:
         if _compat.is_host(self._device):
             self._refuse(report[3 + self._process_groups.dp.size :].tolist())
         skip = (report * self._skips_if).any()
-        verdict: Verdict | None = None
+        verdict: GuardDecision | None = None
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
         if pending is not None:
             verdict = pending.verdict

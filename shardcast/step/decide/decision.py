@@ -14,7 +14,7 @@ from shardcast.comm import Comm, ProcessGroups
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.plan.layout import GroupId
-from shardcast.step.decide.guard import Verdict
+from shardcast.step.decide.guard import GuardDecision
 from shardcast.step.decide.options import to_device
 
 
@@ -42,7 +42,7 @@ class Decision:
     skip: Tensor
     factors: Mapping[GroupId, Tensor | None]
     unscale: Tensor | None
-    verdict: Verdict | None
+    verdict: GuardDecision | None
     present: Mapping[Pack, tuple[bool, ...]]
     report: Tensor
 

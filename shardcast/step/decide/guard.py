@@ -17,7 +17,7 @@ from torch import Tensor
 from shardcast.option_values import GuardFn, GuardRule
 
 
-class Verdict(NamedTuple):
+class GuardDecision(NamedTuple):
     """What the guard says of one step.
 
     Attributes:
@@ -62,7 +62,7 @@ class Guard:
         """Bytes of the window."""
         return self._history.nbytes
 
-    def judge(self, norm: Tensor, loss: Tensor | None) -> Verdict:
+    def judge(self, norm: Tensor, loss: Tensor | None) -> GuardDecision:
         """What becomes of the step; equal on all ranks whose arguments are, and waits for nothing.
 
         Args:
@@ -80,7 +80,7 @@ class Guard:
                     f"step), such as norm > 10, got {answer!r}"
                 )
             values = norm.view(1)
-            return Verdict(
+            return GuardDecision(
                 answer & norm.isfinite(), values, torch.full_like(values, math.inf), None
             )
         if self.needs_loss and loss is None:
@@ -104,9 +104,9 @@ class Guard:
         if self._rule.action == "clip":
             factor = torch.where(is_spike, bounds[0] / norm, 1.0)
             values = torch.where(is_spike, bounds, values)  # what is trained with
-        return Verdict(is_spike, values, bounds, factor)
+        return GuardDecision(is_spike, values, bounds, factor)
 
-    def record(self, verdict: Verdict, skip: Tensor) -> None:
+    def record(self, verdict: GuardDecision, skip: Tensor) -> None:
         """Take the step into the window, unless it was skipped or a value is not finite."""
         if self._history.numel():
             # One value that is not finite would leave no bound for a whole window.

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardcast.comm import REDUCTIONS, Comm, Reduction, Summed
+from shardcast.comm import REDUCTIONS, Comm, Reduction, ReplicaSumReduction
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
@@ -167,7 +167,9 @@ class Bucket:
             buffer = partial(self._buffer, spare, dtype=self.wire)
             self._reduction = reduction(comm, pack, sent, grads.local(sent), buffer)
         for further in () if self.late else self.sums:
-            self._reduction = Summed(self._reduction, further, pack, partial(added, room=0))
+            self._reduction = ReplicaSumReduction(
+                self._reduction, further, pack, partial(added, room=0)
+            )
         self.state = State.IN_FLIGHT
 
     def _buffer(self, spare: list[Tensor], numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """Reduce: gradients of every rank to the owner of their span, while backward runs.
 
-One hook per parameter tells the :class:`Round` of the running backward what comes. Peers sum in the
-wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision is only on the wire, and the mean
-is rounded once.
+One hook per parameter tells the :class:`ReducePass` of the running backward what comes. Peers sum
+in the wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision is only on the wire, and
+the mean is rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import grad_dtype, wire_dtype
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
-from shardcast.step.reduce.round import Round
+from shardcast.step.reduce.reduce_pass import ReducePass
 from shardcast.step.reduce.tree import MicroBatches, PartialSums
 from shardcast.step.reduce.user_edits import GradientEdits, ZeroGrad
 
@@ -40,7 +40,7 @@ class Reducer:
         at_step: backwards send nothing, as in a pipeline, where a step has many; finish() does.
         touched: a gradient arrived since :meth:`finish`.
         backwards: how many brought gradients since the last step or ``zero_grad``.
-        due: gradients are here that were not reduced; a step needs a round before it.
+        due: gradients are here that were not reduced; a step needs a pass before it.
         spent: the means were used by a step, or cleared: new gradients are not added to them.
         at_end: packs are launched at the end of a backward for good: one backward inside another
             was seen, or two models in one.
@@ -67,7 +67,7 @@ class Reducer:
         self.edits = GradientEdits(self.grads)
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
-        self._round: Callable[[], Round | None] = nothing  # weak: the engine holds it
+        self._reduce_pass: Callable[[], ReducePass | None] = nothing  # weak: the engine holds it
         self._handles: list[Any] = []
 
     @property
@@ -167,7 +167,7 @@ class Reducer:
         land_all(self.buckets.values())  # last: it raises where a rank was lost
 
     def begin(self) -> None:
-        """Have the round flushed when the running backward ends.
+        """Have the pass flushed when the running backward ends.
 
         Called when a backward reaches the model's output, so that it is the *outermost* backward
         that flushes, not one that a re-entrant checkpoint runs inside; the first gradient hook
@@ -180,7 +180,7 @@ class Reducer:
     def finish(self) -> None:
         """Have all gradients of the own spans here; the last call of this stage before a step.
 
-        Every rank must call it. Runs the round itself for gradients that no synchronised
+        Every rank must call it. Runs the pass itself for gradients that no synchronised
         backward brought (set by hand, or accumulated under :meth:`no_sync`).
 
         Raises:
@@ -193,7 +193,7 @@ class Reducer:
             )
         self.touched = False
         self.edits.check_in_place()
-        reduced = not (self.due or self.alone)  # alone no backward makes a round due
+        reduced = not (self.due or self.alone)  # alone no backward makes a pass due
         if reduced:
             land_all(self.buckets.values())
             for bucket in self.buckets.values():
@@ -201,7 +201,7 @@ class Reducer:
         else:
             if self.micro_batches is not None and self.grads:
                 self.micro_batches.agree(self.grads[0].pack.data.device)
-            self._new_round().flush()
+            self._new_pass().flush()
         # One replaced by hand after the reduction is final, as with DDP.
         replaced = [grads.adopt() for grads in self.grads]
         if reduced and any(replaced):
@@ -216,7 +216,7 @@ class Reducer:
         Args:
             micro_batches: of which the gradients are sums, and by which they are divided.
         """
-        round = self._new_round()
+        reduce_pass = self._new_pass()
         self.divisor.micro_batches = micro_batches
         for pack in packs:
             bucket = self.buckets.get(pack)
@@ -227,7 +227,7 @@ class Reducer:
                     if param.grad is not None:
                         param.grad.div_(micro_batches)
             else:
-                round.send_early(bucket, micro_batches)
+                reduce_pass.send_early(bucket, micro_batches)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -267,7 +267,7 @@ class Reducer:
         return present
 
     def used(self) -> None:
-        """A step used the gradients: the next one needs a round of its own."""
+        """A step used the gradients: the next one needs a pass of its own."""
         self.due, self.spent, self.backwards = True, True, 0
         if self.micro_batches is not None:
             self.micro_batches.reset()
@@ -275,7 +275,7 @@ class Reducer:
             grads.used()
 
     def cleared(self, set_to_none: bool = True) -> None:
-        """Gradients were cleared. No round is due for it: one rank alone may clear its own."""
+        """Gradients were cleared. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
         self.spent = True
         self.edits.changed()
@@ -329,10 +329,10 @@ class Reducer:
             bucket.end_micro_batch()
         self.micro_batches.end()
 
-    # -- the round of the running backward ----------------------------------------------------
+    # -- the pass of the running backward -----------------------------------------------------
 
     def drop_cleared(self, more_come: bool) -> None:
-        """A round begins: drop means of earlier ones of this step that a script cleared.
+        """A pass begins: drop means of earlier ones of this step that a script cleared.
 
         Args:
             more_come: in a backward, else the step comes next.
@@ -365,39 +365,39 @@ class Reducer:
             for bucket in begun:
                 bucket.forget()
 
-    def _running(self) -> Round | None:
-        round = self._round()
-        return None if round is None or round.over else round
+    def _running(self) -> ReducePass | None:
+        reduce_pass = self._reduce_pass()
+        return None if reduce_pass is None or reduce_pass.over else reduce_pass
 
-    def _new_round(self) -> Round:
+    def _new_pass(self) -> ReducePass:
         self.due = True  # and stays so where a backward fails
         self.edits.begin()
-        return Round(self, not self._local)
+        return ReducePass(self, not self._local)
 
-    def _begin(self) -> Round:
+    def _begin(self) -> ReducePass:
         self.backwards += 1
         self.edits.changed()
-        round = self._new_round()
-        self._round = weakref.ref(round)
-        round.begin()
-        return round
+        reduce_pass = self._new_pass()
+        self._reduce_pass = weakref.ref(reduce_pass)
+        reduce_pass.begin()
+        return reduce_pass
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
         """A gradient comes of which the hook does not know that it is only to be counted."""
-        round = self._running()
-        if round is None:
+        reduce_pass = self._running()
+        if reduce_pass is None:
             if not _compat.accumulates():  # what autograd.grad returns is no gradient of ours yet
                 return
-            round = self._begin()
-        elif not round.accumulates(running):
+            reduce_pass = self._begin()
+        elif not reduce_pass.accumulates(running):
             return
         self.touched = True
         try:
             if self.micro_batches is not None:
                 self.micro_batches.begin()
-            round.arrive(bucket, position, running)
+            reduce_pass.arrive(bucket, position, running)
         except BaseException:
-            round.over = True
+            reduce_pass.over = True
             raise
 
 

@@ -250,10 +250,10 @@ class PartialSums:
             self._sums.clear()
             self._sent = rows
         depth = (self._micro_batches.total - 1).bit_length()
-        return _Nodes(comm, pack, rows, nodes, Node(depth, 0), buffer)
+        return _TreeReduction(comm, pack, rows, nodes, Node(depth, 0), buffer)
 
 
-class _Nodes(Reduction):
+class _TreeReduction(Reduction):
     """By one all-to-all: the own span of all ranks' nodes comes here, and is added up."""
 
     def __init__(

@@ -23,7 +23,7 @@ from shardcast.step.decide.decision import Decision
 from shardcast.step.update import muon
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import choose_executor
-from shardcast.step.update.rules import NoRule, Replace
+from shardcast.step.update.rules import AssignRule, NoRule
 from shardcast.step.update.state import ShardState, Update
 
 PROBATION = 10  # steps in which a class that torch does not have is watched
@@ -204,7 +204,7 @@ class AnyOptimizerUpdate(Update):
         if old is not None:  # a pack in fp32 is updated already
             old_masters = Encoded(Codec(), old.numel(), row, device, first=old)
             state.stored["new"] = shard.master
-        fusion = state.prepare(NoRule() if old is None else Replace(), self._active)
+        fusion = state.prepare(NoRule() if old is None else AssignRule(), self._active)
         operands = state.fetch(span, fusion, old_masters)
         execute = choose_executor(self._config, device)
         numbers = self._numbers_of(decision.skip.float(), (), execute.on_host)

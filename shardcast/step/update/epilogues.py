@@ -22,7 +22,7 @@ AVERAGE = "average."  # begins the names of averages among the state of a parame
 STEPS = ".steps"  # ends the name of an average's number of steps
 
 
-class Updated(NamedTuple):
+class UpdateValues(NamedTuple):
     """The values of an update that an epilogue sees, of shape ``(rows, row)``; it changes none.
 
     Attributes:
@@ -48,7 +48,7 @@ class Epilogue:
         sums: names of the numbers per fragment that it gives; it runs in the steps alone that are
             measured.
         compares: whether it sees more than the new master and state: all else of
-            :class:`Updated` is ``None`` where no epilogue does, for eagerly it is made by passes.
+            :class:`UpdateValues` is ``None`` where no epilogue does, for eagerly it takes passes.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
@@ -74,7 +74,7 @@ class Epilogue:
         return ()
 
     def apply_(
-        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
         """Change ``state`` in place; returns the sums of each row, 1-d."""
         return ()
@@ -102,7 +102,7 @@ class Average(Epilogue):
         return (1 - decay,)
 
     def apply_(
-        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
         state[0].lerp_(updated.master, numbers[0])
         return ()
@@ -117,7 +117,7 @@ class SquareSums(Epilogue):
     compares: ClassVar[bool] = True
 
     def apply_(
-        self, updated: Updated, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
         moved = updated.master - updated.old_master
         squares = [

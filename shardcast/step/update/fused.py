@@ -17,7 +17,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
-from shardcast.step.update.fusion import Executor, Fusion, Numbers, choose_executor
+from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, choose_executor
 from shardcast.step.update.offload import StreamLanes, through
 from shardcast.step.update.rules import NoRule, Rule, StepNumbers
 from shardcast.step.update.state import ShardState, Update
@@ -31,7 +31,7 @@ class _Range(NamedTuple):
     state: ShardState
     part: slice
     fusion: Fusion
-    numbers: Numbers
+    numbers: UpdateScalars
     factor: Tensor | None
 
 
@@ -110,7 +110,7 @@ class FusedUpdate(Update):
 
         Epilogues see the others too.
         """
-        known: dict[tuple[GroupId, Hashable, bool], tuple[Rule, Numbers]] = {}
+        known: dict[tuple[GroupId, Hashable, bool], tuple[Rule, UpdateScalars]] = {}
         on_host = self._execute.on_host
         epilogues = self._active
         for shard, state in self._states.items():

@@ -24,7 +24,7 @@ from shardcast.memory.chance import random_bits
 from shardcast.memory.codecs import Codec, Pieces
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.compiling import compiles, or_eager
-from shardcast.step.update.epilogues import Epilogue, Updated
+from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Rule
 
 CHUNK = 1 << 17  # elements per thread and eager call on a CPU: all operands stay in its cache
@@ -33,7 +33,7 @@ RULE_STATES = 4  # chances that are the rule's; those of epilogues come after th
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
-class Numbers(NamedTuple):
+class UpdateScalars(NamedTuple):
     """The numbers of one step: of the host, or 0-dim fp32 tensors.
 
     Attributes:
@@ -47,7 +47,7 @@ class Numbers(NamedTuple):
     epilogue_steps: Tensor | None = None
 
 
-class Parts(NamedTuple):
+class NamedOperands(NamedTuple):
     """Operands by what they are.
 
     Attributes:
@@ -70,8 +70,8 @@ class Parts(NamedTuple):
 class Fusion:
     """What is fused into one kernel; constants for a compiler.
 
-    Operands are a flat list of tensors, in the order of :class:`Parts`. They are 1-d, or in the
-    shape of :func:`update_`.
+    Operands are a flat list of tensors, in the order of :class:`NamedOperands`. They are 1-d, or in
+    the shape of :func:`update_`.
 
     Attributes:
         state: codecs of the rule's state, then of the epilogues'.
@@ -97,21 +97,21 @@ class Fusion:
         sums = sum(len(epilogue.sums) for epilogue in self.epilogues)
         return [self.row] * (1 + self.casts) + pieces + [1] * (self.by_chance + sums)
 
-    def parts(self, operands: Sequence[Tensor]) -> Parts:
+    def parts(self, operands: Sequence[Tensor]) -> NamedOperands:
         start = 1 + self.casts
         stored = []
         for codec in (self.master, *self.state):
             stop = start + len(codec.pieces(self.row))
             stored.append(tuple(operands[start:stop]))
             start = stop
-        return Parts(
+        return NamedOperands(
             operands[0], operands[1] if self.casts else None, stored,
             operands[start] if self.by_chance else None, operands[start + self.by_chance :],
         )  # fmt: skip
 
 
 def update_(
-    fusion: Fusion, operands: Sequence[Tensor], numbers: Numbers, factor: Tensor | None,
+    fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, factor: Tensor | None,
     skip: Tensor | None,
 ) -> None:  # fmt: skip
     """Unscale, clip, update and cast one range in place, without asking the device.
@@ -145,7 +145,7 @@ def update_(
     rule.apply_(master, exact, state, numbers.rule)
     encoded = fusion.master.encode(master, None)
     if epilogues:
-        updated = Updated(master, state)
+        updated = UpdateValues(master, state)
     if compares:
         old_published, new_published = old_master, master
         if fusion.master.has_published:
@@ -153,7 +153,7 @@ def update_(
         elif published is not None:
             old_published, new_published = published, master.to(published.dtype)
         published_bits = _bits(old_published), _bits(new_published)
-        updated = Updated(master, state, unscaled, old_master, *published_bits)
+        updated = UpdateValues(master, state, unscaled, old_master, *published_bits)
     if epilogues:
         row_sums: list[Tensor] = []
         start = 1 + len(state)
@@ -221,8 +221,8 @@ class Executor:
         self._run = _compiled() if compiled else _in_pieces
 
     def __call__(
-        self, fusion: Fusion, operands: Sequence[Tensor], numbers: Numbers, factor: Tensor | None,
-        skip: Tensor | None,
+        self, fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars,
+        factor: Tensor | None, skip: Tensor | None,
     ) -> None:  # fmt: skip
         """See :func:`.fusion.update_`; operands are 1-d, begin with a row, may end within one."""
         in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)

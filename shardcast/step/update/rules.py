@@ -193,7 +193,7 @@ class NoRule:
 
 
 @dataclass(frozen=True)
-class Replace(NoRule):
+class AssignRule(NoRule):
     """Takes new masters that are there already: a class made them by itself. For epilogues."""
 
     state: ClassVar[tuple[str, ...]] = ("new",)

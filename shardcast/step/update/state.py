@@ -18,7 +18,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
-from shardcast.step.update.fusion import Fusion, Numbers, Operands
+from shardcast.step.update.fusion import Fusion, Operands, UpdateScalars
 from shardcast.step.update.rules import Rule, as_tensors
 
 
@@ -275,13 +275,13 @@ class Update(ABC):
                 state.begin()
             self._epilogue_steps = self._epilogue_steps.to(taken.device) + taken
 
-    def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> Numbers:
+    def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateScalars:
         """Those of this step, beside a rule's."""
         if not self._active:
-            return Numbers(step, rule)
+            return UpdateScalars(step, rule)
         steps = self._epilogue_steps[: len(self._active)]  # epilogues with sums stand last
         counts: Any = steps.tolist() if on_host else steps.double().unbind()
         behind = [e.numbers(count) for e, count in zip(self._active, counts, strict=True)]
         if not on_host:
             behind = [as_tensors(numbers, step) for numbers in behind]
-        return Numbers(step, rule, tuple(behind), steps)
+        return UpdateScalars(step, rule, tuple(behind), steps)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
-from shardcast.step.reduce import round as rounds
+from shardcast.step.reduce import reduce_pass
 from shardcast.step.reduce.bucket import State
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.reduce.user_edits import GradientEdits
@@ -122,7 +122,7 @@ class Side:
         """On all ranks, which must use the same parameters, at the same place."""
         self.backward(seed, use, fails_at=fails_at)
         if self.group is not None:
-            assert self.optimizers[0].reduce._round() is None, "nothing is left behind"
+            assert self.optimizers[0].reduce._reduce_pass() is None, "nothing is left behind"
 
     def through_both(self, seed: int, use: Any) -> None:
         for rank in self.here():
@@ -239,19 +239,19 @@ def test_means_that_were_begun_upon_are_dropped_where_gradients_are_cleared_by_h
 
 
 @pytest.mark.parametrize("grads", ["full", "sharded"])
-def test_sequences_find_a_round_that_a_failed_backward_leaves_undone(
+def test_sequences_find_a_pass_that_a_failed_backward_leaves_undone(
     grads: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The control: no round is due after it, so what it did bring is not reduced."""
-    new_round = Reducer._new_round
+    """The control: no pass is due after it, so what it did bring is not reduced."""
+    new_pass = Reducer._new_pass
 
     def undue(self: Reducer) -> Any:
         due = self.due
-        started = new_round(self)
+        started = new_pass(self)
         self.due = due
         return started
 
-    monkeypatch.setattr(Reducer, "_new_round", undue)
+    monkeypatch.setattr(Reducer, "_new_pass", undue)
     with pytest.raises((AssertionError, RuntimeError)):
         run_many(grads, 50)
 
@@ -293,7 +293,7 @@ def test_a_gradient_cleared_after_the_last_backward_is_no_part_of_the_step(last:
 
 def test_a_failed_backward_leaves_nothing_behind():
     def run(group: Any) -> None:
-        gc.disable()  # the engine's callback holds the round, and nobody else
+        gc.disable()  # the engine's callback holds the pass, and nobody else
         side = Side(2, group)
         every = (frozenset(range(COUNT)),) * 4
         side.backward(0, every)  # the next ones launch beside the backward
@@ -311,7 +311,7 @@ def test_a_failed_backward_leaves_nothing_behind():
         ThreadedWorld(2).run(run)
     finally:
         gc.enable()
-    assert not any(rounds._ROUNDS.values())
+    assert not any(reduce_pass._PASSES.values())
 
 
 def test_another_gradient_in_the_place_of_the_last_one_is_another_version():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardcast
 from shardcast.memory.codecs import Codec, Split16, moment_codec
 from shardcast.step.update import fusion, rules
-from shardcast.step.update.fusion import Executor, Fusion, Numbers
+from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,7 +82,7 @@ class Range:
             pairs = zip(operands, self.fusion.counts, strict=True)
             operands = [t[part] if count > 1 else t[first:last] for t, count in pairs]
         decided = None if executor.on_host else decision
-        executor(self.fusion, operands, Numbers(count, numbers), torch.tensor(0.37), decided)
+        executor(self.fusion, operands, UpdateScalars(count, numbers), torch.tensor(0.37), decided)
 
     def bits(self) -> dict[int, Tensor]:
         return {n: operand.clone() for n, operand in enumerate(self.operands)}

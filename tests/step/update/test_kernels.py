@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
 from shardcast.step.update import fused, rules
-from shardcast.step.update.fusion import Executor, Fusion, Numbers, choose_executor
+from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, choose_executor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -250,7 +250,9 @@ def execute(
         numbers = fusion.rule.numbers(group, float(step))
     else:
         numbers = rules.as_tensors(fusion.rule.numbers(group, count.double()), skip)
-    executor(fusion, operands, Numbers(count, numbers), None, None if executor.on_host else skip)
+    executor(
+        fusion, operands, UpdateScalars(count, numbers), None, None if executor.on_host else skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reduce: one round, in which every pack is sent to its owners exactly once.
+"""Reduce: one pass, in which every pack is sent to its owners exactly once.
 
 Life of a pack in one synchronised backward::
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 WINDOW = 2  # packs in flight: bounds the memory of receive buffers
 
-# Rounds that a backward holds, by process group: there is more than one where a backward goes
+# Passes that a backward holds, by process group: there is more than one where a backward goes
 # through several models, or a failed one is not collected yet.
-_ROUNDS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Round]] = weakref.WeakKeyDictionary()
+_PASSES: weakref.WeakKeyDictionary[Any, weakref.WeakSet[ReducePass]] = weakref.WeakKeyDictionary()
 
 
-class Round:
+class ReducePass:
     """Sends the packs once, beside a backward or (see :meth:`flush`) without one.
 
-    Only the engine's callback holds the round of a backward. The engine drops it when the backward
+    Only the engine's callback holds the pass of a backward. The engine drops it when the backward
     ends or fails, and with it all that is known of that backward; what is still in flight then is
-    in the buckets, and lands when the next round begins.
+    in the buckets, and lands when the next pass begins.
 
     Args:
         sends: else complete packs are only taken in: with one rank, or inside ``no_sync()``.
 
     Attributes:
         backward: which one it is.
-        over: it ended, or one of our own errors ended it, whose traceback keeps the round.
+        over: it ended, or one of our own errors ended it, whose traceback keeps the pass.
     """
 
     def __init__(self, reducer: Reducer, sends: bool) -> None:
@@ -66,7 +66,7 @@ class Round:
             bucket.arrived, bucket.counting = set(), None
 
     def begin(self) -> None:
-        """Have the running backward hold and end this round.
+        """Have the running backward hold and end this pass.
 
         Two models in one backward launch at its end, in the order in which it reached them: which
         of them has a pack complete first depends on the gradients of a rank.
@@ -74,11 +74,11 @@ class Round:
         _compat.at_end_of_backward(self._end)
         group = self._reducer.process_groups.shard.group
         if self._sends and group is not None:  # alone nobody waits
-            rounds = _ROUNDS.setdefault(group, weakref.WeakSet())
-            met = [round for round in rounds if not round.over and round.backward == self.backward]
-            rounds.add(self)
-            for round in (self, *met) if met else ():
-                round._reducer.at_end = True
+            passes = _PASSES.setdefault(group, weakref.WeakSet())
+            met = [peer for peer in passes if not peer.over and peer.backward == self.backward]
+            passes.add(self)
+            for reduce_pass in (self, *met) if met else ():
+                reduce_pass._reducer.at_end = True
 
     def accumulates(self, running: int) -> bool:
         """Whether ``running`` is this backward, or one inside it that adds to gradients."""
@@ -192,9 +192,9 @@ class Round:
         self._reducer.due = self._reducer.spent = False
 
     def send_early(self, bucket: Bucket, micro_batches: int) -> None:
-        """Send a pack of which this step brings no further gradient, before the round of the step.
+        """Send a pack of which this step brings no further gradient, before the pass of the step.
 
-        It lands in that round, so that the backwards of other stages do not wait for it.
+        It lands in that pass, so that the backwards of other stages do not wait for it.
         """
         self._check_not_sent(bucket)
         bucket.micro_batches = micro_batches
