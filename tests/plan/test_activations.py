@@ -23,6 +23,13 @@ BATCH, WIDTH = 16, 32
 Batch = Mapping[str, Any]
 
 
+def mse_loss(outputs: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """Torch before 2.13 has no gradient of one with two dtypes."""
+    if torch.__version__ < (2, 13):
+        outputs = outputs.to(target.dtype)
+    return F.mse_loss(outputs, target, **options)
+
+
 class Regression(nn.Module):
     """Holds bare weights itself, as a ViT does, and gets labels and a count."""
 
@@ -38,7 +45,7 @@ class Regression(nn.Module):
         x = self.stem(x).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
         x = self.head(self.norm(self.layer(x))[:, 0])
-        return F.mse_loss(100 * x, labels, reduction="sum") / num_items_in_batch
+        return mse_loss(100 * x, labels, reduction="sum") / num_items_in_batch
 
 
 class Denoiser(nn.Module):
@@ -58,7 +65,7 @@ class Denoiser(nn.Module):
         x = F.silu(self.norm(self.first(x))) + time[:, :, None]
         x = x.transpose(1, 2)
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        return F.mse_loss(self.last(x.transpose(1, 2)), target)
+        return mse_loss(self.last(x.transpose(1, 2)), target)
 
 
 class Rotary(nn.Module):
@@ -97,7 +104,7 @@ class Bare(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         x = self.inner(torch.tanh(x @ self.weight))
-        return F.mse_loss(100 * F.linear(x, self.more[0].t()), target)
+        return mse_loss(100 * F.linear(x, self.more[0].t()), target)
 
 
 class Recurrent(nn.Module):
@@ -110,7 +117,7 @@ class Recurrent(nn.Module):
         state = (torch.ones(1, len(x), WIDTH), torch.ones(1, len(x), WIDTH))
         x, (hidden, _) = self.lstm(x.transpose(1, 2), state)
         x = self.gru((x + hidden.transpose(0, 1)).transpose(0, 1))[0][-1]
-        return F.mse_loss(self.relu(self.mix(x.float(), x.float())), target)
+        return mse_loss(self.relu(self.mix(x.float(), x.float())), target)
 
 
 class Residual(nn.Module):
@@ -128,7 +135,7 @@ class Residual(nn.Module):
                 x = x + checkpoint(lambda y, n=norm, f=layer: f(n(y)), x, use_reentrant=False)
             else:
                 x = x + layer(norm(x))
-        return F.mse_loss(x[..., :2].mean(1), target)
+        return mse_loss(x[..., :2].mean(1), target)
 
 
 class Graph:
@@ -165,7 +172,7 @@ class Normed(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for layer in (self.first, self.second, self.third, self.fourth, self.fifth):
             x = torch.tanh(layer(x))
-        return F.mse_loss(self.last(x).mean(1), target)
+        return mse_loss(self.last(x).mean(1), target)
 
 
 class Language(GPT):
@@ -423,7 +430,7 @@ class Momentum(nn.Module):
                                 strict=True):  # fmt: skip
                 p_k.data.mul_(0.999).add_(p_q.data, alpha=0.001)
             key = self.encoder_k(x)
-        return F.mse_loss(self.encoder_q(x), key + 1)
+        return mse_loss(self.encoder_q(x), key + 1)
 
 
 def encoder() -> nn.Module:
