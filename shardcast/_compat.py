@@ -370,10 +370,12 @@ def divides_exactly() -> bool:
 
 def compile_errors() -> tuple[type[Exception], ...]:
     """What :func:`compiled` code raises if it cannot be compiled."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-    compiler = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
+    # The limit, of all graphs of a function in this process, is no TorchDynamoException.
+    dynamo = (TorchDynamoException, FailOnRecompileLimitHit)
+    compiler = (*dynamo, CppCompileError, InvalidCxxCompiler)
     return *compiler, OSError, subprocess.SubprocessError  # such as a cache that is read-only
 
 

@@ -361,6 +361,16 @@ def test_what_a_broken_compiler_raises_is_known(tmp_path: Path, monkeypatch: pyt
     torch._dynamo.reset()
 
 
+def test_too_many_graphs_of_a_function_are_an_error_of_compiling():
+    """Before torch 2.13 more than 8 kinds of updates in one process are."""
+    torch._dynamo.reset()
+    grow = torch.compile(lambda x: x.add_(1), fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(_compat.compile_errors()):
+        for dtype in (torch.float32, torch.float64, torch.int32):
+            grow(torch.zeros(4, dtype=dtype))
+    torch._dynamo.reset()
+
+
 def test_a_compiled_function_has_one_graph_for_all_lengths():
     torch._dynamo.reset()
     double = _compat.compiled(_double_)
