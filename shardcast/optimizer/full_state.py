@@ -195,27 +195,29 @@ class FullState:
     ) -> Iterator[tuple[Slot, nn.Parameter, dict[str, Any]]]:
         """Of each parameter what ``values`` gives of its fragments on all ranks.
 
-        An error on one rank, in ``values`` or while it is pickled, is raised on all.
+        An error on one rank, in ``values`` or while states are pickled or joined, is raised on all.
 
         Args:
             on_all: every rank gets it; else rank 0 alone, nothing on the others.
         """
         self._check_gathers(call)
         everyone, device = self._optimizer.process_groups.everyone, self._optimizer.device
+        failure: Exception | None = None  # of joining the last pack on this rank
         for shard in shards:
-            pickled = everyone.together(partial(_pickled, shard, values), device, call)
+            pickled = everyone.together(partial(_pickled, shard, values, failure), device, call)
             pack = shard.pack
             gather = pack.comm.exchange if on_all else pack.comm.gather
             by_rank = gather(pickled, device)
             if everyone.rank != 0 and not on_all:  # of a group of replicas the first one has it too
                 continue
-            fragments: dict[str, list[tuple[tuple[int, int], dict[str, Any]]]] = defaultdict(list)
-            for name, element_range, state in chain.from_iterable(map(pickle.loads, by_rank)):
-                if state:
-                    fragments[name].append((element_range, state))
             elementwise = self._optimizer.update_of(shard).elementwise
-            for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
-                yield slot, param, _joined(fragments[slot.name], slot, elementwise)
+            try:
+                states = _joined_states(by_rank, pack.layout.slots, elementwise)
+            except (RuntimeError, MemoryError) as error:  # such as no room on this host
+                failure = error
+                continue
+            yield from zip(pack.layout.slots, pack.in_model, states, strict=True)
+        everyone.together(partial(_raise, failure), device, call)
 
     def _check_gathers(self, call: str) -> None:
         """Raise RuntimeError beside model parallelism, or with experts: no rank has them all."""
@@ -230,14 +232,31 @@ class FullState:
             )
 
 
-def _pickled(shard: Shard, values: ValuesOf) -> bytes:
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _pickled(shard: Shard, values: ValuesOf, failure: Exception | None) -> bytes:
     """What ``values`` gives of this rank's fragments, on the host."""
+    _raise(failure)
     return pickle.dumps(
         [
             (fragment.slot.name, fragment.param_range, copied(values(shard, number), "cpu"))
             for number, fragment, _ in shard.owned()
         ]
     )
+
+
+def _joined_states(
+    by_rank: Sequence[bytes], slots: Sequence[Slot], elementwise: bool
+) -> list[dict[str, Any]]:
+    """The full state of each parameter of a pack, from what all ranks pickled."""
+    fragments: dict[str, list[tuple[tuple[int, int], dict[str, Any]]]] = defaultdict(list)
+    for name, element_range, state in chain.from_iterable(map(pickle.loads, by_rank)):
+        if state:
+            fragments[name].append((element_range, state))
+    return [_joined(fragments[slot.name], slot, elementwise) for slot in slots]
 
 
 def _joined(

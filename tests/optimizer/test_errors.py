@@ -18,6 +18,7 @@ from models import MLP, adamw, install, sharded
 from torch import nn
 
 import shardcast
+from shardcast.optimizer import full_state
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -485,6 +486,22 @@ def test_an_error_on_one_rank_of_a_gathering_call_is_raised_on_all(call: str, ra
         with pytest.raises(ValueError, match="broken on one rank"):
             getattr(optimizer, call)()
 
+    ThreadedWorld(2).run(run)
+
+
+@pytest.mark.parametrize("call", ["full_state_dict", "full_parameters"])
+def test_an_error_while_rank_0_joins_the_states_is_raised_on_all(
+    call: str, monkeypatch: pytest.MonkeyPatch
+):
+    def run(group: Any) -> None:
+        model = MLP()
+        optimizer = sharded(model, group, pack_params=2)
+        install(model, 0)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="no room"):
+            getattr(optimizer, call)()
+
+    monkeypatch.setattr(full_state, "_joined", Mock(side_effect=RuntimeError("no room")))
     ThreadedWorld(2).run(run)
 
 
