@@ -47,6 +47,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
         edits: of weights, by the script.
+        buffer_averages: those of averages with ``use_buffers``.
         device: of the packs.
         average_in_model: name of the average that the model has, inside ``averaged()``.
     """

@@ -35,6 +35,7 @@ class ShardedOptimizer(StatefulOptimizer):
         optimizers: a handle for each optimizer that was given, for schedulers and for loops over
             them: ``step()`` of the last handle makes the one step of all. With one optimizer it is
             this object itself.
+        handles: those handles; none with one optimizer.
     """
 
     # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
