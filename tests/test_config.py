@@ -227,3 +227,28 @@ def test_every_config_file_loads_also_with_what_is_commented_out(path: Path, tmp
     everything = re.sub(rf"(?m)^# ((?:{options}):)", r"\1", path.read_text())
     (tmp_path / "all.yaml").write_text(everything)
     assert ShardcastConfig.load(tmp_path / "all.yaml") == ShardcastConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error", "named"),
+    [
+        ("averages", {"ema": 1.0}, ValueError, "decay"),
+        ("averages", {"ema": -0.1}, ValueError, "decay"),
+        ("averages", {"ema": {"half_life": 0}}, ValueError, "half_life"),
+        ("averages", {"ema": {"decay": 0.9, "half_life": 3}}, ValueError, "half_life"),
+        ("averages", {"ema": {"decay": 0.9, "stored": "fp8"}}, ValueError, "stored"),
+        ("averages", {"ema": {"decay": 0.9, "warmup": "yes"}}, TypeError, "warmup"),
+        ("averages", {"a.b": 0.9}, ValueError, "name"),
+        ("averages", ["ema"], TypeError, "mapping"),
+        ("guard", {"norm": 6.0}, TypeError, "window"),
+        ("guard", {"norm": 6.0, "window": 1}, ValueError, "window"),
+        ("guard", {"norm": -1, "window": 8}, ValueError, "norm"),
+        ("guard", {"window": 8}, ValueError, "'norm' or 'loss'"),
+        ("guard", {"norm": 6, "window": 8, "action": "x"}, ValueError, "action"),
+    ],
+)
+def test_averages_and_guards_out_of_range_are_refused_by_name(
+    option: str, value: Any, error: type[Exception], named: str
+):
+    with pytest.raises(error, match=f"{option}: .*{named}"):
+        ShardcastConfig(**{option: value})
