@@ -128,5 +128,11 @@ class Guard:
         if self._history.numel() and all(name in state for name in self.signals):
             window = self._history.shape[1]
             empty = [math.nan] * window
-            rows = [[*empty, *state[name]][-window:] for name in self.signals]
+            rows = [state[name] for name in self.signals]
+            if "accepted" in state:  # an older form: rings, which have zeros where nothing is yet
+                accepted, size = int(state["accepted"]), len(rows[0])
+                places = [n % size for n in range(max(0, accepted - size), accepted)]
+                places = [at for at in places if all(math.isfinite(row[at]) for row in rows)]
+                rows = [[row[at] for at in places] for row in rows]
+            rows = [[*empty, *row][-window:] for row in rows]
             self._history.copy_(torch.tensor(rows, dtype=torch.float64))
