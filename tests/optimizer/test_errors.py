@@ -489,19 +489,21 @@ def test_an_error_on_one_rank_of_a_gathering_call_is_raised_on_all(call: str, ra
     ThreadedWorld(2).run(run)
 
 
+# Of a fragment that lacks a state which the first one has, a KeyError.
+@pytest.mark.parametrize("error", [RuntimeError("no room"), KeyError("no room")], ids=repr)
 @pytest.mark.parametrize("call", ["full_state_dict", "full_parameters"])
 def test_an_error_while_rank_0_joins_the_states_is_raised_on_all(
-    call: str, monkeypatch: pytest.MonkeyPatch
+    call: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
     def run(group: Any) -> None:
         model = MLP()
         optimizer = sharded(model, group, pack_params=2)
         install(model, 0)
         optimizer.step()
-        with pytest.raises(RuntimeError, match="no room"):
+        with pytest.raises((RuntimeError, KeyError), match="no room"):
             getattr(optimizer, call)()
 
-    monkeypatch.setattr(full_state, "_joined", Mock(side_effect=RuntimeError("no room")))
+    monkeypatch.setattr(full_state, "_joined", Mock(side_effect=error))
     ThreadedWorld(2).run(run)
 
 
