@@ -238,6 +238,10 @@ class Snapshot:
         names = {state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}
 
+    def refuse_averaged(self, call: str) -> None:
+        """Raise RuntimeError, which all ranks do, inside ``averaged()``."""
+        self._optimizer.refuse_averaged(call)
+
     def take_options(self, source: StateSource) -> None:
         """Take groups, loss scale and extra state; make ready the packs that have state."""
         packs = {

@@ -13,7 +13,7 @@ import torch
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader, Stored
-from shardcast.checkpoint.directory import DamagedCheckpointError
+from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest
 from shardcast.checkpoint.source import StateSource, from_reader
 
 Directory = str | os.PathLike[str]
@@ -68,15 +68,14 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
     folder = _choose(snapshot, Path(os.path.abspath(directory)))
     if folder is None:
         return None
-    manifest = folders.manifest_of(folder)
 
-    def compared() -> tuple[StateSource, Resumed]:
-        reader = Reader(folder)
+    def compared() -> tuple[StateSource, Resumed, Manifest]:
+        manifest, reader = folders.manifest_of(folder), Reader(folder)
         source = compare(snapshot, _ours(folder, reader))
         extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
-        return source, Resumed(manifest.step, extra, per_rank, folder)
+        return source, Resumed(manifest.step, extra, per_rank, folder), manifest
 
-    source, resumed = snapshot.together(compared, "load")
+    source, resumed, manifest = snapshot.together(compared, "load")
     take(snapshot, source, "load")
     if manifest.digest_of == snapshot.forms():
         loaded = snapshot.digest()["digest"]
@@ -191,8 +190,10 @@ def take(snapshot: Snapshot, source: StateSource, call: str) -> None:
     """Put compared values into memory and make all ranks equal. Collective.
 
     Raises:
-        RuntimeError: the source became unreadable; only then something has been changed.
+        RuntimeError: an average is in the model; or the source became unreadable: only then
+            something has been changed.
     """
+    snapshot.refuse_averaged(call)
 
     def put() -> None:
         snapshot.take_options(source)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -229,6 +230,31 @@ def test_a_path_that_is_no_checkpoint_is_not_taken_for_a_new_run(made: Path, tmp
     run_world(2, attempt)
     with pytest.raises(FileNotFoundError, match="check the path"):
         checkpoint.latest(misspelt)
+
+
+def test_a_manifest_that_one_rank_cannot_read_again_makes_all_raise(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+):
+    manifest_of, ranks, calls = directory.manifest_of, dict[int, int](), list[int]()
+
+    def read(folder: Path) -> Any:
+        rank = ranks[threading.get_ident()]
+        calls.append(rank)
+        if rank == 1 and calls.count(1) == 2:
+            raise OSError(116, "Stale file handle")
+        return manifest_of(folder)
+
+    monkeypatch.setattr(directory, "manifest_of", read)
+
+    def attempt(group: Any) -> None:
+        ranks[threading.get_ident()] = group.rank()
+        model, optimizer = job(group, case="mlp")
+        before = everything(model, optimizer)
+        with pytest.raises((OSError, RuntimeError), match="Stale file handle"):
+            checkpoint.load(made, model, optimizer)
+        assert_same_bits(everything(model, optimizer), before)
+
+    run_world(2, attempt)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

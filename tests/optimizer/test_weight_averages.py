@@ -134,6 +134,7 @@ def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_a
         steps(model, optimizer)
         optimizer.wait_sync()
         weights, masters = values(model), optimizer.full_parameters()
+        other = {name: weight + 1 for name, weight in weights.items()}
         state = optimizer.state_dict()["state"]
         average = optimizer.full_parameters("ema")
         with optimizer.averaged("ema"):
@@ -146,6 +147,7 @@ def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_a
                 assert_same_bits(values_of_param, inside[number])
             for call in (optimizer.step, optimizer.close, optimizer.publish,
                          lambda: optimizer.averaged("ema").__enter__(),
+                         lambda: checkpoint.load_plain(model, optimizer, other),
                          lambda: optimizer.load_state_dict({})):  # fmt: skip
                 with pytest.raises(RuntimeError, match="'ema'"):
                     call()
