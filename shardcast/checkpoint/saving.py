@@ -142,7 +142,12 @@ class RankSave:
     def leave(self, message: dict[str, Any]) -> None:
         """Leave a message for rank 0, which sees all of it or none; an ``error`` ends the save."""
         draft = self._message(self.rank).with_suffix(".draft")
-        draft.write_bytes(pickle.dumps(message))
+        try:
+            draft.write_bytes(pickle.dumps(message))
+        except OSError:
+            if "error" not in message:
+                raise
+            os.truncate(draft, 0)  # a full disk has room for an empty file
         os.replace(draft, self._message(self.rank))
 
     def commit(self, written: Written) -> None:
@@ -158,7 +163,7 @@ class RankSave:
         messages += [self._receive(rank, deadline) for rank in range(1, self.facts["world_size"])]
         per_rank, objects, extra_state = list[Any](), dict[str, Any](), dict[str, Any]()
         for message in messages:
-            own = torch.load(io.BytesIO(message["own"]), weights_only=True)
+            own = torch.load(io.BytesIO(message["own"]), map_location="cpu", weights_only=True)
             per_rank.append(own[0])
             objects.update(own[1])
             extra_state.update(own[2])
@@ -193,8 +198,11 @@ class RankSave:
                     "the directory must be on a file system that all ranks share"
                 )
             time.sleep(POLL)
-        message: dict[str, Any] = unpickled(path.read_bytes())
+        data = path.read_bytes()
         path.unlink()
+        message: dict[str, Any] = {"error": "it could not write, nor say why; is the disk full?"}
+        if data:
+            message = unpickled(data)
         if "error" in message:
             raise RuntimeError(f"rank {rank}: {message['error']}")
         return message

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import watch
+from faults import no_space, watch
 from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
 
 from shardcast import checkpoint
@@ -131,6 +131,34 @@ def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
     assert [r.levelname for r in caplog.records] == ["ERROR"] and "is lost" in caplog.text
     assert list(checkpoints(tmp_path)) == [3, 2]
     assert not list(tmp_path.glob(BACKGROUND + "*"))
+
+
+def test_a_rank_without_room_to_say_why_it_failed_ends_the_save_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = Gate(fails="__1_0")
+    gate.open.set()
+    watch(monkeypatch, gate)
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.suffix == ".draft":
+            write(path, data[:9])
+            no_space()
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+
+    def lost(group: Any) -> None:
+        model, optimizer = job(group)
+        with pytest.raises(
+            RuntimeError, match=r"is lost.* rank 1: .* is the disk full\?"
+        ) as caught:
+            save_async(tmp_path, model, optimizer, step=1, timeout=30.0).wait()
+        assert group.rank() == 0 or "No space" in str(caught.value.__cause__)
+
+    run_world(2, lost)
+    assert not list(tmp_path.iterdir())
 
 
 def test_who_waits_for_a_save_that_fails_is_not_told_by_the_log_as_well(

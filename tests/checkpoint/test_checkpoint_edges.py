@@ -135,6 +135,41 @@ def test_a_file_that_grows_too_large_is_named_with_its_checkpoint_on_all_ranks(
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".background")]
 
 
+def test_every_new_directory_is_flushed_up_to_one_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flushed, flush = list[Path](), storage.flush
+    monkeypatch.setattr(storage, "flush", lambda path: flushed.append(path) or flush(path))
+    model, optimizer = job()
+    checkpoint.save(tmp_path / "runs" / "a", model, optimizer, step=1)
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= {*flushed}
+
+
+def test_a_tensor_on_a_device_that_rank_0_lacks_may_be_in_per_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    size = 13  # of a tensor for which the host stands for a device of rank 1
+
+    def tag(stored: Any) -> str | None:
+        return "elsewhere" if stored.nbytes() == 4 * size else None
+
+    def restore(stored: Any, location: str) -> Any:
+        assert location != "elsewhere", "no such device"
+        return None
+
+    packages = [(0, tag, restore), *torch.serialization._package_registry]
+    monkeypatch.setattr(torch.serialization, "_package_registry", packages)
+
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group)
+        values = torch.full((size,), 1.0 + group.rank())
+        checkpoint.save(tmp_path, model, optimizer, step=1, extra=values, per_rank=values)
+        resumed = checkpoint.load(tmp_path, model, optimizer)
+        assert [int(ranks_values[0]) for ranks_values in resumed.per_rank] == [1, 2]
+
+    run_world(2, attempt)
+
+
 @pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
 def test_a_directory_that_ranks_do_not_share_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
