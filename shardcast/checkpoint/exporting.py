@@ -50,7 +50,8 @@ def export(
     Raises:
         FileExistsError: there is something in ``out`` already.
         FileNotFoundError, DamagedCheckpointError: there is no checkpoint, or it is damaged.
-        ValueError: the checkpoint has no average of that name.
+        ValueError: the checkpoint has no average of that name, or a buffer has a dtype that
+            safetensors files cannot have.
     """
     if not max_shard_mb > 0:
         raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
@@ -132,7 +133,15 @@ def _export_model(
         written = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
     for name, shard in zip(written, shards, strict=True):
         tensors = {key: reader.tensor(path) for key, path in shard.items()}
-        save_file(tensors, out / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, out / name, metadata={"format": "pt"})
+        except KeyError as error:  # all that safetensors says is the dtype
+            names = [key for key, tensor in tensors.items() if tensor.dtype in error.args]
+            raise ValueError(
+                f"directory: {names} have {error}, which safetensors files cannot have; keep such "
+                "buffers as real numbers (torch.view_as_real), or out of checkpoints with "
+                "register_buffer(..., persistent=False), and save again"
+            ) from error
         storage.flush(out / name)
         del tensors  # before those of the next file are read
     if len(shards) > 1:

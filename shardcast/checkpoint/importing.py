@@ -67,6 +67,12 @@ def load_plain(
             _values(state) if is_one else list(map(_values, state)),  # type: ignore[arg-type]
             head["places"],
         )
+        if "shardcast" in loaded:
+            raise ValueError(
+                "state: expected a plain optimizer's state, got one rank's part of a sharded one; "
+                "give that part to optimizer.load_state_dict() on its rank, or what "
+                "full_state_dict() returned on rank 0 to load_plain() on all"
+            )
         source = from_tensors(where, tensors, state_by_param(loaded, head["groups"]))
         groups = zip(head["groups"], loaded["param_groups"], strict=True)
         named = [{**loaded_group, "params": group["params"]} for group, loaded_group in groups]

@@ -342,6 +342,15 @@ def test_an_export_has_buffers_of_rare_dtypes(tmp_path: Path, dtype: torch.dtype
     assert_same_bits(exported, model.state_dict())
 
 
+def test_an_export_names_buffers_of_dtypes_that_safetensors_lacks(tmp_path: Path):
+    model = nn.Linear(3, 3)
+    model.register_buffer("table", torch.arange(3).to(torch.complex128))
+    checkpoint.save(tmp_path / "run", model, sharded(model), step=1)
+    with pytest.raises(ValueError, match=r"\['table'\] have torch.complex128.*view_as_real"):
+        checkpoint.export(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_a_run_with_a_loss_scale_goes_on_with_its_own_from_one_without(tmp_path: Path):
     def job(**fields: Any) -> Any:
         model = CASES["mlp"].build()

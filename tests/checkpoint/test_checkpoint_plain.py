@@ -235,6 +235,21 @@ def test_damage_of_dcp_files_is_named(tmp_path: Path, gloo: SpawnedWorld):
     assert_same_bits(parts(optimizer), before)
 
 
+def test_one_ranks_part_of_a_state_is_not_taken_for_a_plain_state():
+    def refused(group: Any) -> None:
+        # Shapes do not tell: each parameter has one owner, which has all of it, 1-d as it is.
+        job = lambda: (m := nn.LayerNorm(4), sharded(m, group, partition="whole"))  # noqa: E731
+        trained, other = job(), job()
+        install(trained[0], 0)
+        trained[1].step()
+        before = parts(other[1])
+        with pytest.raises(ValueError, match=r"got one rank's part .* full_state_dict"):
+            load_plain(*other, trained[0].state_dict(), trained[1].state_dict())
+        assert_same_bits(parts(other[1]), before)
+
+    run_world(2, refused)
+
+
 # -- DeepSpeed ----------------------------------------------------------------------------------
 
 
