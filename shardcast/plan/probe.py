@@ -36,6 +36,7 @@ SMALL, LARGE = (6, 4, 3), (160, 128, 1)
 # Of an update: how much that of a parameter alone may differ, and if several matrices may be
 # multiplied at once, in bf16.
 ALONE, BATCHED = 1e-6, 0.05
+ROUNDED = 4 * torch.finfo(torch.float32).eps  # of a parameter: sums may be in another order
 ATTRIBUTES = 10_000  # objects, and bytes of them, that a twin may copy
 REACH = 4  # attributes of attributes that are looked at
 
@@ -229,8 +230,10 @@ def _dependence(
                     return f"{name!r}, which it keeps in its groups,"
             pairs = zip(group["params"][turn::2], lonely["params"], of_group[turn::2], strict=True)
             for param, same, sample in pairs:
-                update = (param.detach() - sample.value).abs().max()
-                if (param.detach() - same.detach()).abs().max() > tolerance * update:
+                update = float((param.detach() - sample.value).abs().max())
+                rounded = min(ROUNDED * float(sample.value.abs().max()), BATCHED * update)
+                difference = float((param.detach() - same.detach()).abs().max())
+                if not difference <= max(tolerance * update, rounded):  # alone it may be NaN
                     return "its update of a parameter"
     return ""
 

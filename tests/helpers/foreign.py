@@ -116,6 +116,35 @@ class DecayOfAll(Rule):
                 param.sub_(param.grad.sign(), alpha=rate)
 
 
+class Stacked(Rule):
+    """Works on all parameters of one shape at once; ``scales`` gives a factor for each of them."""
+
+    def scales(self, grads: Tensor) -> Tensor:
+        """Their sums have another order where there is one gradient, and so other last bits."""
+        return 0.1 / grads.square().sum(tuple(range(grads.dim() - 1))).sqrt()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    by_shape.setdefault(param.shape, []).append(param)
+            for params in by_shape.values():
+                grads = torch.stack([param.grad for param in params], dim=-1)
+                updates = (group["lr"] * grads * self.scales(grads)).unbind(-1)
+                for param, update in zip(params, updates, strict=True):
+                    param.sub_(update)
+
+
+class ScaledBySpread(Stacked):
+    """Multiplies by a deviation over parameters, which a single one does not have: NaN."""
+
+    def scales(self, grads: Tensor) -> Tensor:
+        scales = super().scales(grads)
+        return (scales - scales.mean()).square().sum() / (len(scales) - 1)
+
+
 class Unmeasured(StepSizeOfAll):
     """The same of a class that does not run on its twin's parameters."""
 

@@ -97,6 +97,7 @@ REFUSED: list[tuple[Build, int, tuple[str, ...]]] = [
     (foreign.StepSizeOfAll, 2, ("StepSizeOfAll",)),
     (in_two_groups(foreign.StepSizeOfAll), 2, ("StepSizeOfAll",)),
     (lambda params: foreign.DecayOfAll(params, weight_decay=1e-4), 2, ("DecayOfAll",)),
+    (foreign.ScaledBySpread, 2, ("ScaledBySpread",)),
     (lambda params: foreign.Lookahead(torch.optim.SGD(params, lr=0.1)), 1,
      ("SGD", "build it around")),
     (in_list, 1, ("SGD", "build it around")),
@@ -125,6 +126,15 @@ def test_a_class_that_cannot_be_sharded_is_refused_by_name_and_nothing_is_change
 
     for message in ThreadedWorld(size).run(run):
         assert all(name in message for name in names), message
+
+
+def test_sums_of_several_parameters_at_once_may_round_differently():
+    def run(group: Any) -> str:
+        model = mlp()
+        inner = foreign.Stacked(model.parameters())
+        return shardcast.shard(model, inner, process_group=group).layout.partition
+
+    assert ThreadedWorld(2).run(run) == ["whole"] * 2
 
 
 def test_one_rank_has_all_parameters_so_that_nothing_is_refused():
