@@ -67,9 +67,20 @@ class Comm(TensorCollectives):
         return cls(group)
 
     def among(self, ranks: Sequence[int], name: str) -> Comm:
-        """A new group of some ranks of this one, this rank among them. All of them must call it."""
+        """A new group of some ranks of this one, this rank among them. All of them must call it.
+
+        Raises:
+            ValueError: torch does not know this group, as mock groups of threads.
+        """
         group: Any = self.group
-        members = dist.get_process_group_ranks(group)
+        try:
+            members = dist.get_process_group_ranks(group)
+        except KeyError:
+            raise ValueError(
+                "shard_ranks: expected a process_group of torch's init_process_group or new_group, "
+                f"beside which others can be made, got {type(group).__name__}; use shard_ranks "
+                f"'all', or in tests ThreadedWorld({{'dp': {self.size}}}) without process_group="
+            ) from None
         return Comm(
             dist.new_group(
                 [members[rank] for rank in ranks], backend=dist.get_backend_config(group),

@@ -18,7 +18,13 @@ from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import ParamInfo
 from shardcast.plan.packing import plan_packs
 from shardcast.plan.shard_ranks import shard_ranks
-from shardcast.testing import Collective, SpawnedWorld, threaded_world
+from shardcast.testing import (
+    Collective,
+    SpawnedWorld,
+    StrictGroup,
+    ThreadedWorld,
+    threaded_world,
+)
 
 WORLD = {"runs": 2, "within": 2}
 COPIES = "dp_replicate"
@@ -132,6 +138,18 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(
     by_rank: list[Any], on_mesh: bool, error: str
 ):
     assert threaded_world(WORLD, refused, by_rank, on_mesh) == [error] * 4
+
+
+def test_a_mock_group_that_torch_does_not_know_is_refused_by_name():
+    def run(group: StrictGroup) -> str:
+        model = CASES["mlp"].build()
+        with pytest.raises(ValueError, match=r"^shard_ranks: .*got StrictGroup") as told:
+            shardcast.shard(model, adamw(model), process_group=group, shard_ranks=2)
+        assert all(param.dtype == torch.float32 for param in model.parameters())
+        return str(told.value)
+
+    for message in ThreadedWorld(4).run(run):
+        assert "ThreadedWorld({'dp': 4}) without process_group=" in message
 
 
 def on_processes(group: Any) -> tuple[dict[str, torch.Tensor], int]:
