@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -101,9 +101,7 @@ class OptionCheck:
     def _digest(self) -> None:
         values = [plain(value) for value in self._objects]
         self._changing = not all(map(_is_constant, self._objects))
-        self._on_device = [
-            value for value, text in zip(self._objects, values, strict=True) if text is ON_DEVICE
-        ]
+        self._on_device = [*_on_device(self._objects)]
         digest = zlib.crc32(repr(values).encode())
         digests = zlib.crc32(self._trained), digest, digest >> BITS
         numbers = tuple(number & self._mask for number in digests)
@@ -178,6 +176,15 @@ def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
     """Numbers of the host on the device, without waiting for it."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+def _on_device(value: Any) -> Iterator[Tensor]:
+    """Numbers whose value :func:`plain` leaves out, those in tuples such as betas too."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _on_device(item)
+    elif plain(value) is ON_DEVICE:
+        yield value
 
 
 def _is_constant(value: Any) -> bool:

@@ -339,3 +339,30 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(
 
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     run_world(2, run)
+
+
+@pytest.mark.parametrize("option", ["lr", "betas"])
+def test_tensors_on_an_accelerator_that_differ_are_refused_on_all_ranks_in_the_first_step(
+    option: str, monkeypatch: pytest.MonkeyPatch
+):
+    """``shard()`` does not read them, for that would wait for the device."""
+
+    def run(group: Any) -> None:
+        rate, beta = torch.tensor(0.1), torch.tensor(0.9)
+        (rate if option == "lr" else beta).div_(1 + group.rank())
+        model = CASES["mlp"].build()
+        optimizer = sharded(
+            model,
+            group,
+            lambda model: torch.optim.AdamW(
+                model.parameters(), lr=rate, betas=(beta, torch.tensor(0.99)), foreach=False
+            ),
+        )
+        before = values(model)
+        CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+        with pytest.raises(RuntimeError, match=f"ranks differ in options.* {option} of group 0"):
+            optimizer.step()
+        assert_same_bits(values(model), before)
+
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    run_world(2, run)
