@@ -18,6 +18,7 @@ from shardcast import estimate as estimates
 from shardcast.cli.plot import KINDS, PLOTTED, Row, empty_figure, plot
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.parallel import plan_of, stages_of
+from shardcast.plan.layout import PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.partition import ELEMENTWISE
 
@@ -230,10 +231,10 @@ def row_of(figures: estimates.Comparison, job: estimates.TrainingJob) -> Row:
 
 def _algorithms(held: estimates.Estimate) -> list[Row]:
     """Each way in which packs travel, of how many, and why the biggest of them does."""
-    ways: dict[tuple[str, str], list[estimates.Traffic]] = {}
-    for pack in held.traffic if held.world_size > 1 else ():
+    ways: dict[tuple[str, str], list[PackLayout]] = {}
+    for pack in held.layout.trained if held.world_size > 1 else ():
         ways.setdefault((pack.algorithms.reduce, pack.algorithms.sync), []).append(pack)
-    biggest = [(len(packs), max(packs, key=lambda pack: pack.stored)) for packs in ways.values()]
+    biggest = [(len(packs), max(packs, key=lambda pack: pack.nbytes)) for packs in ways.values()]
     return [{"packs": count, "algorithms": str(pack.algorithms)} for count, pack in biggest]
 
 

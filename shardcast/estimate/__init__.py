@@ -7,7 +7,7 @@ advice      both side by side, how sure that is, and better options
 """
 
 from shardcast.estimate.advice import Comparison, TrainingJob, advise, figures
-from shardcast.estimate.memory import Estimate, Traffic, estimate, state_tensors
+from shardcast.estimate.memory import Estimate, estimate, state_tensors
 from shardcast.estimate.peers import peer_times, peers, units_of
 from shardcast.estimate.time import StepTime, step_time
 from shardcast.plan.costs import PRESETS, Group, Machine, Protocol
@@ -20,7 +20,6 @@ __all__ = [
     "Machine",
     "Protocol",
     "StepTime",
-    "Traffic",
     "TrainingJob",
     "advise",
     "estimate",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.chance import KEY
-from shardcast.memory.codecs import CODECS, master_codec, moment_codec, row_of
-from shardcast.memory.shard import FILL
+from shardcast.memory.codecs import Encoded, master_codec, row_of
+from shardcast.memory.pack import Pack
+from shardcast.memory.shard import FILL, Shard
+from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.setup import Plan, plan_for
-from shardcast.plan.algorithms import GROUPED, Algorithms, Topology, syncs_at_once
+from shardcast.plan.algorithms import GROUPED, Topology, syncs_at_once
 from shardcast.plan.costs import PRESETS, Machine
-from shardcast.plan.layout import Layout, PackLayout, Slot
+from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
@@ -26,38 +29,11 @@ from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
 from shardcast.plan.shard_ranks import shard_ranks
 from shardcast.step.reduce.tree import most_sums
 from shardcast.step.update import updates_of
-from shardcast.step.update.rules import STATE_NAMES, rule_of
+from shardcast.step.update.epilogues import epilogues_of
+from shardcast.step.update.rules import STATE_NAMES, NoRule, rule_of
+from shardcast.step.update.state import ShardState
 
 KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known before they run
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a step does with one pack; bytes.
-
-    Attributes:
-        wire: of all its gradients as they travel.
-        stored: of all its parameters.
-        received: of gradients, on the rank that owns most of it, once they are reduced.
-        summed: of the fp32 sums that travel between copies, on the rank that owns most of it.
-        owners: ranks that have something of it to sync.
-        algorithms: how it is reduced and synced; empty for a world of one.
-        dtype: of its parameters.
-    """
-
-    wire: int
-    stored: int
-    received: int
-    summed: int
-    owners: int
-    algorithms: Algorithms
-    dtype: torch.dtype
-
-    @property
-    def sync_kind(self) -> tuple[str, torch.dtype | None]:
-        """Packs with an equal one may be synced in one launch, see Comm.all_gather_all."""
-        sync = self.algorithms.sync
-        return sync, self.dtype if sync == "all_gather" else None
 
 
 @dataclass(frozen=True)
@@ -79,7 +55,6 @@ class Estimate:
             mean of all ranks; 1 at best.
         cost_imbalance: the same of what the update computes, as owners of whole parameters are
             chosen by it (the units of ``cost_fn``, or operations).
-        traffic: of the packs that train, in the order of the layout.
         updated: bytes that the update reads and writes on the rank that updates most.
         normed: bytes that the norm reads there.
         products: per rank, floating-point operations of Muon's matrix products.
@@ -100,7 +75,6 @@ class Estimate:
     collectives: int
     imbalance: float
     cost_imbalance: float
-    traffic: tuple[Traffic, ...]
     updated: int
     normed: int
     products: tuple[float, ...]
@@ -158,7 +132,7 @@ def estimate(
         config = ShardcastConfig.load(config)
     updates_of(originals, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, originals, config, world_size)
-    cast_peak, live = _convert_outside(plan)
+    peak, live = _convert_outside(plan)
     topology = Topology(topology.backend, min(world_size, topology.node))
     free, joined = machine.capacity - live, topology._replace(between=machine.between)
     size, why = shard_ranks(config, plan.layout, joined, free, plan.operations)
@@ -166,36 +140,52 @@ def estimate(
         plan = plan_for(model, originals, config, size)
         topology = topology._replace(node=min(size, topology.node))
     layout = dataclasses.replace(with_algorithms(plan.layout, config, topology), sharding=why)
-    ranks = [_Rank() for _ in range(size)]
-    copies = world_size // size
-    traffic = [_add(ranks, pack, plan, originals, copies) for pack in layout.packs]
+    copies, allocated = world_size // size, cache(partial(_allocated, originals, config))
+    costs, products, masters = [0.0] * size, [0.0] * size, [0] * size
+    shares: list[list[_Share]] = [[] for _ in range(size)]
+    for pack in layout.packs:
+        optimizer, group = originals.owner(pack.group), originals.group(pack.group)
+        trained = [0] * size
+        for owner, slot, count in pack.parts() if pack.requires_grad else ():
+            trained[owner] += count
+            part = count / slot.numel
+            costs[owner] += plan.costs.get(slot.name, ELEMENT * slot.numel) * part
+            products[owner] += matrix_products(optimizer, group, slot.shape) * part
+        share_of = cache(partial(_share, plan, copies, allocated, pack))
+        for owner, start, stop in pack.spans:
+            share = share_of(stop - start, trained[owner])
+            shares[owner].append(share)
+            peak = max(peak, live + masters[owner] + share.setup)
+            masters[owner] += share.masters
+        live += pack.nbytes - sum(plan.params[slot.name].nbytes for slot in pack.slots)
+    ranks = [_Share(*map(sum, zip(*of_rank, strict=True))) for of_rank in shares]
     sharded = config.grads == "sharded" and world_size > 1
-    owned_bytes = [
-        rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks
-    ]
-    fullest = ranks[owned_bytes.index(max(owned_bytes))]
+    owned = [rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks]
+    fullest = ranks[owned.index(max(owned))]
+    averages = fullest.averages + BufferAverages([model], config.averages, Comm(None)).nbytes
+    parameters = sum(pack.nbytes for pack in layout.packs)
     sent = [rank.sent for rank in ranks]
-    trained = [pack for pack in traffic if pack is not None]
     return Estimate(
         world_size,
         layout,
-        parameters=sum(pack.numel * pack.dtype.itemsize for pack in layout.packs),
+        parameters=parameters,
         gradients=fullest.gradients if sharded else sum(rank.gradients for rank in ranks),
         masters=fullest.masters,
         state=fullest.state,
-        averages=fullest.averages,
-        outside=live - sum(param.nbytes for param in plan.params.values()),
+        averages=averages,
+        outside=live - parameters,
         host=fullest.masters + fullest.state + fullest.averages if config.offload else 0,
-        setup_peak=max(cast_peak, live + _packing_peak(plan)),
+        setup_peak=peak,
         sent=max(sent),
         sender=sent.index(max(sent)),
-        collectives=_launches(trained, topology.backend, config.overlap_sync, size, copies),
-        imbalance=_over_mean(owned_bytes),
-        cost_imbalance=_over_mean([rank.cost for rank in ranks]),
-        traffic=tuple(trained),
+        collectives=_collectives(
+            layout.trained, topology.backend, config.overlap_sync, size, copies
+        ),
+        imbalance=_over_mean(owned),
+        cost_imbalance=_over_mean(costs),
         updated=max(rank.updated for rank in ranks),
         normed=max(rank.normed for rank in ranks),
-        products=tuple(rank.products for rank in ranks),
+        products=tuple(products),
     )
 
 
@@ -205,190 +195,160 @@ def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     Args:
         group: its options.
     """
-    kind: Any = type(optimizer)
-    if kind in STATE_NAMES:
-        return len(rule_of(kind, group).state)
-    if kind is torch.optim.Muon:
-        return 1
-    single = nn.Parameter(torch.zeros(1, dtype=MASTER_DTYPE))  # as the masters that it will run on
+    single = nn.Parameter(torch.zeros(1, 1, dtype=MASTER_DTYPE))  # as the masters it will run on
     single.grad = torch.zeros_like(single)
-    twin = kind([{**group, "params": [single]}])
+    kind: Any = type(optimizer)
+    twin = kind([{**group, "params": [single], "capturable": False}])
     twin.step()
     state = [value for value in twin.state[single].values() if isinstance(value, Tensor)]
     return sum(value.dim() > 0 for value in state)
 
 
-def _master_bytes(pack: PackLayout, numel: int, config: ShardcastConfig) -> int:
-    """Of masters of ``numel`` elements beside their parameters."""
-    if pack.dtype == MASTER_DTYPE:
-        return 0
-    return master_codec(config, pack.dtype).nbytes(numel, row_of(config, pack.dtype))
+class _Allocated(NamedTuple):
+    """Bytes that a rank keeps of a span, and how many of them each update reads and writes."""
 
-
-@dataclass
-class _Rank:
-    """What one rank holds and moves in bytes, and computes, for its spans of all packs."""
-
-    masters: int = 0
+    masters: int
     state: int = 0
     averages: int = 0
-    gradients: int = 0
-    sent: int = 0
     updated: int = 0
-    normed: int = 0
-    cost: float = 0.0
-    products: float = 0.0
-
-    def hold(
-        self, pack: PackLayout, numel: int, elements: int, kind: type, tensors: int,
-        config: ShardcastConfig,
-    ) -> None:  # fmt: skip
-        """Add the update of a span.
-
-        Args:
-            numel, elements: of the span, and those of them that are no padding.
-            kind, tensors: class of the optimizer, and how many state tensors it keeps.
-        """
-        row, moments = row_of(config, pack.dtype), moment_codec(config, "")
-        rows, keys, state = -(-numel // row), 0, tensors * elements * MASTER_DTYPE.itemsize
-        if kind in STATE_NAMES:  # kept for the whole span
-            keys = KEY * rows if tensors and moments.by_chance else 0
-            state = tensors * moments.nbytes(numel, row)
-        codecs = [CODECS[average.stored]() for average in config.averages]
-        averages = sum(codec.nbytes(numel, row) for codec in codecs)
-        if not keys and any(codec.by_chance for codec in codecs):
-            averages += KEY * rows
-        self.state += state + keys
-        self.averages += averages
-        master = _master_bytes(pack, numel, config)
-        grad = grad_dtype(pack.dtype, config).itemsize
-        # A pack that is its own master, or half of it, is read too; else it is only written.
-        passes = 1 if master and not master_codec(config, pack.dtype).has_published else 2
-        moved = grad + passes * pack.dtype.itemsize
-        self.updated += numel * moved + 2 * (master + state + averages) + keys
-        self.normed += numel * grad
 
 
-def _add(
-    ranks: Sequence[_Rank], pack: PackLayout, plan: Plan, originals: OptimizerList, copies: int
-) -> Traffic | None:
-    """Add a pack to what each rank does; gives its traffic, or None where it is frozen."""
-    config, size = plan.config, len(ranks)
-    for span in pack.spans:  # of frozen ones too
-        ranks[span.owner].masters += _master_bytes(pack, span.numel, config)
-    if not pack.requires_grad:
-        return None
-    optimizer, group = originals.owner(pack.group), originals.group(pack.group)
-    tensors = state_tensors(optimizer, group)
-    products = {slot: matrix_products(optimizer, group, slot.shape) for slot in pack.slots}
-    elements = [0] * size  # of parameters; the rest of a span is padding
-    for owner, slot, count in _parts(pack):
-        elements[owner] += count
-        share = count / slot.numel
-        ranks[owner].cost += plan.costs.get(slot.name, ELEMENT * slot.numel) * share
-        ranks[owner].products += products[slot] * share
-    grad = grad_dtype(pack.dtype, config).itemsize
-    wire, stored = wire_dtype(pack.dtype, config).itemsize, pack.dtype.itemsize
-    sums = 0  # of micro-batches in fp32, one of which is sent
-    if config.reproducible > size:
-        sums, wire = most_sums(config.reproducible // size), MASTER_DTYPE.itemsize
-    for span in pack.spans:
-        rank, numel = ranks[span.owner], span.numel
-        rank.gradients += numel * (grad + sums * MASTER_DTYPE.itemsize)
-        if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
-            near, nodes = pack.algorithms.node, size // pack.algorithms.node
-            rank.sent += ((near - 1) * nodes + 2 * (nodes - 1)) * numel * wire
-        else:
-            rank.sent += (pack.numel - numel) * wire
-        rank.sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
-        if elements[span.owner] or pack.algorithms.sync == "all_gather":
-            rank.sent += (size - 1) * numel * stored
-        if elements[span.owner]:
-            rank.hold(pack, numel, elements[span.owner], type(optimizer), tensors, config)
-    longest = max(span.numel for span in pack.spans)
-    return Traffic(
-        wire=pack.numel * wire,
-        stored=pack.numel * stored,
-        received=longest * grad,
-        summed=longest * MASTER_DTYPE.itemsize,
-        owners=sum(map(bool, elements)),
-        algorithms=pack.algorithms,
-        dtype=pack.dtype,
-    )
+def _allocated(
+    originals: OptimizerList, config: ShardcastConfig, dtype: torch.dtype, group: GroupId,
+    numel: int, trained: int,
+) -> _Allocated:  # fmt: skip
+    """What a run allocates for a span, here on ``meta``.
 
-
-def _launches(
-    packs: Sequence[Traffic], backend: str, overlap_sync: bool, size: int, copies: int
-) -> int:
-    """Of a step, the small all-reduce included."""
-    launches, together = int(size * copies > 1) + len(packs) * (copies > 1), set[Any]()
-    for pack in packs if size > 1 else ():
-        launches += 2 if pack.algorithms.reduce == "two_level" else 1
-        sync = pack.algorithms.sync
-        if sync != "messages" and syncs_at_once(sync, backend, overlap_sync):
-            together.add(pack.sync_kind)
-        else:
-            # See Comm.broadcast_all, and Sync.begin.
-            broadcasts = sync == "broadcast" or (sync == "messages" and overlap_sync)
-            alone = broadcasts and backend not in GROUPED
-            launches += pack.owners if alone else 1
-    return launches + len(together)
-
-
-def _parts(pack: PackLayout) -> Iterator[tuple[int, Slot, int]]:
-    """Owner, slot and elements of each part of a parameter.
-
-    One walk along slots and spans: ``pack.fragments()`` of each of a thousand ranks takes long.
+    Args:
+        dtype, group: of its pack.
+        numel, trained: elements of the span, and those that are neither padding nor frozen.
     """
-    position = 0
-    for span in pack.spans:
-        while position < len(pack.slots):
-            slot = pack.slots[position]
-            count = min(slot.end, span.stop) - max(slot.offset, span.start)
-            if count > 0:
-                yield span.owner, slot, count
-            if slot.end > span.stop:  # the rest of it is the next rank's
-                break
-            position += 1
+    config, row = config.replace(offload=False), row_of(config, dtype)  # the host keeps as many
+    slot, span = Slot("", (trained,), 0, trained), Span(0, 0, numel)
+    layout = PackLayout(0, "meta", dtype, True, group, "", numel, (slot,), (span,))
+    pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
+    pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
+    shard = Shard(pack, config)
+    # Not Shard.fill: it encodes values piece by piece.
+    shard.master = Encoded(master_codec(config, dtype), numel, row, pack.data.device)
+    masters = 0 if shard.in_place else shard.master.nbytes
+    if not trained:
+        return _Allocated(masters)
+    optimizer, options = originals.owner(group), originals.group(group)
+    is_fused, epilogues = type(optimizer) in STATE_NAMES, epilogues_of(config)
+    shard_state = ShardState(shard, config, epilogues, 0)
+    rule = rule_of(type(optimizer), options) if is_fused else NoRule()
+    keys = KEY * -(-numel // row) * shard_state.prepare(rule, epilogues).by_chance
+    state, averages = (shard_state.nbytes(averages=averages) for averages in (False, True))
+    if not is_fused:
+        state = state_tensors(optimizer, options) * trained * MASTER_DTYPE.itemsize
+    # A pack that is its own master, or half of it, is read too; else it is only written.
+    moved = numel * grad_dtype(dtype, config).itemsize + pack.data.nbytes * (2 - shard.casts)
+    return _Allocated(masters, state, averages, moved + 2 * (masters + state + averages) - keys)
+
+
+class _Share(NamedTuple):
+    """What a rank does for its span of a pack, or for all of them; bytes.
+
+    Attributes:
+        setup: at the worst moment of making the pack, above all else that is there.
+    """
+
+    masters: int
+    state: int
+    averages: int
+    updated: int
+    normed: int
+    gradients: int
+    sent: int
+    setup: int
+
+
+def _share(
+    plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout, numel: int,
+    trained: int,
+) -> _Share:  # fmt: skip
+    """Of a span of so many elements, see :func:`_allocated`."""
+    config, size = plan.config, plan.layout.world_size
+    kept = allocated(pack.dtype, pack.group, numel, trained)
+    setup = _staged(plan, pack, numel, kept.masters)
+    if not pack.requires_grad:
+        return _Share(*kept, normed=0, gradients=0, sent=0, setup=setup)
+    grad, wire = grad_dtype(pack.dtype, config).itemsize, sent_dtype(pack, config).itemsize
+    sums = most_sums(config.reproducible // size) if config.reproducible > size else 0
+    if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
+        near, nodes = pack.algorithms.node, size // pack.algorithms.node
+        sent = ((near - 1) * nodes + 2 * (nodes - 1)) * numel * wire
+    else:
+        sent = (pack.numel - numel) * wire
+    sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
+    if trained or pack.algorithms.sync == "all_gather":
+        sent += (size - 1) * numel * pack.dtype.itemsize
+    gradients = numel * (grad + sums * MASTER_DTYPE.itemsize)
+    return _Share(*kept, numel * grad if trained else 0, gradients, sent, setup)
+
+
+def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
+    """Bytes at the worst moment of making a pack, see :func:`shardcast.memory.shard.build_shard`.
+
+    Either its originals and the fp32 staging of all of it are there, or, originals freed, the
+    staging, the cast pack and what becomes the masters of the own span.
+    """
+    config, codec = plan.config, master_codec(plan.config, pack.dtype)
+    params = [plan.params[slot.name] for slot in pack.slots]
+    alone = plan.layout.world_size == len(params) == 1 and pack.padding == 0
+    in_place = pack.dtype == MASTER_DTYPE
+    if in_place and alone and params[0].is_contiguous() and params[0].dtype == pack.dtype:
+        return 0  # its own storage is the pack's: see Pack.fill
+    staged = pack.numel * MASTER_DTYPE.itemsize
+    if in_place:  # what is staged becomes the pack
+        return staged
+    beside = 0  # where the staging becomes the masters
+    if numel < pack.numel or config.offload or not codec.plain:
+        beside = masters + min(numel, FILL) * codec.encoding_bytes
+    return staged + max(0, pack.nbytes + beside - sum(param.nbytes for param in params))
+
+
+def sync_launches(
+    packs: Sequence[PackLayout], backend: str, overlaps: bool
+) -> list[list[PackLayout]]:
+    """Packs that are synced in one launch, see ``Comm.all_gather_all``."""
+    launches: dict[Any, list[PackLayout]] = {}
+    for pack in packs:
+        sync = pack.algorithms.sync
+        kind = sync, pack.dtype if sync == "all_gather" else None
+        together = syncs_at_once(sync, backend, overlaps)
+        launches.setdefault(kind if together else pack.index, []).append(pack)
+    return list(launches.values())
+
+
+def _collectives(
+    packs: Sequence[PackLayout], backend: str, overlaps: bool, size: int, copies: int
+) -> int:
+    """Launches of a step, the small all-reduce included."""
+    launches = int(size * copies > 1) + len(packs) * (copies > 1)
+    if size == 1:
+        return launches
+    launches += sum(1 + (pack.algorithms.reduce == "two_level") for pack in packs)
+    for synced in sync_launches(packs, backend, overlaps):
+        sync = synced[0].algorithms.sync
+        if sync == "all_gather" or backend in GROUPED:
+            launches += 1
+        elif sync == "messages" and not overlaps:
+            launches += len(synced)
+        else:  # see Comm.broadcast_all, and Sync.begin
+            launches += sum(len(pack.owned_spans) for pack in synced)
+    return launches
+
+
+def sent_dtype(pack: PackLayout, config: ShardcastConfig) -> torch.dtype:
+    """Of gradients as they travel: sums of several micro-batches do so in fp32."""
+    several = config.reproducible > len(pack.spans)
+    return MASTER_DTYPE if several else wire_dtype(pack.dtype, config)
 
 
 def _over_mean(values: Sequence[float]) -> float:
     return max(values) * len(values) / sum(values) if any(values) else 1.0
-
-
-def _packing_peak(plan: Plan) -> int:
-    """Bytes that making the packs needs at its worst moment, above the model as it is.
-
-    At a pack's worst moment either its originals and the fp32 staging of all of it are there, or,
-    originals freed, the staging, the cast pack and what becomes the masters of the own span
-    (:func:`shardcast.memory.shard.build_shard`).
-    """
-    peak = live = 0
-    config, size = plan.config, plan.layout.world_size
-    masters = [0] * size
-    for pack in plan.layout.packs:
-        params = [plan.params[slot.name] for slot in pack.slots]
-        originals = sum(param.nbytes for param in params)
-        stored = pack.numel * pack.dtype.itemsize
-        staged = pack.numel * MASTER_DTYPE.itemsize
-        codec = master_codec(config, pack.dtype)
-        if pack.dtype == MASTER_DTYPE:  # what is staged becomes the pack, which has the masters
-            alone = size == 1 and len(params) == 1 and pack.padding == 0
-            # Then its own storage is the pack's: see Pack.fill.
-            adopted = alone and params[0].is_contiguous() and params[0].dtype == pack.dtype
-            peak = max(peak, live + max(masters) + (0 if adopted else staged))
-        else:
-            for span in pack.spans:
-                if codec.plain and span.numel == pack.numel and not config.offload:
-                    added = 0  # the staging becomes the masters
-                else:
-                    added = min(span.numel, FILL) * codec.encoding_bytes
-                    added += _master_bytes(pack, span.numel, config)
-                worst = max(staged, staged - originals + stored + added)
-                peak = max(peak, live + masters[span.owner] + worst)
-                masters[span.owner] += _master_bytes(pack, span.numel, config)
-        live += stored - originals
-    return peak
 
 
 def _convert_outside(plan: Plan) -> tuple[int, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardcast.config import ShardcastConfig
-from shardcast.estimate.memory import Estimate, Traffic
-from shardcast.plan.algorithms import syncs_at_once
+from shardcast.estimate.memory import Estimate, sent_dtype, sync_launches
 from shardcast.plan.costs import Group, Machine, arrivals, compute_times, hidden
+from shardcast.plan.layout import PackLayout
+from shardcast.plan.precision import MASTER_DTYPE, grad_dtype
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,16 @@ def step_time(
     # Ranks of equal number in all runs: one on each node, unless a node has several runs.
     copies = Group(machine, found.copies, max(1, machine.ranks_per_node // group.size))
     forward, backward = compute_times(numel, tokens, machine)
-    sent = [reduce_time(pack, group, copies) for pack in reversed(found.traffic)]
-    sizes = [pack.wire for pack in reversed(found.traffic)]
+    packs = found.layout.trained
+    sent = [reduce_time(pack, config, group, copies) for pack in reversed(packs)]
+    sizes = [_sent_bytes(pack, config) for pack in reversed(packs)]
     beside = hidden(sent, arrivals(sizes, backward), backward)
     # On the device that computes, so beside nothing: gradients copied into their packs, and what
     # arrived read and summed.
-    moved = sum(2 * pack.wire + _summed(pack, group.size, found.copies) for pack in found.traffic)
-    local = moved / machine.memory
-    synced = sync_times(found.traffic, group, config.overlap_sync)
+    local = (2 * sum(sizes) + sum(_summed(pack, config, found.copies) for pack in packs)) / (
+        machine.memory
+    )
+    synced = sync_times(packs, group, config.overlap_sync)
     under = hidden(synced[::-1], arrivals(sizes, forward), forward) if config.overlap_sync else 0.0
     bandwidth = machine.host if config.offload else machine.memory
     return StepTime(
@@ -82,7 +84,7 @@ def step_time(
     )
 
 
-def reduce_time(pack: Traffic, group: Group, copies: Group) -> float:
+def reduce_time(pack: PackLayout, config: ShardcastConfig, group: Group, copies: Group) -> float:
     """Seconds in which the gradients of one pack travel to their owners, and sums between these."""
     ways = {
         "": lambda _nbytes: 0.0,  # one rank
@@ -90,32 +92,37 @@ def reduce_time(pack: Traffic, group: Group, copies: Group) -> float:
         "all_to_all": group.exchange,
         "two_level": group.two_level,
     }
-    return ways[pack.algorithms.reduce](pack.wire) + copies.all_reduce(pack.summed)
+    summed = max(pack.lengths) * MASTER_DTYPE.itemsize
+    return ways[pack.algorithms.reduce](_sent_bytes(pack, config)) + copies.all_reduce(summed)
 
 
-def sync_times(packs: Sequence[Traffic], group: Group, overlaps: bool) -> list[float]:
+def sync_times(packs: Sequence[PackLayout], group: Group, overlaps: bool) -> list[float]:
     """Seconds in which owners' spans of ``packs`` travel to everybody, for each launch."""
-    launches: dict[Any, list[Traffic]] = {}
-    for number, pack in enumerate(packs if group.size > 1 else ()):
-        together = syncs_at_once(pack.algorithms.sync, group.machine.backend, overlaps)
-        launches.setdefault(pack.sync_kind if together else number, []).append(pack)
+    if group.size == 1:
+        return [0.0] * len(packs)
     seconds = []
-    for synced in launches.values():
+    for synced in sync_launches(packs, group.machine.backend, overlaps):
         algorithm = synced[0].algorithms.sync
-        stored = sum(pack.stored for pack in synced)
+        stored = sum(pack.nbytes for pack in synced)
         if algorithm == "all_gather":
             seconds.append(group.gather(stored, len(synced)))
         elif algorithm == "broadcast" or overlaps:
-            seconds.append(group.broadcasts(stored, sum(pack.owners for pack in synced)))
+            owners = sum(len(pack.owned_spans) for pack in synced)
+            seconds.append(group.broadcasts(stored, owners))
         else:
             seconds.append(group.exchange(stored))
-    return seconds or [0.0] * len(packs)
+    return seconds
 
 
-def _summed(pack: Traffic, size: int, copies: int) -> int:
-    """Bytes that the fp32 sum of what arrived reads and writes."""
-    between = 2 * pack.summed if copies > 1 else 0
+def _sent_bytes(pack: PackLayout, config: ShardcastConfig) -> int:
+    return pack.numel * sent_dtype(pack, config).itemsize
+
+
+def _summed(pack: PackLayout, config: ShardcastConfig, copies: int) -> int:
+    """Bytes that the fp32 sum of what arrived reads and writes, on the rank that owns most."""
+    longest, size = max(pack.lengths), len(pack.spans)
+    between = 2 * longest * MASTER_DTYPE.itemsize if copies > 1 else 0
     if size == 1:
         return between
     pieces = 1 if pack.algorithms.reduce == "reduce_scatter" else size
-    return pack.received * (pieces + 1) + between
+    return longest * grad_dtype(pack.dtype, config).itemsize * (pieces + 1) + between

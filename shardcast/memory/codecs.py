@@ -65,14 +65,6 @@ class Codec:
         """
         return (values,)
 
-    def nbytes(self, numel: int, row: int) -> int:
-        """Bytes of ``numel`` values, those of a published parameter aside."""
-        rows = -(-numel // row)
-        return sum(
-            dtype.itemsize * (numel if count == row else rows * count)
-            for dtype, count in self.pieces(row)[self.has_published :]
-        )
-
 
 @dataclass(frozen=True)
 class Split16(Codec):

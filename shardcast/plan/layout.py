@@ -150,6 +150,10 @@ class PackLayout:
     def padding(self) -> int:
         return self.numel - sum(slot.numel for slot in self.slots)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     @cached_property  # a step asks for it
     def lengths(self) -> tuple[int, ...]:
         """Of the spans; one for all where they are equal."""
@@ -159,15 +163,24 @@ class PackLayout:
     @cached_property
     def owned_spans(self) -> tuple[Span, ...]:
         """The spans that hold a part of a parameter, not padding alone."""
-        spans = []
-        slots = iter([slot for slot in self.slots if slot.numel])
-        slot = next(slots, None)
-        for span in self.spans:  # both are in the order of their elements: one walk along them
-            while slot is not None and slot.end <= span.start:
-                slot = next(slots, None)
-            if slot is not None and slot.offset < span.stop:
-                spans.append(span)
-        return tuple(spans)
+        owners = {owner for owner, _, _ in self.parts()}
+        return tuple(span for span in self.spans if span.owner in owners)
+
+    def parts(self) -> Iterator[tuple[int, Slot, int]]:
+        """Owner, slot and elements of each part of a parameter.
+
+        One walk along spans and slots: ``fragments()`` of each of a thousand ranks takes long.
+        """
+        position = 0
+        for owner, start, stop in self.spans:
+            while position < len(self.slots):
+                slot = self.slots[position]
+                count = min(slot.end, stop) - max(slot.offset, start)
+                if count > 0:
+                    yield owner, slot, count
+                if slot.end > stop:  # the rest of it is the next rank's
+                    break
+                position += 1
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """The slots' parts in ``rank``'s span, in pack order; empty slots are left out."""
@@ -202,6 +215,11 @@ class Layout:
     @property
     def padding(self) -> int:
         return sum(pack.padding for pack in self.packs)
+
+    @property
+    def trained(self) -> list[PackLayout]:
+        """The packs that are reduced, updated and synced."""
+        return [pack for pack in self.packs if pack.requires_grad]
 
     def owned(self, rank: int) -> int:
         """Elements, with padding, whose masters ``rank`` holds; experts aside."""

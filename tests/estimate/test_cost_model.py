@@ -246,7 +246,7 @@ def test_with_no_time_to_hide_in_everything_is_exposed():
 def test_messages_of_all_packs_begin_together_and_are_broadcasts_beside_a_forward():
     machine = replace(PLAIN, backend="gloo")
     found, time = stages(2, machine=machine)
-    assert {pack.algorithms.sync for pack in found.traffic} == {"messages"}
+    assert {pack.algorithms.sync for pack in found.layout.packs} == {"messages"}
     group, overlapped = machine.group(2), ShardcastConfig(overlap_sync=True)
     assert time.sync == pytest.approx(group.exchange(4000))
     time = step_time(found, overlapped, machine, 2000, 1)
@@ -281,9 +281,6 @@ def test_routes_are_those_that_a_run_on_this_backend_takes():
         assert found.layout == with_algorithms(
             plan.layout, config, topology._replace(node=min(2, topology.node))
         )
-        assert [pack.algorithms for pack in found.traffic] == [
-            p.algorithms for p in found.layout.packs
-        ]
 
 
 def test_owners_that_cannot_be_grouped_launch_one_by_one():
@@ -291,8 +288,8 @@ def test_owners_that_cannot_be_grouped_launch_one_by_one():
     optimizer = torch.optim.AdamW(model.parameters())
     config = ShardcastConfig(sync="broadcast", pack_params=4)
     found = [estimate(model, optimizer, 3, config, Topology(b, 1)) for b in ("nccl", "mpi")]
-    packs = len(found[0].traffic)
-    owners = sum(pack.owners for pack in found[1].traffic)
+    packs = len(found[0].layout.packs)
+    owners = sum(len(pack.owned_spans) for pack in found[1].layout.packs)
     assert [one.collectives for one in found] == [1 + packs + 1, 1 + packs + owners]
 
 

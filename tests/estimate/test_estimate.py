@@ -75,6 +75,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "averages": {
         "averages": {"ema": 0.9, "low": {"decay": 0.9, "stored": "bf16"}},
         "pack_params": 3,
+        "metrics": True,
     },
 }
 # Every two of fields, kind, number of ranks and partition meet.
@@ -238,6 +239,18 @@ def test_real_runs_hold_what_was_estimated(name: str, fields: dict[str, Any], gl
     found = estimate(model, trained_by(model), 2, fields)
     fullest = max(gloo.run(measured, name, fields))
     assert fullest == pytest.approx(found.total, rel=0.01)
+
+
+def test_averages_of_buffers_are_estimated_too():
+    fields = {"averages": {"ema": {"decay": 0.9, "use_buffers": True}}, "fuse": "eager"}
+    with torch.device("meta"):
+        shape = Convolutions()
+    found = estimate(shape, trained_by(shape), 1, fields)
+    model = Convolutions()
+    optimizer = shardcast.shard(model, trained_by(model), **fields)
+    model(REAL["convolutions"][1]()).sum().backward()
+    optimizer.step()
+    assert found.averages == optimizer.memory_report()["averages"]
 
 
 def test_peers_hold_what_is_known_of_them_at_two_ranks():
