@@ -20,6 +20,7 @@ from shardcast.option_values import AverageOptions
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Average, Epilogue, SquareSums
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
+from shardcast.step.update.state import SUM_ROW
 
 BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
 CODED = {  # master and moments as in the configuration
@@ -82,23 +83,24 @@ def fused(
     epilogues: tuple[Epilogue, ...] = (),
 ) -> tuple[Fusion, list[Tensor]]:  # fmt: skip
     """AdamW; random weights and gradients in whole rows, state of zeros."""
-    elements -= elements % ROW
+    row = SUM_ROW if any(epilogue.sums for epilogue in epilogues) else ROW
+    elements -= elements % row
     rule = rules.rule_of(torch.optim.AdamW, GROUP, by_torch)
     config = shardcast.ShardcastConfig(moments=moments)
     state = tuple(moment_codec(config, name) for name in rule.state)
     state += tuple(epilogue.codec for epilogue in epilogues for name in epilogue.state)
     codec = CODECS[master]()
-    fusion = Fusion(rule, codec, state, not codec.has_published, ROW, epilogues)
-    weights = torch.randn(elements // ROW, ROW)
+    fusion = Fusion(rule, codec, state, not codec.has_published, row, epilogues)
+    weights = torch.randn(elements // row, row)
     pieces = [weights.bfloat16()] if fusion.casts else []
     for each, values in zip(
         (codec, *state), (weights, *[torch.zeros_like(weights)] * len(state)), strict=True
     ):
         pieces += [piece.clone() for piece in each.encode(values, None)]
     if fusion.by_chance:
-        pieces.append(torch.arange(elements // ROW, dtype=torch.int32))
+        pieces.append(torch.arange(elements // row, dtype=torch.int32))
     sums = [name for epilogue in epilogues for name in epilogue.sums]
-    pieces += [torch.zeros(elements // ROW) for _ in sums]
+    pieces += [torch.zeros(elements // row) for _ in sums]
     grad = torch.randn(elements).bfloat16()
     return fusion, [grad, *(piece.flatten() for piece in pieces)]
 

@@ -129,13 +129,14 @@ class Metrics:
 
 
 def _of_fragments(row_sums: Tensor, segments: Tensor) -> Tensor:
-    """Sums per fragment, fp64 (sums, fragments), in two launches however many there are.
+    """Sums per fragment, fp64 (sums, fragments), in three launches however many there are.
 
     Padding behind a fragment is zero.
     """
     if not segments.numel():
         return segments.double()
-    rows = row_sums.view(-1).double()
+    rows = row_sums.double()
+    rows[: SquareSums.squares].square_()
     # Not checked: that would wait for the device.
-    sums = torch.segment_reduce(rows, "sum", offsets=segments, axis=0, unsafe=True)
+    sums = torch.segment_reduce(rows.view(-1), "sum", offsets=segments, axis=0, unsafe=True)
     return sums.view(len(row_sums), -1)

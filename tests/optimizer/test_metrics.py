@@ -67,6 +67,16 @@ def compare(found: Norms, expected: Norms) -> None:
             )
 
 
+def test_sums_of_long_rows_are_exact():
+    """Of equal values, all of whose roundings go one way."""
+    model = nn.Linear(8192, 16, bias=False)
+    model.weight.data.fill_(0.1)
+    optimizer = shardcast.shard(model, adamw(model), param_dtype=BF16, metrics=True)
+    model.weight.grad = torch.full_like(model.weight, 0.3)
+    expected = by_hand(model, optimizer, 1.0)
+    compare(optimizer.metrics(), expected)
+
+
 @pytest.mark.parametrize("device", ["on host", "on device"])
 @pytest.mark.parametrize(
     ("kind", "world", "fields"),

@@ -28,14 +28,16 @@ class UpdateValues(NamedTuple):
     Attributes:
         grad: fp32, unscaled and clipped.
         state: the rule's new state, in the order of ``rule.state``.
-        old_published, published: bit patterns of the parameter before and after, int16 or int32. A
-            compiler leaves out a cast to low precision and back: values would not be rounded.
+        decrease: fp32, the old master minus the new one; an epilogue that sees it may overwrite it.
+        old_published, published: bit patterns of the parameter before and after, int16, or ``None``
+            where the master is the parameter. A compiler leaves out a cast to low precision and
+            back: values would not be rounded.
     """
 
     master: Tensor
     state: tuple[Tensor, ...]
     grad: Any = None  # a Tensor, as what follows, for epilogues that compare
-    old_master: Any = None
+    decrease: Any = None
     old_published: Any = None
     published: Any = None
 
@@ -47,11 +49,13 @@ class Epilogue:
     Attributes:
         sums: names of the numbers per fragment that it gives; it runs in the steps alone that are
             measured.
+        squares: how many of them, the first ones, are sums of squares, given as their roots.
         compares: whether it sees more than the new master and state: all else of
             :class:`UpdateValues` is ``None`` where no epilogue does, for eagerly it takes passes.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
+    squares: ClassVar[int] = 0
     compares: ClassVar[bool] = False
 
     @property
@@ -76,7 +80,7 @@ class Epilogue:
     def apply_(
         self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        """Change ``state`` in place; returns the sums of each row, 1-d."""
+        """Change ``state`` in place; returns the sums of each row, 1-d, of squares the roots."""
         return ()
 
 
@@ -114,20 +118,23 @@ class SquareSums(Epilogue):
     the master moved, and what is published of it did not."""
 
     sums: ClassVar[tuple[str, ...]] = ("grad", "weight", "update", "swallowed")
+    squares: ClassVar[int] = 3
     compares: ClassVar[bool] = True
 
     def apply_(
         self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        moved = updated.master - updated.old_master
-        squares = [
-            torch.linalg.vector_norm(values, dim=-1).square_()
-            for values in (updated.grad, updated.master, moved)
+        norms = [
+            torch.linalg.vector_norm(values, dim=-1)
+            for values in (updated.grad, updated.master, updated.decrease)
         ]
-        # Where the published value changes the master has moved. In place, as numbers of the
-        # same dtype: a comparison that gives a bool is not vectorised on a CPU.
-        changed = updated.published ^ updated.old_published
-        return (*squares, moved.ne_(0).sum(-1) - changed.ne_(0).sum(-1, dtype=changed.dtype))
+        if updated.published is None:
+            return (*norms, torch.zeros_like(norms[0]))
+        # Where the published value changes the master has moved. As numbers of the same dtype: a
+        # comparison that gives a bool is not vectorised on a CPU.
+        old, new = updated.old_published, updated.published
+        changed = torch.ne(new, old, out=torch.empty_like(new)).sum(-1, dtype=new.dtype)
+        return (*norms, updated.decrease.ne_(0).sum(-1).sub_(changed))
 
 
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:

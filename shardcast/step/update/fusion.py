@@ -138,7 +138,8 @@ def update_(
     # needed until the end.
     news = olds if skip is None else [old.clone() for old in olds]
     compares = any(epilogue.compares for epilogue in epilogues)
-    old_master = news[0].clone() if skip is None and compares else olds[0]
+    old_is_copy = skip is None and compares
+    old_master = news[0].clone() if old_is_copy else olds[0]
     unscaled = exact.clone() if rule.edits and compares else exact
     master, state = news[0], tuple(news[1 : 1 + len(rule.state)])
 
@@ -147,13 +148,14 @@ def update_(
     if epilogues:
         updated = UpdateValues(master, state)
     if compares:
-        old_published, new_published = old_master, master
-        if fusion.master.has_published:
+        decrease = old_master.sub_(master) if old_is_copy else old_master - master
+        updated = UpdateValues(master, state, unscaled, decrease)
+        if fusion.master.has_published or published is not None:
             old_published, new_published = stored[0][0], encoded[0]
-        elif published is not None:
-            old_published, new_published = published, master.to(published.dtype)
-        published_bits = _bits(old_published), _bits(new_published)
-        updated = UpdateValues(master, state, unscaled, old_master, *published_bits)
+            if published is not None:
+                old_published, new_published = published, master.to(published.dtype)
+            published_bits = old_published.view(torch.int16), new_published.view(torch.int16)
+            updated = UpdateValues(master, state, unscaled, decrease, *published_bits)
     if epilogues:
         row_sums: list[Tensor] = []
         start = 1 + len(state)
@@ -170,7 +172,8 @@ def update_(
     elif published is not None:
         published.copy_(master if skip is None else torch.where(skip, old_master, master))
     steps = [numbers.step] * len(codecs)
-    if numbers.epilogue_steps is not None:  # a fragment without a gradient is averaged too
+    if fusion.by_chance and numbers.epilogue_steps is not None:
+        # A fragment without a gradient is averaged too.
         counts = zip(epilogues, numbers.epilogue_steps.unbind(), strict=True)
         steps[1 + len(state) :] = [count for e, count in counts for _ in e.state]
     for number, (codec, pieces) in enumerate(zip(codecs, stored, strict=True)):
@@ -185,10 +188,6 @@ def update_(
             encoded = codec.encode(news[number], bits)
         for memory, values in zip(pieces, encoded, strict=True):
             _write_(memory, values, skip)
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
 def _write_(memory: Tensor, values: Tensor, skip: Tensor | None) -> None:

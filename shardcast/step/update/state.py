@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,10 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
-from shardcast.step.update.fusion import Fusion, Operands, UpdateScalars
+from shardcast.step.update.fusion import Fusion, Operands, UpdateScalars, choose_executor
 from shardcast.step.update.rules import Rule, as_tensors
+
+SUM_ROW = 512  # most elements of a row of fp32 sums: longer ones are less exact, and as fast
 
 
 class ShardState:
@@ -45,6 +48,7 @@ class ShardState:
         self._unbegun = {name: {*range(len(shard.fragments))} for name in self._codecs}
         self._keys: Tensor | None = None
         self.row_sums, self.segments = torch.empty(0), torch.empty(0)
+        self._sum_row = self._row if not any(e.sums for e in epilogues) else self._longest_row()
         self._prepared: tuple[Rule, tuple[Epilogue, ...], Fusion] | None = None
         # What the operands are of: by identity, and which part of it.
         self._fetched: tuple[Any, ...] = ()
@@ -81,18 +85,34 @@ class ShardState:
         names = (*rule.state, *self._codecs)
         state = tuple(self.encoded(name).codec for name in names)
         master, casts = self.shard.master.codec, self.shard.casts
-        fusion = Fusion(rule, master, state, casts, self._row, epilogues)
+        sums = sum(len(epilogue.sums) for epilogue in epilogues)
+        row = self._sum_row if sums else self._row
+        fusion = Fusion(rule, master, state, casts, row, epilogues)
         if fusion.by_chance and self._keys is None:
             self._keys = row_keys(self.shard, self._row)
-        sums = sum(len(epilogue.sums) for epilogue in epilogues)
         if sums and not self.row_sums.numel():
-            rows, device = -(-self.shard.pack.own.numel // self._row), self.shard.published.device
+            rows, device = -(-self.shard.pack.own.numel // row), self.shard.published.device
             self.row_sums = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
-            begins = [self.part(n).start // self._row for n in range(len(self.shard.fragments))]
+            begins = [self.part(n).start // row for n in range(len(self.shard.fragments))]
             segments = [number * rows + begin for number in range(sums) for begin in begins]
             self.segments = to_device([*segments, sums * rows], torch.int64, device)
         self._prepared = rule, epilogues, fusion
         return fusion
+
+    def _longest_row(self) -> int:
+        """Elements of a row where rows are summed up.
+
+        Eagerly on a CPU long ones take less time. They may be so where all is stored as it is, and
+        where fragments begin at multiples of them.
+        """
+        names = ("", *self._codecs)
+        codecs = [self._codecs.get(name) or moment_codec(self._config, name) for name in names]
+        device = self.shard.published.device
+        plain = all(codec.plain for codec in (self.shard.master.codec, *codecs))
+        if not (plain and choose_executor(self._config, device).on_host):
+            return self._row
+        begins = [self.part(number).start for number in range(len(self.shard.fragments))]
+        return math.gcd(SUM_ROW, *begins)
 
     def fetch(self, part: slice, fusion: Fusion, old: Encoded | None = None) -> Operands:
         """The operands of the update of ``part`` of the own span; see :class:`.Fusion`.
@@ -114,7 +134,7 @@ class ShardState:
             operands.append(shard.published[part])
         for encoded in self._all(fusion, old):
             operands += encoded.fetch(part)
-        rows = slice(part.start // self._row, -(-part.stop // self._row))
+        rows = slice(part.start // fusion.row, -(-part.stop // fusion.row))
         if fusion.by_chance:
             assert self._keys is not None
             operands.append(self._keys[rows])
