@@ -100,10 +100,11 @@ class BufferAverages:
         try:
             yield
         finally:
+            running = self._running()
             for key, buffer in buffers.items():
                 # A copy into one that nobody wrote would have it sent after each step; torch does
                 # not count what BatchNorm writes.
-                if _version(buffer) != versions[key] or buffer in self._running():
+                if _version(buffer) != versions[key] or buffer in running:
                     with torch.no_grad():
                         buffer.copy_(self.of_training[key])
             self.of_training = {}

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.state_dict import MASTER, copied, numbered, plain_groups, split_state
+from shardcast.optimizer.state_dict import (
+    BUFFERS,
+    MASTER,
+    StateDict,
+    copied,
+    numbered,
+    plain_groups,
+    split_state,
+)
 from shardcast.plan.layout import Slot
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -47,7 +55,11 @@ class FullState:
         state = self._full_state(shards, self._state_of, on_all=False)
         if optimizer.process_groups.everyone.rank != 0:
             return {}
-        return state if place is None else split_state(state, optimizer.originals.places)[place]
+        if place is not None:
+            state = split_state(state, optimizer.originals.places)[place]
+        if optimizer.buffer_averages.active and not place:  # of several optimizers with the first
+            state[BUFFERS] = StateDict(optimizer).buffers("cpu")
+        return state
 
     def gather_on_all(self) -> dict[str, Any]:
         """The full state on every rank, with masters where parameters are less exact, for DCP.

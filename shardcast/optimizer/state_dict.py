@@ -22,6 +22,7 @@ from shardcast.plan.layout import Fragment
 
 FORMAT = 1  # of the local state
 MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
+BUFFERS = "shardcast_buffers"  # averages of buffers beside a plain optimizer's state
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -41,7 +42,7 @@ class LoadPlan(NamedTuple):
         active: indices of the packs that are trained, or were at some time.
         fragments: this rank's.
         decider: the loss scale and the count of skipped steps, of a local state.
-        buffers: averages by name of buffer, of a local state.
+        buffers: averages by name of buffer.
         groups: options of the parameter groups.
         masters: masters are among it, on every rank.
     """
@@ -84,12 +85,14 @@ class StateDict:
                 **self._head(),
                 "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
                 "scaler": optimizer.decider.state_dict(),
-                "buffers": {
-                    name: copied(averages)
-                    for name, averages in optimizer.buffer_averages.state().items()
-                },
+                "buffers": self.buffers(),
             },
         }
+
+    def buffers(self, device: str | None = None) -> dict[str, dict[str, Any]]:
+        """Averages by name of buffer, copies on ``device`` if one is given. Local."""
+        averages = self._optimizer.buffer_averages.state()
+        return {name: copied(values, device) for name, values in averages.items()}
 
     def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
         """What is to be written. Every rank must call it; if one cannot load, all raise.
@@ -117,7 +120,7 @@ class StateDict:
         groups, head = loaded["param_groups"], loaded.get("shardcast")
         state = state_by_param(loaded, self._groups)
         if head is None:
-            return self.plan_plain(state)._replace(groups=groups)
+            return self.plan_plain(state)._replace(groups=groups, buffers=loaded.get(BUFFERS))
         self._check_head(head)
         fragments = self._fragments(state, is_local=True)
         buffers = head.get("buffers", {})
@@ -254,6 +257,7 @@ def plain_state(
             f"{len(sizes)} with {sizes}; give one for each optimizer, in the order of shard()"
         )
     groups: list[dict[str, Any]] = []
+    buffers = [(BUFFERS, state[BUFFERS]) for state in listed if BUFFERS in state]
     joined: dict[int, Any] = {}
     start = 0
     for state in states:
@@ -264,7 +268,7 @@ def plain_state(
                     joined[number] = state["state"][number_in_state]
             groups.append({**group, "params": list(numbers)})
             start = numbers.stop
-    return {"state": joined, "param_groups": groups}
+    return {"state": joined, "param_groups": groups, **dict(buffers)}
 
 
 def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:

@@ -159,3 +159,48 @@ def test_an_export_has_the_averaged_buffers_and_load_average_takes_them(tmp_path
         average = {name: value.clone() for name, value in again.model.state_dict().items()}
     for name, value in average.items():
         assert name.endswith("tracked") or torch.equal(value, exported[name])
+
+
+@pytest.mark.parametrize("through", ["load_state_dict", "load_plain", "a list"])
+def test_a_full_state_dict_has_the_averages_of_buffers(through: str):
+    """Of one optimizer, or with the first of two; plain torch loads it, too."""
+
+    def pair(model: Any) -> Any:
+        made = [torch.optim.SGD(model[n].parameters(), lr=0.1, momentum=0.5) for n in (0, 2)]
+        made[0].add_param_group({"params": model[1].parameters()})
+        return made if through == "a list" else torch.optim.SGD(model.parameters(), 0.1, 0.5)
+
+    def start(group: Any) -> tuple[nn.Module, Any]:
+        model = build()
+        return model, shardcast.shard(
+            model, pair(model), process_group=group, param_dtype="fp32", averages=AVERAGED
+        )
+
+    def save(group: Any) -> Any:
+        model, optimizer = start(group)
+        train(model, optimizer, range(SKIPPED))
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        state = optimizer.full_state_dicts() if through == "a list" else optimizer.full_state_dict()
+        return weights, state, finish(model, optimizer)
+
+    def load(group: Any) -> Values:
+        model, optimizer = start(group)
+        train(model, optimizer, range(4, 6))
+        if through == "load_plain":
+            checkpoint.load_plain(model, optimizer, weights, state)
+        else:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        return finish(model, optimizer)
+
+    def finish(model: nn.Module, optimizer: Any) -> Values:
+        train(model, optimizer, range(SKIPPED, STEPS))
+        with optimizer.averaged("ema"):
+            return buffers(model)
+
+    (weights, state, expected), (_, elsewhere, _) = run_world(2, save)[0]
+    assert not elsewhere, "rank 0 alone has it"
+    for average in run_world(3, load)[0]:
+        torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-7)
+    if through != "a list":
+        pair(build()).load_state_dict(state)
