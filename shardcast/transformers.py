@@ -113,6 +113,11 @@ class ShardcastTrainerMixin:
             total = self.args.gradient_accumulation_steps * accelerator.num_processes
             accelerator.shardcast_config = config.replace(reproducible=total)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with the model in training mode, which tells what a loader is for."""
+        self.model.train()
+        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As Trainer does, with the metrics of parameters that ``log_metrics`` names."""
         if self._log_metrics is not None and "loss" in logs and _shards(self):

@@ -72,6 +72,7 @@ class ShardcastAccelerator(Accelerator):
         self.scaler = None  # the sharded optimizer scales the loss, and skips, for all ranks
         self._owners: dict[nn.Module, ShardcastOptimizer] = {}  # of each bare model that is sharded
         self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
+        self._dealt: list[data.ConsecutiveBatches] = []
 
     native_amp: bool
     """Accelerate's own: whether it runs forwards under autocast."""
@@ -226,7 +227,8 @@ class ShardcastAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``Accelerator.prepare_data_loader``: tp and cp ranks of a group get the same batches.
 
-        With ``reproducible`` a step has its batches rank after rank, which are else dealt in turn.
+        With ``reproducible`` a step has its batches rank after rank, which are else dealt in turn;
+        a loop that begins while the model is in eval mode has them in turn, as metrics expect.
 
         Raises:
             ValueError: rank 0 reads for all, beside tp with dp, or cp.
@@ -236,8 +238,12 @@ class ShardcastAccelerator(Accelerator):
         if self.shardcast_config.reproducible and self.num_processes > 1:
             total = self.shardcast_config.reproducible
             counted = self.gradient_accumulation_steps * self.num_processes
-            data.deal_consecutive(prepared, counted if total is True else total)
+            total = counted if total is True else total
+            self._dealt += data.deal_consecutive(prepared, total, self._is_training)
         return prepared
+
+    def _is_training(self) -> bool:
+        return not self._owners or any(model.training for model in self._owners)
 
     # -- backward and step --------------------------------------------------------------------
 
@@ -249,6 +255,8 @@ class ShardcastAccelerator(Accelerator):
         """
         optimizers = [prepared.optimizer for prepared in self.sharded]
         scaled = [optimizer.scale_loss(loss) for optimizer in optimizers][:1] or [loss]  # one scale
+        if self.gradient_state.in_dataloader:
+            data.check_dealt(self._dealt, self.gradient_state.active_dataloader)
         if divides_at_end(optimizers, self.gradient_accumulation_steps):
             kwargs.pop("learning_rate", None)  # which Accelerate takes for LOMO
             scaled[0].backward(**kwargs)
@@ -410,7 +418,7 @@ class ShardcastAccelerator(Accelerator):
                 prepared.close()
         for watch in self._unsharded.values():
             watch.remove()
-        self._unsharded, self._owners, self.loss_params = {}, {}, ()
+        self._unsharded, self._owners, self._dealt, self.loss_params = {}, {}, [], ()
         return super().free_memory(*objects)
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from accelerate import DataLoaderConfiguration
+from accelerate.data_loader import BatchSamplerShard
 from lightning.pytorch import LightningModule, Trainer
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from shardcast.accelerate import ShardcastAccelerator
+from shardcast.accelerate.data import check_dealt, deal_consecutive
 from shardcast.lightning import ShardcastStrategy
 from shardcast.testing import SpawnedWorld, spawn_world
 from shardcast.transformers import ShardcastTrainer
@@ -125,8 +128,14 @@ def by_trainer(config: Any, ranks: int, folder: str, kind: Any = ShardcastTraine
         lr_scheduler_type="constant", report_to="none", disable_tqdm=True, save_strategy="no",
         train_sampling_strategy="sequential",
     )  # fmt: skip
-    trainer = kind(llama(), arguments, train_dataset=rows(), shardcast_config=config)
+    model = llama().eval()  # as from_pretrained gives it
+    trainer = kind(model, arguments, train_dataset=rows(), shardcast_config=config)
     trainer.train()
+    if (
+        config.get("reproducible") and kind is ShardcastTrainer
+    ):  # predictions are in the order of their inputs
+        labels = torch.stack([row["labels"] for row in rows()])
+        assert torch.equal(torch.from_numpy(trainer.predict(rows()).label_ids), labels)
     return trainer.optimizer.optimizer
 
 
@@ -205,6 +214,58 @@ def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(
         digests += [world.run(train, framework, counted, str(tmp_path), timeout=100)[0][0]]
     digests += [train(None, framework, config, str(tmp_path), 1)[0]]
     assert len(set(digests)) == 1
+
+
+def dealt_batches(size: int, training: bool, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The batches of each of two ranks, and what deals them in steps of four."""
+    samplers = [BatchSampler(range(size), 2, drop_last=False) for _ in range(2)]
+    shards = [BatchSamplerShard(it, 2, rank, **options) for rank, it in enumerate(samplers)]
+    loaders = [SimpleNamespace(batch_sampler=shard) for shard in shards]
+    dealt = [it for loader in loaders for it in deal_consecutive(loader, 4, lambda: training)]
+    assert not any(deal_consecutive(loader, 4, lambda: training) for loader in loaders)
+    return [list(shard) for shard in shards], dealt
+
+
+def test_a_step_that_trains_has_its_batches_rank_after_rank_and_an_evaluation_in_turn() -> None:
+    trained, in_turn = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    ended = SimpleNamespace(end_of_dataloader=True)
+    for training, expected in ((True, trained), (False, in_turn)):
+        batches, dealt = dealt_batches(8, training)
+        assert batches == expected
+        if training:
+            check_dealt(dealt, ended)
+        else:
+            with pytest.raises(RuntimeError, match=r"call model\.train\(\) before the loop"):
+                check_dealt(dealt, ended)
+
+
+@pytest.mark.parametrize("size", range(9, 16))
+def test_a_step_that_accelerate_fills_up_has_all_samples_and_is_refused_in_training(
+    size: int,
+) -> None:
+    for training in (True, False):
+        batches, dealt = dealt_batches(size, training)
+        assert {number for of_rank in batches for batch in of_rank for number in batch} == {
+            *range(size)
+        }
+        within, ended = (SimpleNamespace(end_of_dataloader=end) for end in (False, True))
+        if training:
+            check_dealt(dealt, within)
+            with pytest.raises(RuntimeError, match="a DataLoader with drop_last=True whose number"):
+                check_dealt(dealt, ended)
+
+
+def test_a_short_batch_that_is_not_filled_up_trains() -> None:
+    batches, dealt = dealt_batches(15, True, even_batches=False)
+    assert batches[1][-1] == [14]
+    check_dealt(dealt, SimpleNamespace(end_of_dataloader=True))
+
+
+def test_the_sampler_of_a_dealt_loader_may_be_replaced() -> None:
+    _, (dealt, _) = dealt_batches(8, True)
+    dealt.sampler = range(7, -1, -1)
+    assert [*dealt.batch_sampler] == [[7, 6], [5, 4], [3, 2], [1, 0]]
+    assert dealt.sampler == range(7, -1, -1) and dealt.batch_size == 2
 
 
 def is_unwelcome(norm: Tensor, _loss: Tensor | None) -> Tensor:
