@@ -245,6 +245,14 @@ class ShardcastAccelerator(Accelerator):
     def _is_training(self) -> bool:
         return not self._owners or any(model.training for model in self._owners)
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As ``Accelerator.prepare_scheduler``; a skip of its own optimizer alone holds it back."""
+        prepared = super().prepare_scheduler(scheduler)
+        for one in self.sharded:
+            if getattr(scheduler, "optimizer", None) in one.optimizer.originals.optimizers:
+                prepared.optimizers = [one]
+        return prepared
+
     # -- backward and step --------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

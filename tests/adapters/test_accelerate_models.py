@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torch.optim.lr_scheduler import ExponentialLR
 
 from shardcast.accelerate import ShardcastAccelerator
 from shardcast.testing import SpawnedWorld
@@ -189,6 +191,21 @@ def test_a_state_of_fewer_models_is_refused(tmp_path: Path) -> None:
     one.prepare(model, torch.optim.Adam(model.parameters()))
     with pytest.raises(ValueError, match="load_state: expected the states of 1"):
         one.load_state(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+def test_a_skipped_step_of_one_model_does_not_hold_back_the_schedule_of_another() -> None:
+    gan = Gan(accelerator_of("ours"))
+    optimizers = gan.of_generator, gan.of_critic
+    plain = [one for it in optimizers for one in it.optimizer.originals.optimizers]
+    schedules = gan.accelerator.prepare(*(ExponentialLR(one, 0.5) for one in plain))
+    for optimizer, schedule, factor in zip(optimizers, schedules, (math.nan, 1.0), strict=True):
+        gan.accelerator.backward(gan.critic(gan.generator(torch.ones(6, 5))).sum() * factor)
+        optimizer.step()
+        schedule.step()
+        for one in optimizers:
+            one.zero_grad()
+    assert [it.get_last_lr() for it in schedules] == [[1e-2], [5e-3]]
 
 
 def test_several_loss_scales_that_change_are_refused() -> None:
