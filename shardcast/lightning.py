@@ -32,6 +32,7 @@ from shardcast.optimizer.frameworks import (
     clusters,
     divides_at_end,
     exact_state,
+    with_buffers,
 )
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.original import OptimizerHandle
@@ -273,6 +274,7 @@ class ShardcastStrategy(DDPStrategy):
         config = config.following(
             "lightning: precision", precision, DTYPES[precision], mixed="mixed" in precision
         )
+        config = with_buffers(config, self._ddp_kwargs.get("broadcast_buffers", True))
         self.precision_plugin.config = config
         self.precision_plugin.device_type = self.root_device.type
         if trainer.state.fn != TrainerFn.FITTING:

@@ -37,6 +37,7 @@ from shardcast.optimizer.frameworks import (
     clusters,
     divides_at_end,
     models_of,
+    with_buffers,
 )
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -67,7 +68,9 @@ class ShardcastAccelerator(Accelerator):
 
     def _take_over(self, source: ConfigSource, fields: Mapping[str, Any]) -> None:
         guards.refuse_unsupported(self)
-        self.shardcast_config = guards.resolve_config(self.mixed_precision, source, **fields)
+        config = guards.resolve_config(self.mixed_precision, source, **fields)
+        broadcasts = getattr(self.ddp_handler, "broadcast_buffers", True)
+        self.shardcast_config = with_buffers(config, broadcasts)
         self.native_amp = self.native_amp and self.shardcast_config.autocast
         self.scaler = None  # the sharded optimizer scales the loss, and skips, for all ranks
         self._owners: dict[nn.Module, ShardcastOptimizer] = {}  # of each bare model that is sharded

@@ -45,6 +45,12 @@ def clusters(
     return groups
 
 
+def with_buffers(config: ShardcastConfig, broadcast: bool) -> ShardcastConfig:
+    """``broadcast_buffers`` as a framework was told it for DDP, unless ``config`` names it."""
+    named = "broadcast_buffers" in config.named
+    return config if named else config.replace(broadcast_buffers=broadcast)
+
+
 def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
     """Optimizers that are sharded apart, in a framework that has one way to scale a loss.
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import test_lightning
 import torch
+from accelerate import DistributedDataParallelKwargs
 from test_accelerate_processes import fresh
 from torch import nn
 
@@ -80,6 +81,28 @@ def test_a_param_dtype_that_is_named_wins_over_fp32_and_must_agree_otherwise(
     assert dtype_in(tmp_path, "fp32", source) == BF16
     with pytest.raises(ValueError, match=r"precision is '(fp)?16.*' but .* param_dtype 'bf16'"):
         dtype_in(tmp_path, "fp16", source)
+
+
+def buffers_in_accelerate(_folder: Path, source: Any) -> bool:
+    fresh()
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
+    accelerator = ShardcastAccelerator(cpu=True, shardcast_config=source, kwargs_handlers=[ddp])
+    return accelerator.shardcast_config.broadcast_buffers
+
+
+def buffers_in_lightning(folder: Path, source: Any) -> bool:
+    strategy = ShardcastStrategy(source, broadcast_buffers=False)
+    trainer = test_lightning.trainer_of(str(folder), 1, strategy=strategy, max_steps=1)
+    trainer.fit(test_lightning.Net(), test_lightning.loader())
+    return strategy.precision_plugin.sharded[0].config.broadcast_buffers
+
+
+@pytest.mark.parametrize("in_framework", [buffers_in_accelerate, buffers_in_lightning])
+def test_buffers_that_ddp_is_told_to_leave_alone_are_left_alone(
+    in_framework: Callable[[Path, Any], bool], tmp_path: Path
+):
+    assert not in_framework(tmp_path, None)
+    assert in_framework(tmp_path, {"broadcast_buffers": True}), "where it is named"
 
 
 @pytest.mark.parametrize(
