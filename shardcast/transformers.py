@@ -38,6 +38,7 @@ from shardcast import _compat, checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
+from shardcast.config import ShardcastConfig
 from shardcast.messages import warn
 from shardcast.metrics import flat
 
@@ -148,7 +149,11 @@ class ShardcastTrainerMixin:
 
         Modules of losses beside the model are prepared as a second model. Stock DDP leaves their
         gradients as each rank has them.
+
+        Raises:
+            ValueError: options of the shardcast configuration that Trainer would leave unused.
         """
+        self._check_config(self.accelerator.shardcast_config)
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         loss, accelerator = getattr(self, "loss", None), self.accelerator
         model_params = set(self.model.parameters())
@@ -166,6 +171,18 @@ class ShardcastTrainerMixin:
                     params = {*accelerator.loss_params, *beside.parameters()}
                     accelerator.loss_params = tuple(params)
         return optimizer
+
+    def _check_config(self, config: ShardcastConfig) -> None:
+        bound = self.args.max_grad_norm
+        if config.max_grad_norm not in (None, bound):
+            raise ValueError(
+                f"max_grad_norm: got {config.max_grad_norm} in the shardcast configuration, but "
+                f"Trainer clips to that of TrainingArguments, {bound}; give it there alone"
+            )
+        if getattr(config.guard, "loss", None) is not None:
+            raise ValueError(
+                "guard: expected {'norm': ...} alone, got 'loss' too: Trainer steps without a loss"
+            )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As Trainer does; of several optimizers for the groups of all, which are sharded now."""

@@ -356,6 +356,20 @@ def test_a_checkpoint_without_the_optimizers_state_is_not_resumed_in_silence(tmp
         trainer_of(str(tmp_path), steps=4).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_grad_norm": 0.1}, r"got 0\.1 in the shardcast config.* of TrainingArguments, 0\.5;"),
+        ({"guard": {"loss": 6.0, "window": 4}}, "'loss' too: Trainer steps without a loss"),
+    ],
+)
+def test_options_that_trainer_would_leave_unused_are_refused(
+    tmp_path: Path, config: Any, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(str(tmp_path), shardcast_config=config).train()
+
+
 def saved(group: Any, folder: str) -> tuple[dict[str, Tensor], list[str]]:
     """Saves with masters, without, and on rank 0 alone; the masters, and the warnings."""
     frameworks.PATIENCE = timedelta(seconds=0.5)
