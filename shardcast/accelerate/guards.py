@@ -83,13 +83,19 @@ def refuse_unsupported(accelerator: Any) -> None:
 
 
 def _refuse_handlers(accelerator: Any) -> None:
-    """Handlers of DDP and GradScaler, where they ask for more than the default."""
+    """Handlers of DDP, autocast and GradScaler, where they ask for more than the default."""
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook is not None and str(getattr(hook, "value", hook)) != "no":
         raise RuntimeError(
             f"accelerate: DistributedDataParallelKwargs(comm_hook={hook}) has no effect without "
             "DDP; choose the dtype of gradients on the wire with reduce_dtype in the shardcast "
             "configuration"
+        )
+    if not getattr(accelerator.autocast_handler, "enabled", True):
+        raise RuntimeError(
+            "accelerate: AutocastKwargs(enabled=False) has no effect on parameters, which are in "
+            f"the dtype of mixed_precision {accelerator.mixed_precision!r}; use mixed_precision "
+            "'no' for fp32, or autocast: false in the shardcast configuration to compute in theirs"
         )
     handler = accelerator.scaler_handler if accelerator.mixed_precision == "fp16" else None
     asked = {} if handler is None else handler.to_kwargs()

@@ -16,7 +16,12 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
+from accelerate import (
+    Accelerator,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from benchmarks.counters import Casts
@@ -230,6 +235,7 @@ def plain(**changes: Any) -> Any:
         "parallelism_config": None,
         "num_processes": 2,
         "ddp_handler": None,
+        "autocast_handler": None,
         "scaler_handler": None,
     }
     return SimpleNamespace(**{**usual, **changes})
@@ -238,6 +244,7 @@ def plain(**changes: Any) -> Any:
 COMPRESSED = DistributedDataParallelKwargs(comm_hook="fp16")
 UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
 SCALER = GradScalerKwargs(init_scale=8.0)
+FP32_ONLY = AutocastKwargs(enabled=False)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +252,7 @@ SCALER = GradScalerKwargs(init_scale=8.0)
     [
         ({"mixed_precision": "fp16", "kwargs_handlers": [SCALER]}, RuntimeError, "loss_scale_init"),
         ({"kwargs_handlers": [COMPRESSED]}, RuntimeError, "reduce_dtype"),
+        ({"mixed_precision": "bf16", "kwargs_handlers": [FP32_ONLY]}, RuntimeError, "autocast: fa"),
         ({"max_grad_norm": 1.0}, TypeError, "shardcast_config={'max_grad_norm': ...}"),
     ],
 )
