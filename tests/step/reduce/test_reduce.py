@@ -1,237 +1,354 @@
-"""Gradients on their way to the owner, from real backward passes, against torch.optim."""
+"""Gradients on their way to the owner, from real backward passes, against plain torch.
+
+Most are multiples of 1/64, other ones on each rank, so that their sums and means (of 1, 2 or 4
+ranks) are exact whatever the order, and parameters must be equal to the bit.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from models import CASES, Branches, assert_same_bits, run_world, sharded, values
+from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import shardcast
+from shardcast.step.reduce.user_edits import GradientEdits
 from shardcast.testing import SpawnedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
-Use = tuple[int, ...]  # the layers that one backward uses
-Plan = list[list[list[Use]]]  # per step and rank, what each backward uses
-ALL = (0, 1, 2, 3)
-MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False),
-    "sgd": lambda m: torch.optim.SGD(
-        m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False
-    ),
-    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2, foreach=False),
-}
-ZERO: dict[str, Callable[[Any, nn.Module], None]] = {
-    "optimizer": lambda optimizer, model: optimizer.zero_grad(),
-    "model": lambda optimizer, model: model.zero_grad(),
-    "to zero": lambda optimizer, model: optimizer.zero_grad(set_to_none=False),
-    "never": lambda optimizer, model: None,
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*this clip is lost"),
+]
+COUNT = 5  # parameters of a model
+Use = frozenset[int]  # the parameters that a backward reaches
+Uses = tuple[Use, ...]  # by rank; a rank without any runs no backward
+Action = tuple[Callable[..., None], tuple[Any, ...]]  # a method of Side, and its arguments
+KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2),
 }
 
 
-def branches() -> Branches:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Branches()
+class BoomError(Exception):
+    """A backward that fails on every rank."""
 
 
-def loss(model: nn.Module, step: int, rank: int, micro: int, use: Use) -> Tensor:
-    generator = torch.Generator().manual_seed(step * 100 + rank * 10 + micro)
-    x, y = (torch.randn(3, 5, generator=generator) for _ in range(2))
-    return F.mse_loss(model(x, use), y)
+class Give(torch.autograd.Function):
+    """Passes ``x`` on and gives the parameter just this gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _param: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], ctx.saved_tensors[0], None
 
 
-def oracle(plan: Plan, kind: str, zero: str) -> nn.Module:
-    """One process with torch.optim: the mean over ranks, where absent counts as zero."""
-    model = branches()
-    optimizer = MAKERS[kind](model)
-    for step, ranks in enumerate(plan):
-        sums: dict[nn.Parameter, Tensor] = {}
-        for rank, micros in enumerate(ranks):
-            local: dict[nn.Parameter, Tensor] = {}
-            for micro, use in enumerate(micros):
-                params = [p for number in use for p in model.layers[number].parameters()]
-                grads = torch.autograd.grad(loss(model, step, rank, micro, use), params)
-                for param, grad in zip(params, grads, strict=True):
-                    local[param] = local[param] + grad if param in local else grad
-            for param, grad in local.items():
-                sums[param] = sums.get(param, torch.zeros(())) + grad.double()
-        for param, total in sums.items():
-            mean = (total / len(ranks)).float()
-            param.grad = mean if param.grad is None else param.grad + mean
-        optimizer.step()
-        ZERO[zero](optimizer, model)
-    return model
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> Any:
+        raise BoomError
 
 
-def train(
-    group: Any, plan: Plan, kind: str, zero: str, mode: str, fields: dict[str, Any]
-) -> dict[str, Tensor]:
-    rank = group.rank()
-    model = branches()
-    optimizer = sharded(model, group, MAKERS[kind], **fields)
-    for step, ranks in enumerate(plan):
-        micros = ranks[rank]
-        longest = max(len(theirs) for theirs in ranks)
-        for micro, use in enumerate(micros):
-            last = micro + 1 == longest
-            quiet = mode == "no_sync" and not last
-            with optimizer.no_sync() if quiet else contextlib.nullcontext():
-                loss(model, step, rank, micro, use).backward()
-        optimizer.step()
-        ZERO[zero](optimizer, model)
-    return values(model)
+class Chain(nn.Module):
+    """Gradients come from the last parameter to the first."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        make = torch.Generator().manual_seed(seed)
+        self.all = nn.ParameterList(torch.randn(3 + n, generator=make) for n in range(COUNT))
+
+    def forward(
+        self, x: Tensor, grads: dict[int, Tensor], fails_at: int = -1, nests: bool = False
+    ) -> Tensor:
+        for number, grad in grads.items():
+            if number == fails_at:
+                x = Fail.apply(x)
+            operands = x, self.all[number], grad
+            x = Give.apply(*operands) if not nests else checkpoint(
+                Give.apply, *operands, use_reentrant=True
+            )  # fmt: skip
+        return x
 
 
-def check(
-    plan: Plan, kind: str = "adamw", zero: str = "optimizer", mode: str = "no_sync",
-    exact: bool = True, **fields: Any,
-) -> None:  # fmt: skip
-    expected = values(oracle(plan, kind, zero))
-    ranks, _ = run_world(len(plan[0]), train, plan, kind, zero, mode, fields)
-    for mine in ranks:
-        if exact:
-            assert_same_bits(mine, expected)
-        else:
-            # Means of several rounds are rounded one by one: an ulp of gradients below 1 per
-            # round and step, times a step size of at most 0.1, momentum's factor 10 included.
-            for name, tensor in mine.items():
-                torch.testing.assert_close(tensor, expected[name], rtol=0, atol=len(plan) * 2**-22)
+class Side:
+    """One rank with two models or, without a group, plain torch with what all ranks have."""
 
-
-PLANS: dict[str, Plan] = {
-    "all present": [[[ALL], [ALL]]] * 3,
-    "absent everywhere": [[[(0, 1)], [(0, 1)]]] * 3,
-    "on one rank only": [[[(0, 1, 3)], [ALL]]] * 3,
-    "on the other rank only": [[[ALL], [(1,)]]] * 3,
-    "nothing in common": [[[(0, 2)], [(1, 3)]]] * 3,
-    "one rank without any": [[[ALL], []]] * 3,
-    "the first rank without any": [[[], [(1, 2)]]] * 3,
-    "in some steps": [[[ALL], [ALL]], [[(1,)], [(1, 2)]], [[ALL], [ALL]], [[(0,)], [(3,)]]],
-    "late start": [[[(0,)], [(0,)]], [[(0,)], [(0, 2)]], [[ALL], [ALL]], [[ALL], [ALL]]],
-    "no rank in one step": [[[ALL], [ALL]], [[], []], [[ALL], [ALL]]],
-    "three ranks": [[[(0,)], [(1,)], [(0, 2)]]] * 3,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "partition"),
-    [("adamw", "even"), ("adamw", "whole"), ("sgd", "even"), ("rmsprop", "whole")],
-)
-@pytest.mark.parametrize("name", PLANS)
-def test_absent_gradients_count_as_torch_would_count_them(name: str, kind: str, partition: str):
-    check(PLANS[name], kind, partition=partition, pack_params=3)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_patterns_of_absent_gradients_equal_torch(seed: int):
-    choose = random.Random(seed)
-    size = choose.choice([2, 3, 4])
-    plan: Plan = [
-        [
-            [
-                tuple(sorted(choose.sample(ALL, choose.randint(1, 4))))
-                for _ in range(choose.choice([0, 1, 2]))
-            ]
-            for _ in range(size)
+    def __init__(self, ranks: int, kind: str, group: Any = None, **fields: Any) -> None:
+        self.ranks, self.group = ranks, group
+        self.models = Chain(0), Chain(1)
+        self.optimizers: list[Any] = [
+            KINDS[kind](model) if group is None else sharded(model, group, KINDS[kind], **fields)
+            for model in self.models
         ]
-        for _ in range(4)
-    ]
-    partition, pack_params = choose.choice(["even", "whole"]), choose.choice([1, 3, None])
-    check(plan, choose.choice(["adamw", "sgd"]), partition=partition, pack_params=pack_params)
+        self.seen: list[Any] = []
+
+    def backward(self, seed: int, uses: Uses, quiet: bool = False, **how: Any) -> None:
+        for rank in self.here():
+            with self.optimizers[0].no_sync() if quiet and self.group else contextlib.nullcontext():
+                x = torch.zeros((), requires_grad=True)
+                loss = self.models[0](x, self.gradients(seed + rank, uses[rank]), **how)
+                if loss is not x:
+                    with contextlib.suppress(BoomError):
+                        loss.backward()
+
+    def here(self) -> list[int]:
+        return list(range(self.ranks)) if self.group is None else [self.group.rank()]
+
+    def gradients(self, seed: int, use: Use) -> dict[int, Tensor]:
+        make, share = torch.Generator().manual_seed(seed), len(self.here())
+        every = [torch.randint(-64, 65, (3 + n,), generator=make) / 64 for n in range(COUNT)]
+        return {n: every[n] / share for n in sorted(use)}
+
+    def nested(self, seed: int, uses: Uses) -> None:
+        self.backward(seed, uses, nests=True)
+
+    def failed(self, seed: int, uses: Uses, fails_at: int) -> None:
+        """On all ranks, which must use the same parameters, at the same place."""
+        self.backward(seed, uses, fails_at=fails_at)
+
+    def through_both(self, seed: int, uses: Uses) -> None:
+        for rank in self.here():
+            x = torch.zeros((), requires_grad=True)
+            for number, model in enumerate(self.models):
+                x = model(x, self.gradients(seed + rank + 10 * number, uses[rank]))
+            x.backward()
+
+    def clear(self, how: str) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            if how == "model":
+                model.zero_grad()
+            elif how != "never":
+                optimizer.zero_grad(set_to_none=how == "none")
+
+    def clear_one(self) -> None:
+        self.models[0].all[3].grad = None
+
+    def clip(self) -> None:
+        params = list(self.models[0].parameters())
+        if self.group is None:
+            self.seen.append(nn.utils.clip_grad_norm_(params, 1e30))
+        else:
+            self.seen.append(self.optimizers[0].clip_grad_norm_(1e30))
+
+    def step(self) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            optimizer.step()
+            self.seen.append(values(model))
 
 
-@pytest.mark.parametrize("mode", ["no_sync", "sync"])
-@pytest.mark.parametrize("zero", ZERO)
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_several_backwards_before_a_step_give_their_sum(mode: str, zero: str, partition: str):
-    plan: Plan = [[[ALL] * 3, [ALL] * 3]] * 3
-    exact = mode == "no_sync" and zero in ("optimizer", "model")
-    check(plan, "sgd", zero, mode, exact, partition=partition, pack_params=3)
+def play(side: Side, actions: list[Action]) -> list[Any]:
+    for method, arguments in actions:
+        method(side, *arguments)
+    return side.seen
 
 
-@pytest.mark.parametrize("zero", ZERO)
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("name", ["nothing in common", "in some steps", "late start"])
-def test_absent_gradients_are_right_however_gradients_are_cleared(
-    name: str, partition: str, zero: str
+def compare(actions: list[Action], size: int, kind: str = "sgd", **fields: Any) -> None:
+    """Every rank has seen what plain torch has: parameters to the bit, norms nearly."""
+    expected = play(Side(size, kind), actions)
+    fields = {"pack_params": 2, **fields}
+    ranks, _ = run_world(size, lambda group: play(Side(size, kind, group, **fields), actions))
+    for seen in ranks:
+        for mine, plain in zip(seen, expected, strict=True):
+            if isinstance(plain, Tensor):
+                torch.testing.assert_close(mine, plain, rtol=1e-6, atol=0)
+            else:
+                assert_same_bits(mine, plain)
+
+
+EVERY, NONE = frozenset(range(COUNT)), frozenset[int]()
+ALL = (EVERY,) * 4
+
+
+def use(*numbers: int) -> Use:
+    return frozenset(numbers)
+
+
+APART = (use(0, 2, 4), use(1, 2, 3))
+
+# Of each step the backwards, of each backward what every rank uses.
+PATTERNS: dict[str, list[list[Uses]]] = {
+    "all present": [[ALL[:2]]] * 3,
+    "absent everywhere": [[(use(0, 1), use(0, 1))]] * 3,
+    "on one rank only": [[(use(0, 1, 3), EVERY)]] * 3,
+    "on the other rank only": [[(EVERY, use(1))]] * 3,
+    "nothing in common": [[(use(0, 2), use(1, 3, 4))]] * 3,
+    "one rank without any": [[(EVERY, NONE)]] * 3,
+    "the first rank without any": [[(NONE, use(1, 2))]] * 3,
+    "in some steps": [[ALL[:2]], [(use(1), use(1, 2))], [ALL[:2]], [(use(0), use(3))]],
+    "late start": [[(use(0), use(0))], [(use(0), use(0, 2))], [ALL[:2]], [ALL[:2]]],
+    "no rank in one step": [[ALL[:2]], [(NONE, NONE)], [ALL[:2]]],
+    "four ranks": [[(use(0), use(1), use(0, 2), EVERY)]] * 3,
+    "several backwards": [[ALL[:2]] * 3] * 3,
+    "absent later": [[ALL[:2], (use(0), use(0))]] * 2,
+    "never on one rank": [[(use(0), EVERY), (use(0), EVERY)]] * 2,
+    "here and there": [[(use(1), use(3)), (use(2), use(0, 3))]] * 2,
+}
+
+
+@pytest.mark.parametrize("clear", ["none", "zeros", "model", "never"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_absent_gradients_count_as_torch_counts_them_however_they_are_cleared(
+    name: str, clear: str
 ):
-    exact = zero in ("optimizer", "model")
-    check(PLANS[name], "sgd", zero, exact=exact, pack_params=3, partition=partition)
+    steps = PATTERNS[name]
+    for kind, partition in (("adamw", "even"), ("sgd", "whole"), ("rmsprop", "whole")):
+        for is_quiet in (False, True)[: len(steps[0])]:  # all but the last in no_sync()
+            actions: list[Action] = []
+            for number, backwards in enumerate(steps):
+                for micro, uses in enumerate(backwards, 1):
+                    quiet = is_quiet and micro < len(backwards)
+                    actions.append((Side.backward, (100 * number + 10 * micro, uses, quiet)))
+                actions += [(Side.step, ()), (Side.clear, (clear,))]
+            compare(actions, len(steps[0][0]), kind, partition=partition)
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize(
-    "micros",
-    [[[ALL, (0,)], [ALL, (0,)]], [[(0,), (0,)], [ALL, ALL]], [[(1,), (2,)], [(3,), (0, 3)]]],
-    ids=["absent later", "never on one rank", "here and there"],
-)
-def test_a_mean_reduced_earlier_is_kept_where_its_owner_has_no_gradient(
-    micros: list[list[Use]], partition: str
-):
-    check([micros] * 2, "sgd", mode="sync", exact=False, partition=partition)
+FIRST: Action = (Side.backward, (0, ALL[:2]))
+LAST: list[Action] = [(Side.backward, (2, APART)), (Side.step, ())]
+SEQUENCES: dict[str, list[Action]] = {
+    "a step twice": [(Side.backward, (0, APART)), (Side.step, ()), (Side.step, ())],
+    **{
+        f"{begun} upon {name}, cleared": [(Side.backward, (0, uses)), action,
+                                          (Side.clear, ("model",)), *LAST]
+        for name, uses in (("all", ALL[:2]), ("some", APART))
+        for begun, action in (("quiet", (Side.backward, (1, ALL[:2], True))),
+                              ("failed", (Side.failed, (1, ALL[:2], 1))))
+    },
+    **{
+        f"one cleared after the last, quiet: {quiet}": [
+            FIRST, (Side.backward, (1, ALL[:2], quiet)), (Side.clear_one, ()), (Side.step, ()),
+            (Side.step, ())]
+        for quiet in (False, True)
+    },
+}  # fmt: skip
 
 
-def test_stepping_twice_without_clearing_uses_the_same_gradients_again():
-    def twice(group: Any) -> dict[str, Tensor]:
-        model = branches()
-        optimizer = (
-            MAKERS["adamw"](model) if group is None else sharded(model, group, MAKERS["adamw"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(name: str):
+    compare(SEQUENCES[name], 2)
+    if "upon" in name:  # else the script reads .grad after the backward
+        compare(SEQUENCES[name], 2, grads="sharded")
+
+
+def random_sequence(draw: random.Random, is_sharded: bool) -> list[Action]:
+    actions: list[Action] = []
+    clipped = False  # then gradients are only cleared by the optimizer, else the step is refused
+    rare = draw.random() < 0.5  # what defers launches for good comes late or never
+    for number in range(draw.randint(4, 14)):
+        seed = draw.randrange(1000)
+        uses = tuple(
+            frozenset(n for n in range(COUNT) if draw.random() < 0.7) | {2} for _ in range(4)
         )
-        for rank in range(2) if group is None else [group.rank()]:
-            share = loss(model, 0, rank, 0, (0, rank + 1))
-            (share / 2 if group is None else share).backward()
-        optimizer.step()
-        optimizer.step()
-        return values(model)
+        kinds = ["backward", "quiet", "step", "step", "clear", "clip", "failed"]
+        if not rare or number > 6:
+            kinds += ["nested", "through_both"]
+        kind = draw.choice(kinds)
+        if kind == "quiet":
+            actions.append((Side.backward, (seed, uses, True)))
+        elif kind == "failed":
+            actions.append((Side.failed, (seed, uses[:1] * 4, draw.choice(sorted(uses[0])))))
+        elif kind == "clear":
+            how = ["none", "zeros"] if clipped else ["none", "zeros", "model"]
+            actions.append((Side.clear, (draw.choice(how),)))
+        else:
+            arguments = () if kind in ("step", "clip") else (seed, uses)
+            actions.append((getattr(Side, kind), arguments))
+            if kind == "step" and is_sharded:  # their gradients are gone then
+                actions.append((Side.clear, (draw.choice(["none", "zeros", "model"]),)))
+        clipped = kind == "clip" or (clipped and kind not in ("step", "clear"))
+    return [*actions, (Side.step, ())]
 
-    for trained in run_world(2, twice)[0]:
-        # Halved first or last is the same; the sum is rounded once.
-        torch.testing.assert_close(trained, twice(None), rtol=0, atol=2**-23)
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_random_sequences_of_backwards_clears_and_steps_equal_plain_torch(grads: str):
+    for seed in range(45):
+        draw = random.Random(seed)
+        actions, size = random_sequence(draw, grads == "sharded"), draw.choice([1, 2, 2, 4])
+        kind, partition = draw.choice(["sgd", "adamw"]), draw.choice(["even", "whole"])
+        pack_params = draw.choice([1, 2, 2, None])
+        compare(actions, size, kind, grads=grads, partition=partition, pack_params=pack_params)
 
 
-# -- different data on every rank -----------------------------------------------------------------
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_clearing_some_gradients_between_two_backwards_of_a_step_is_refused_by_name(grads: str):
+    def run(group: Any) -> None:
+        side = Side(2, "sgd", group, pack_params=2, grads=grads)
+        side.backward(0, ALL)
+        assert grads == "full" or side.models[0].all[3].grad is None, "which cannot be cleared"
+        side.clear_one()
+        if grads == "sharded":
+            return side.backward(1, ALL)
+        with pytest.raises(RuntimeError, match=r"\.grad of 'all.3' was cleared"):
+            side.backward(1, ALL)
+        side.optimizers[0].zero_grad()
+        side.backward(1, ALL)
+        side.clear_one()  # of the next step, and not between its backwards
+        side.step()
+
+    run_world(2, run)
 
 
-def train_on_part(group: Any, case: str, micros: int, fields: dict[str, Any]) -> dict[str, Tensor]:
+def test_another_gradient_in_the_place_of_the_last_one_is_another_version():
+    """CPython gives the same address, so the same id, again and again."""
+    param = nn.Parameter(torch.zeros(3))
+    grads: Any = SimpleNamespace(pack=SimpleNamespace(params=[param]))
+    edits, ids = GradientEdits([grads]), []
+    versions = [edits.version(), edits.version()]
+    for _ in range(4):
+        param.grad = torch.ones(3)
+        ids.append(id(param.grad))
+        versions += [edits.version(), edits.version()]
+        param.grad = None
+    assert len(set(ids)) < len(ids), "the control: ids do come again"
+    assert versions == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+# -- real models ----------------------------------------------------------------------------------
+
+
+def train_on_part(group: Any, case: str, micros: int) -> dict[str, Tensor]:
     """Three steps; each rank takes its part of the batch of 12, in ``micros`` pieces."""
-    make = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)  # noqa: E731
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    torch.set_num_threads(1)
     model = CASES[case].build()
-    optimizer = sharded(model, group, make, **fields)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rank, size = 0, 1
+    if group is not None:
+        rank, size = group.rank(), group.size()
+        optimizer = shardcast.shard(
+            model, optimizer, process_group=group, param_dtype="fp32", pack_params=4
+        )
     for step in range(3):
-        x, y = CASES[case].batch(step, 12)
-        x, y = x.chunk(size)[rank], y.chunk(size)[rank]
-        for number, part in enumerate(zip(x.chunk(micros), y.chunk(micros), strict=True)):
-            last = number + 1 == micros
-            with contextlib.nullcontext() if last else optimizer.no_sync():
+        x, y = (whole.chunk(size)[rank] for whole in CASES[case].batch(step, 12))
+        for number, part in enumerate(zip(x.chunk(micros), y.chunk(micros), strict=True), 1):
+            with optimizer.no_sync() if number < micros else contextlib.nullcontext():
                 (CASES[case].loss(model, part) / micros).backward()
         optimizer.step()
         optimizer.zero_grad()
     return values(model)
 
 
-def plain_on_all(case: str) -> dict[str, Tensor]:
-    model = CASES[case].build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        CASES[case].loss(model, CASES[case].batch(step, 12)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
-def assert_rounding_apart(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+def assert_as_plain(ranks: list[dict[str, Tensor]], case: str) -> None:
     """A gradient is a sum over 12 x 9 tokens in another order: below 1, so each differs by less
     than 2^-23 times a few; three steps of 0.1 with momentum weigh 0.1 x (1 + 1.9 + 2.7)."""
-    for name, tensor in left.items():
-        torch.testing.assert_close(tensor, right[name], rtol=0, atol=2**-21)
+    expected = train_on_part(None, case, 1)
+    for mine in ranks:
+        assert_same_bits(mine, ranks[0])
+        for name, tensor in mine.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2**-21)
 
 
 @pytest.mark.parametrize(("size", "micros"), [(1, 3), (2, 1), (2, 3), (4, 3)])
@@ -240,41 +357,8 @@ def assert_rounding_apart(left: dict[str, Tensor], right: dict[str, Tensor]) -> 
 def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
     case: str, size: int, micros: int
 ):
-    expected = plain_on_all(case)
-    fields = {"pack_params": 4}
-    if size == 1:
-        ranks = [train_on_part(None, case, micros, fields)]
-    else:
-        ranks, _ = run_world(size, train_on_part, case, micros, fields)
-    for mine in ranks:
-        assert_same_bits(mine, ranks[0])
-        assert_rounding_apart(mine, expected)
-
-
-def test_a_local_sum_instead_of_the_mean_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    """Negative control of the comparison above: gradients of one's own data alone fail it."""
-    from shardcast.step.reduce.bucket import Bucket
-
-    land = Bucket.land
-
-    def keep_own(self: Bucket) -> Tensor:
-        own = self.grads.own.clone()
-        received = land(self)
-        self.grads.own.copy_(own)
-        return received
-
-    monkeypatch.setattr(Bucket, "land", keep_own)
-    ranks, _ = run_world(2, train_on_part, "mlp", 1, {})
-    with pytest.raises(AssertionError):
-        assert_rounding_apart(ranks[0], plain_on_all("mlp"))
-
-
-def gloo_on_part(group: Any, case: str) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
-    return train_on_part(group, case, 3, {"pack_params": 4})
+    assert_as_plain(run_world(size, train_on_part, case, micros)[0], case)
 
 
 def test_two_gloo_processes_with_halves_of_a_batch_equal_plain_training(gloo: SpawnedWorld):
-    ranks = gloo.run(gloo_on_part, "gpt_reentrant")
-    assert_same_bits(ranks[0], ranks[1])
-    assert_rounding_apart(ranks[0], plain_on_all("gpt_reentrant"))
+    assert_as_plain(gloo.run(train_on_part, "gpt_reentrant", 3), "gpt_reentrant")
