@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import CASES, run_world, sharded
 from torch import nn
 
 import shardcast
-from shardcast.testing import Collective, fake_world
+from shardcast.testing import Collective
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -126,46 +125,3 @@ def test_packs_that_differ_in_algorithm_or_gather_other_dtypes_take_a_launch_for
             ["all_gather_single"], ["all_gather_single"], ["broadcast"],
         ]  # fmt: skip
         assert not any(call.async_op for call in sync)
-
-
-def uneven_use(group: Any, users: tuple[int, ...]) -> None:
-    """In each step one rank's loss uses re-entrant checkpoints that the other's does not."""
-    model = CASES["tied_reentrant"].build()
-    optimizer = sharded(model, group, pack_params=2)
-    x = torch.ones(2, 6)
-    for user in users:
-        if group.rank() == user:
-            model(x).sum().backward()
-        else:
-            model.last(model.first(x)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-# From the first step on: see Reducer for what is not supported.
-@pytest.mark.parametrize("users", [(0, 0, 0), (1, 1, 1)], ids=str)
-def test_the_sequence_is_equal_when_one_rank_alone_uses_a_tied_reentrant_layer(
-    users: tuple[int, ...],
-):
-    run_world(2, uneven_use, users)
-
-
-@pytest.mark.parametrize("rank", [0, 511, 1023])
-def test_one_rank_of_a_thousand_and_twenty_four(rank: int):
-    with fake_world(1024, rank) as group:
-        model = nn.Sequential(nn.Linear(512, 1000), nn.Linear(1000, 100))
-        numel = sum(param.numel() for param in model.parameters())
-        optimizer = sharded(model, group, param_dtype=BF16)
-        started = len(group.log)
-        F.mse_loss(model(torch.ones(2, 512)).float(), torch.zeros(2, 100)).backward()
-        optimizer.step()
-        ops = [call.op for call in group.log[started:]]
-    (pack,) = optimizer.layout.packs
-    span = pack.spans[rank]
-    assert span.numel == -(-numel // 1024 // 64) * 64 == 640, "640 x 1024 covers 612,100 and gaps"
-    assert pack.algorithms.sync == "all_gather"
-    assert ops == ["all_to_all_single", "all_reduce", "all_gather_single"]
-    report = optimizer.memory_report()
-    assert report["parameters"] == report["gradients"] == 2 * 640 * 1024
-    used = 12 * 640 if pack.fragments(rank) else 4 * 640  # no moments for padding alone
-    assert report["masters"] + report["state"] == used
