@@ -1,14 +1,16 @@
-"""What several ranks hold stays the same on all of them, bit for bit, through skipped steps too."""
+"""What several ranks hold stays the same on all of them; where it is not, it is named."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from bag import Bag
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -18,91 +20,118 @@ from shardcast.testing import threaded_world
 pytestmark = pytest.mark.timeout(120)
 
 STEPS, SKIPPED = 40, (16, 17, 30)
-GRID = {"pp": 2, "dp": 2, "tp": 2}
-TIED = [("embed", "head")]
 
 
 def stage(mesh: DeviceMesh) -> Bag:
     """One of two stages; what is plain begins different on every rank."""
-    here = mesh.get_local_rank("pp")
-    own, weight = ("early", "embed") if here == 0 else ("late", "head")
+    own, weight = ("late", "head") if mesh.get_local_rank("pp") else ("early", "embed")
     model = Bag(**{weight: (5, 8), own: (7, 3), "copy": (9,), "plain": (4, 3)})
     for param in model.parameters():
-        torch.nn.init.normal_(param)
+        nn.init.normal_(param)
     model.place(mesh["tp"], **{weight: Shard(0), own: Shard(1), "copy": Replicate()})
     return model
+
+
+def local(param: Any) -> Tensor:
+    return (param.to_local() if hasattr(param, "to_local") else param).detach()
 
 
 def gradients(model: Bag, step: int, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Random ones; for plain parameters the same on tensor-parallel ranks, else all different."""
     row = dist.get_process_group_ranks(mesh.get_group("tp"))[0]
-    found = {}
+    grads = {}
     for name, param in model.named_parameters():
         source = row if name == "plain" else dist.get_rank()
         generator = torch.Generator().manual_seed(1000 * step + source)
-        shape = param.to_local().shape if hasattr(param, "to_local") else param.shape
-        found[name] = torch.randn(shape, generator=generator)
+        grads[name] = torch.randn(local(param).shape, generator=generator)
     if step in SKIPPED and dist.get_rank() == step % 8:
-        next(iter(found.values())).fill_(float("inf"))
-    return found
+        next(iter(grads.values())).fill_(float("inf"))
+    return grads
 
 
-def local(param: Any) -> Tensor:
-    return (param.to_local() if hasattr(param, "to_local") else param).detach().clone()
-
-
-def train(
-    mesh: DeviceMesh, tied: list[Any], steps: int
-) -> tuple[list[dict[str, Tensor]], Any, int]:
-    """Parameters after each step, masters of this rank at the end, and how many were skipped."""
+def train(mesh: DeviceMesh) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and masters of this rank at the end."""
     model = stage(mesh)
     optimizer = shardcast.shard(
-        [model], torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, tied=tied
+        [model], torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, tied=[("embed", "head")]
     )
-    seen = []
-    for step in range(steps):
+    params = {name: local(param) for name, param in model.named_parameters()}
+    for step in range(STEPS):
+        before = {name: param.clone() for name, param in params.items()}
         model(gradients(model, step, mesh), partial=["copy"]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append({name: local(param) for name, param in model.named_parameters()})
-    names = [name for name, _ in model.named_parameters()]
-    state = optimizer.state_dict()["state"]
-    masters = {names[index]: entry["master"] for index, entry in state.items()}
-    return seen, masters, optimizer.skipped_steps
-
-
-def alike(results: list[Any], ranks: tuple[int, int], names: tuple[str, str]) -> bool:
-    """Whether two ranks' tensors have the same bits after every step, masters included."""
-    (ours, mine, _), (theirs, yours, _) = (results[rank] for rank in ranks)
-    one, other = names
-    steps = zip(ours, theirs, strict=True)
-    same = all(torch.equal(a[one].view(torch.int16), b[other].view(torch.int16)) for a, b in steps)
-    held = one in mine, other in yours
-    return same and held[0] == held[1] and (not held[0] or torch.equal(mine[one], yours[other]))
+        optimizer.check_copies()
+        for name, param in params.items():
+            assert torch.equal(param, before[name]) == (step in SKIPPED), (step, name)
+    assert optimizer.skipped_steps == len(SKIPPED)
+    state = optimizer.state_dict()["state"].items()
+    names = list(params)
+    return params, {names[index]: entry["master"] for index, entry in state}
 
 
 def test_copies_stay_equal_on_all_ranks_through_40_steps_of_which_some_are_skipped():
-    results = threaded_world(GRID, train, TIED, STEPS)
+    ranks = threaded_world({"pp": 2, "dp": 2, "tp": 2}, train)
     for first in range(0, 8, 2):  # and its tensor-parallel neighbour
-        assert alike(results, (first, first + 1), ("copy", "copy"))
-        assert alike(results, (first, first + 1), ("plain", "plain"))
+        (ours, mine), (theirs, yours) = ranks[first : first + 2]
         own = "early" if first < 4 else "late"
-        assert not alike(results, (first, first + 1), (own, own)), "these are parts"
-    for rank in range(4):  # and the same place of the other stage
-        assert alike(results, (rank, rank + 4), ("embed", "head"))
-        assert not alike(results, (rank, rank + 4), ("copy", "copy")), "these are others"
-    for rank in (0, 1, 4, 5):  # and its data-parallel neighbour, which owns other spans
-        (ours, _, _), (theirs, _, _) = results[rank], results[rank + 2]
-        for mine, yours in zip(ours, theirs, strict=True):
-            assert all(torch.equal(mine[name], yours[name]) for name in mine)
-    for seen, _, skipped in results:  # where one rank of one stage overflows all skip
-        assert skipped == len(SKIPPED)
-        for step in range(1, STEPS):
-            same = [torch.equal(seen[step][name], seen[step - 1][name]) for name in seen[0]]
-            assert all(same) if step in SKIPPED else not any(same)
+        assert not torch.equal(ours[own], theirs[own]), "these are parts"
+        for name in {"copy", "plain"} & mine.keys():
+            assert torch.equal(mine[name], yours[name])
+    for (ours, mine), (theirs, yours) in zip(ranks[:4], ranks[4:], strict=True):
+        assert torch.equal(ours["embed"], theirs["head"])
+        assert ("embed" in mine) == ("head" in yours)
+        assert "embed" not in mine or torch.equal(mine["embed"], yours["head"])
+        assert not torch.equal(ours["copy"], theirs["copy"]), "of stages these are others"
 
 
-def test_copies_that_are_not_said_to_be_tied_drift_apart():
-    """Negative control."""
-    results = threaded_world(GRID, train, [], 3)
-    assert not alike(results, (0, 4), ("embed", "head"))
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3)
+
+
+PAIR = Pair()
+
+
+def edited(mesh: Any, rank: int | None) -> str:
+    model = copy.deepcopy(PAIR)
+    optimizer = shardcast.shard(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    if mesh.get_rank() == rank:
+        with torch.no_grad():
+            model.second.bias[1] += 1
+    try:
+        optimizer.check_copies()
+    except RuntimeError as error:
+        return str(error)
+    return "equal"
+
+
+@pytest.mark.parametrize("rank", [None, 1, 2])
+def test_copies_are_compared_over_data_and_tensor_parallel_ranks(rank: int | None):
+    told = threaded_world({"dp": 2, "tp": 2}, edited, rank)
+    if rank is None:
+        assert told == ["equal"] * 4
+        return
+    for dim in ("(tp)", "(data-"):
+        assert f"'second.bias' between ranks 0 and 1 {dim}" in told[rank]
+    assert all("'second.bias'" in message and "'first" not in message for message in told)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_plain_parts_that_were_cut_by_hand_do_not_pass_for_copies_silently(seeds: int):
+    pairs = []
+    for number in range(2):
+        torch.manual_seed(number % seeds)
+        pairs.append(Pair())
+
+    def taken(mesh: Any) -> None:
+        model = copy.deepcopy(pairs[mesh.get_local_rank("tp")])
+        shardcast.shard(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threaded_world({"dp": 1, "tp": 2}, taken)
+    told = [str(one.message) for one in caught if "taken for a copy" in str(one.message)]
+    assert len(told) == seeds - 1
+    assert all("'first.weight'" in message and "DTensor.from_local" in message for message in told)

@@ -8,8 +8,8 @@ integers far below 2**24: every comparison is exact. After one step of SGD with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,27 +31,59 @@ def numbered(*shape: int) -> Tensor:
     return 1.0 + torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def sgd(model: nn.Module | list[nn.Module], **fields: Any) -> shardcast.ShardedOptimizer:
-    parts = model if isinstance(model, list) else [model]
-    params = [param for part in parts for param in part.parameters()]
-    fields = {"param_dtype": "fp32", "divisor": 1, **fields}
-    return shardcast.shard(model, torch.optim.SGD(params, lr=1.0), **fields)
+def whole(param: Tensor) -> Tensor:
+    data = param.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data.clone()
 
 
-def stepped(model: nn.Module | list[nn.Module], loss: Callable[[], Tensor], **fields: Any) -> float:
-    """Make one step; the norm of all gradients."""
-    optimizer = sgd(model, **fields)
-    loss().backward()
+def mine() -> float:
+    return 2.0 ** dist.get_rank()
+
+
+def first_of(mesh: DeviceMesh) -> float:
+    """What the first rank of this one's tensor-parallel ranks gives: they see the same data."""
+    return 2.0 ** dist.get_process_group_ranks(mesh.get_group("tp"))[0]
+
+
+class Step(NamedTuple):
+    """What one rank does.
+
+    Attributes:
+        grads: by parameter, of its local part.
+        partial: parameters whose gradients are parts of a sum over tensor-parallel ranks.
+        backwards: before the step, all with these gradients.
+        tokens: if given, counted before the last of them.
+        options: of ``shard()``.
+    """
+
+    model: Bag
+    grads: Sums
+    options: dict[str, Any]
+    partial: tuple[str, ...] = ()
+    backwards: int = 1
+    tokens: int | None = None
+
+
+def sgd(mesh: DeviceMesh, model: Bag, **options: Any) -> shardcast.ShardedOptimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    part = [model] if "pp" in mesh.mesh_dim_names else model
+    options = {"mesh": mesh, "param_dtype": "fp32", "divisor": 1, **options}
+    return shardcast.shard(part, optimizer, **options)
+
+
+def stepped(mesh: DeviceMesh, build: Callable[[DeviceMesh], Step]) -> tuple[Sums, float]:
+    """How far each parameter moved, and the norm of all gradients."""
+    step = build(mesh)
+    optimizer = sgd(mesh, step.model, **step.options)
+    for number in range(1, step.backwards + 1):
+        if step.tokens is not None:
+            optimizer.count(step.tokens if number == step.backwards else 0)
+        loss = step.model(step.grads, step.partial)
+        if loss.requires_grad:  # else all of a stage is frozen
+            loss.backward()
     optimizer.step()
-    return float(optimizer.grad_norm)
-
-
-def negated(model: nn.Module) -> Sums:
-    return {name: -whole(param) for name, param in model.named_parameters()}
-
-
-def norm_of(sums: Iterable[Tensor]) -> float:
-    return float(torch.cat([grad.double().flatten() for grad in sums]).norm())
+    moved = {name: -whole(param) for name, param in step.model.named_parameters()}
+    return moved, float(optimizer.grad_norm)
 
 
 # -- tensor parallelism ---------------------------------------------------------------------------
@@ -61,123 +93,216 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def tensor_parallel(mesh: DeviceMesh, dp: Any, **options: Any) -> tuple[Sums, float]:
-    """A step of a model with all kinds of parameters; what they are after it, whole, negated."""
+def tensor_parallel(mesh: DeviceMesh, **options: Any) -> Step:
+    """All kinds of parameters."""
     place = mesh.get_local_rank("tp")
     model = Bag(**SHAPES)
     model.place(mesh["tp"], rows=Shard(0), columns=Shard(1), copy=Replicate(), partial=Replicate())
-    mine = 2.0 ** dist.get_rank()
-    # Tensor-parallel ranks see the same data: what is not a part of a sum is equal on them.
-    same = 2.0 ** dist.get_process_group_ranks(mesh.get_group("tp"))[0]
-    grads = {name: numbered(*shape) * same for name, shape in SHAPES.items()}
+    grads = {name: numbered(*shape) * first_of(mesh) for name, shape in SHAPES.items()}
     grads["rows"] = grads["rows"].chunk(2)[place]
     grads["columns"] = grads["columns"].chunk(2, 1)[place]
     for name in ("partial", "part"):
-        grads[name] = numbered(*SHAPES[name]) * mine
-    options = {"grad_sum_over": {"tp": ["part"]}, **options}
-    norm = stepped(model, lambda: model(grads, ["partial"]), mesh=mesh, dp=dp, **options)
-    return negated(model), norm
+        grads[name] = numbered(*SHAPES[name]) * mine()
+    return Step(model, grads, {"grad_sum_over": {"tp": ["part"]}, **options}, ("partial",))
 
 
-def whole(param: nn.Parameter) -> Tensor:
-    data = param.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data.clone()
+def unequal_parts(mesh: DeviceMesh) -> Step:
+    """Beside which owners of whole copies must be the same ranks; the last part is empty."""
+    place, tp = mesh.get_local_rank("tp"), mesh["tp"].size()
+    model = Bag(rows=(3, 8), few=(tp - 1, 3), first=(4,), second=(3,))
+    model.place(mesh["tp"], rows=Shard(0), few=Shard(0), first=Replicate(), second=Replicate())
+    grads = {name: numbered(*param.shape) * first_of(mesh) for name, param in
+             model.named_parameters()}  # fmt: skip
+    for name in ("rows", "few"):
+        pieces = grads[name].chunk(tp)
+        grads[name] = pieces[place] if place < len(pieces) else grads[name][:0]
+    grads["first"] = numbered(4) * mine()
+    return Step(model, grads, {"partition": "whole"}, ("first",))
 
 
-@pytest.mark.parametrize(
-    ("grid", "dp"),
-    [
-        ({"dp": 2, "tp": 2}, "dp"),
-        ({"tp": 2, "dp": 3}, "dp"),
-        ({"copies": 2, "dp": 2, "tp": 2}, ("copies", "dp")),
-    ],
-    ids=str,
-)
-def test_tensor_parallel_parameters_get_the_sums_of_their_ranks(grid: dict[str, int], dp: Any):
-    ranks = range(torch.Size(grid.values()).numel())
-    stride = 1 if list(grid)[-1] == "tp" else grid["dp"]  # between tensor-parallel neighbours
-    first = [rank for rank in ranks if rank // stride % 2 == 0]
-    expected = {
-        name: numbered(*shape) * sum(2.0**r for r in (ranks if "part" in name else first))
-        for name, shape in SHAPES.items()
-    }
-    for found, norm in threaded_world(grid, tensor_parallel, dp):
-        for name, total in expected.items():
-            assert torch.equal(found[name], total), name
-        assert norm == pytest.approx(norm_of(expected.values()), rel=1e-7)
+def two_dimensions(mesh: DeviceMesh) -> Step:
+    """A parameter over two model-parallel dimensions, and one that each data rank alone uses."""
+    model = Bag(block=(4, 6), first=(3,), other=(2, 2))
+    block = distribute_tensor(model.block.data, mesh["ep", "tp"], [Shard(0), Shard(1)])
+    model.register_parameter("block", nn.Parameter(block))
+    model.place(mesh["tp"], first=Replicate())
+    here = mesh.get_local_rank("dp")
+    rows, columns = mesh.get_local_rank("ep"), mesh.get_local_rank("tp")
+    grads = {"block": numbered(4, 6).chunk(2)[rows].chunk(2, 1)[columns] * 2.0**here}
+    used = "other" if here else "first"
+    grads[used] = numbered(*getattr(model, used).shape) * 2.0**here
+    return Step(model, grads, {})
 
 
-def test_without_the_option_a_plain_parameter_counts_as_whole():
-    """Negative control of ``grad_sum_over``: each tensor-parallel rank keeps its own part."""
-    results = threaded_world({"dp": 2, "tp": 2}, tensor_parallel_without)
-    assert [float(found["part"][0, 0]) for found, _ in results] == [1 + 4, 2 + 8, 1 + 4, 2 + 8]
+# -- experts and pipelines ------------------------------------------------------------------------
 
 
-def tensor_parallel_without(mesh: DeviceMesh) -> tuple[Sums, float]:
-    return tensor_parallel(mesh, "dp", grad_sum_over=None)
+def experts(mesh: DeviceMesh, named: bool = True, **step: Any) -> Step:
+    """Ranks of ``ep`` hold other experts under one name, all ranks the same router."""
+    options: dict[str, Any] = {"dp": mesh["ep", "edp"]._flatten("data")}
+    options |= {"experts": {"edp": ["expert"]}} if named else {}
+    options |= {"divisor": None} if step else {}
+    model = Bag(router=(3,), expert=(5, 2))
+    grads = {name: numbered(*param.shape) * mine() for name, param in model.named_parameters()}
+    return Step(model, grads, options, **step)
 
 
-def means(mesh: DeviceMesh) -> list[float]:
-    model = Bag(copy=(4,), cut=(4,))
-    model.place(mesh["tp"], copy=Replicate(), cut=Shard(0))
-    optimizer = sgd(model, mesh=mesh)
-    part = torch.full((4,), 2.0 + mesh.get_local_rank("tp") * 4)
-    for param in model.parameters():
-        param.grad = DTensor.from_local(part, mesh["tp"], [Partial("avg")], run_check=False)
-    optimizer.step()
-    return [float(total[0]) for total in negated(model).values()]
+def counted_experts(mesh: DeviceMesh) -> Step:
+    """Ranks of a pair count other tokens: 16 in all."""
+    return experts(mesh, backwards=2, tokens=5 if mesh.get_local_rank("edp") else 3)
 
 
-def test_gradients_that_are_parts_of_a_mean_are_not_added_up():
-    assert threaded_world({"dp": 2, "tp": 2}, means) == [[8.0, 8.0]] * 4
+STAGES = ({"embed": (4, 3), "early": (5,)}, {"late": (2, 2), "norm": (3,), "head": (4, 3)})
 
 
-def uneven(mesh: DeviceMesh) -> Sums:
-    """Tensor-parallel ranks with unequal parts, beside which copies have the same owners."""
-    model = Bag(rows=(3, 8), more=(5, 3), first=(4,), second=(3,))
-    model.place(mesh["tp"], rows=Shard(0), more=Shard(0), first=Replicate(), second=Replicate())
-    grads = {name: torch.ones(param.to_local().shape) for name, param in model.named_parameters()}
-    stepped(model, lambda: model(grads, ["first"]), mesh=mesh, partition="whole")
-    return negated(model)
+def pipeline(
+    mesh: DeviceMesh, tied: Any = (("embed", "head"),), frozen: Iterable[str] = (), **options: Any
+) -> Step:
+    """Two stages, several backwards, and a weight that both hold under other names."""
+    model = Bag(**STAGES[mesh.get_local_rank("pp")])
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    grads = {name: numbered(*param.shape) * mine() for name, param in model.named_parameters()
+             if param.requires_grad}  # fmt: skip
+    return Step(model, grads, {"tied": list(tied), **options}, backwards=3)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_owners_of_whole_copies_do_not_depend_on_what_is_cut_beside_them(ranks: int):
-    for found in threaded_world({"dp": ranks, "tp": 2}, uneven):
-        for name, total in found.items():
-            assert (total == ranks * (2 if name == "first" else 1)).all(), name
+def several_ties(mesh: DeviceMesh) -> Step:
+    """A stage's groups differ in number from others', by which torch would name them."""
+    names = (("a", "b"), ("c",), ("d",), ("e",))[mesh.get_local_rank("pp")]
+    model = Bag(**dict.fromkeys(names, (2, 2)))
+    grads = {name: numbered(2, 2) * mine() for name in names}
+    return Step(model, grads, {"tied": [("a", "e"), ("b", "d")]})
 
 
-def assigned(mesh: DeviceMesh) -> tuple[Sums, float]:
+class Known(NamedTuple):
+    """What is known of :func:`stepped` on a grid.
+
+    Attributes:
+        sums: by parameter, how often ``(1, 2, 3 ...)`` is in its sum; a list is by rank.
+        counted: which rank has a part of the norm in which parameter; None: all of rank 0.
+    """
+
+    grid: dict[str, int]
+    build: Callable[[DeviceMesh], Step]
+    sums: Mapping[str, float | list[float]]
+    counted: list[tuple[int, str]] | None = None
+
+
+def sums_of(first: float, every: float) -> dict[str, float]:
+    """The same for all but what is a part of a sum over tensor-parallel ranks."""
+    return {name: every if "part" in name else first for name in SHAPES}
+
+
+GRID = {"dp": 2, "pp": 2}  # ranks 0 and 2 have the first stage, 1 and 3 the last one
+STAGE_SUMS = {"embed": 3 * 15, "early": 3 * 5, "late": 3 * 10, "norm": 3 * 10, "head": 3 * 15}
+ONCE = [(0, "embed"), (0, "early"), (1, "late"), (1, "norm")]  # the tied weight counts once
+KNOWN: dict[str, Known] = {
+    "tensor-parallel": Known({"dp": 2, "tp": 2}, tensor_parallel, sums_of(1 + 4, 15)),
+    "data-parallel neighbours": Known(
+        {"tp": 2, "dp": 3}, lambda mesh: tensor_parallel(mesh, dp="dp"), sums_of(7, 63)),
+    "replicas": Known(
+        {"copies": 2, "dp": 2, "tp": 2}, lambda mesh: tensor_parallel(mesh, dp=("copies", "dp")),
+        sums_of(1 + 4 + 16 + 64, 255)),
+    "a part that is not said to be one": Known(
+        {"dp": 2, "tp": 2}, lambda mesh: tensor_parallel(mesh, grad_sum_over=None),
+        {**sums_of(5, 15), "part": [5, 10, 5, 10]}),
+    "unequal parts": Known(
+        {"dp": 2, "tp": 2}, unequal_parts, {"rows": 5, "few": 5, "first": 15, "second": 5}),
+    "unequal parts of three ranks": Known(
+        {"dp": 3, "tp": 2}, unequal_parts, {"rows": 21, "few": 21, "first": 63, "second": 21}),
+    "unequal thirds": Known(
+        {"dp": 1, "tp": 3}, unequal_parts, {"rows": 1, "few": 1, "first": 7, "second": 1}),
+    "two model-parallel dimensions": Known(
+        {"dp": 2, "ep": 2, "tp": 2}, two_dimensions, {"block": 3, "first": 1, "other": 2}),
+    "experts": Known(
+        {"ep": 2, "edp": 2}, experts, {"router": 15, "expert": [3, 3, 12, 12]},
+        [(0, "router"), (0, "expert"), (2, "expert")]),
+    "experts without copies": Known(
+        {"ep": 2, "edp": 1}, experts, {"router": 3, "expert": [1, 2]},
+        [(0, "router"), (0, "expert"), (1, "expert")]),
+    "experts that are not said to be some": Known(
+        {"ep": 2, "edp": 2}, lambda mesh: experts(mesh, named=False),
+        {"router": 15, "expert": 15}),
+    "experts, by tokens": Known(
+        {"ep": 2, "edp": 2}, counted_experts,
+        {"router": 2 * 15 / 16, "expert": [2 * 3 / 16] * 2 + [2 * 12 / 16] * 2},
+        [(0, "router"), (0, "expert"), (2, "expert")]),
+    "a pipeline": Known(GRID, pipeline, STAGE_SUMS, ONCE),
+    "a tie that is not said to be one": Known(
+        GRID, lambda mesh: pipeline(mesh, tied=()), {**STAGE_SUMS, "embed": 15, "head": 30},
+        [*ONCE, (1, "head")]),
+    "a frozen tie": Known(
+        GRID, lambda mesh: pipeline(mesh, frozen=("embed", "head")),
+        {**STAGE_SUMS, "embed": 0, "head": 0}, ONCE),
+    "a frozen stage": Known(
+        GRID, lambda mesh: pipeline(mesh, tied=(), frozen=("embed", "early")),
+        {**STAGE_SUMS, "embed": 0, "early": 0, "head": 30}, [*ONCE, (1, "head")]),
+    "a frozen parameter beside a tie": Known(
+        GRID, lambda mesh: pipeline(mesh, frozen=("norm",)), {**STAGE_SUMS, "norm": 0}, ONCE),
+    "patterns that match on one stage": Known(
+        {"dp": 1, "pp": 2, "tp": 2},
+        lambda mesh: pipeline(mesh, tied=(), grad_sum_over={"tp": ["norm", "la*"]}),
+        {"embed": [3, 6], "early": [3, 6], "late": 36, "norm": 36, "head": [0, 0, 12, 24]},
+        [(0, "embed"), (0, "early"), (2, "late"), (2, "norm"), (2, "head")]),
+    "ties with several stages": Known(
+        {"dp": 1, "pp": 4}, several_ties, {"a": 9, "b": 5, "c": 2, "d": 5, "e": 9},
+        [(0, "a"), (0, "b"), (1, "c")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_parameter_gets_the_sum_of_its_ranks_and_counts_once_in_the_norm(name: str):
+    grid, build, sums, counted = KNOWN[name]
+
+    def expected(rank: int, name: str, shape: torch.Size) -> Tensor:
+        total = sums[name]
+        return numbered(*shape) * (total[rank] if isinstance(total, list) else total)
+
+    ranks = threaded_world(grid, stepped, build)
+    for rank, (moved, norm) in enumerate(ranks):
+        for key, value in moved.items():
+            assert torch.equal(value, expected(rank, key, value.shape)), (rank, key)
+        assert norm == ranks[0][1]
+    held = [(0, key) for key in ranks[0][0]] if counted is None else counted
+    parts = [expected(rank, key, ranks[rank][0][key].shape).flatten() for rank, key in held]
+    assert ranks[0][1] == pytest.approx(float(torch.cat(parts).double().norm()), rel=1e-7)
+
+
+# -- gradients of other kinds ---------------------------------------------------------------------
+
+
+def assigned(mesh: DeviceMesh) -> Sums:
     """Gradients that lie in another way than their parameters, as some operators give them."""
     tp, place = mesh["tp"], mesh.get_local_rank("tp")
-    model = Bag(pending=(4, 6), turned=(4, 6), cut=(4, 6))
-    model.place(tp, pending=Shard(0), turned=Shard(0), cut=Replicate())
-    optimizer = sgd(model, mesh=mesh)
-    same = 2.0 ** dist.get_process_group_ranks(mesh.get_group("tp"))[0]
-    half = (numbered(4, 6) * same).chunk(2, 1)[place].contiguous()
-    part = numbered(4, 6) * 2.0 ** dist.get_rank()
-    model.pending.grad = DTensor.from_local(part, tp, [Partial()], run_check=False)
-    model.turned.grad = DTensor.from_local(half, tp, [Shard(1)], run_check=False)
-    model.cut.grad = DTensor.from_local(half, tp, [Shard(1)], run_check=False)
+    model = Bag(pending=(4, 6), turned=(4, 6), cut=(4, 6), copy=(4, 6), part=(4, 6))
+    model.place(tp, pending=Shard(0), turned=Shard(0), cut=Replicate(), copy=Replicate(),
+                part=Shard(0))  # fmt: skip
+    optimizer = sgd(mesh, model)
+    half = (numbered(4, 6) * first_of(mesh)).chunk(2, 1)[place].contiguous()
+    sums, means = numbered(4, 6) * mine(), numbered(4, 6) * (2 + 4 * place)
+    for param, local, placement in (
+        (model.pending, sums, Partial()), (model.turned, half, Shard(1)),
+        (model.cut, half, Shard(1)), (model.copy, means, Partial("avg")),
+        (model.part, means, Partial("avg")),
+    ):  # fmt: skip
+        param.grad = DTensor.from_local(local, tp, [placement], run_check=False)
     optimizer.step()
-    return negated(model), float(optimizer.grad_norm)
+    return {name: -whole(param) for name, param in model.named_parameters()}
 
 
-def test_gradients_that_lie_in_another_way_are_moved():
-    parts = {"pending": 15, "turned": 5, "cut": 5}
-    for found, norm in threaded_world({"dp": 2, "tp": 2}, assigned):
-        for name, total in parts.items():
-            assert torch.equal(found[name], numbered(4, 6) * total), name
-        totals = [numbered(4, 6) * total for total in parts.values()]
-        assert norm == pytest.approx(norm_of(totals), rel=1e-7)
+def test_gradients_that_lie_in_another_way_are_moved_and_parts_of_a_mean_not_added_up():
+    sums = {"pending": 15, "turned": 5, "cut": 5, "copy": 2 * 4, "part": 2 * 4}
+    for moved in threaded_world({"dp": 2, "tp": 2}, assigned):
+        for name, total in sums.items():
+            assert torch.equal(moved[name], numbered(4, 6) * total), name
 
 
 def low(mesh: DeviceMesh) -> float:
     model = Bag(partial=(4,))
     model.place(mesh["tp"], partial=Replicate())
+    optimizer = sgd(mesh, model, param_dtype="bf16")
     value = (256.0, 1.0, -256.0)[mesh.get_local_rank("tp")]
-    optimizer = sgd(model, mesh=mesh, param_dtype="bf16")
     model({"partial": torch.full((4,), value)}, ["partial"]).backward()
     optimizer.step()
     return float(optimizer.grad_norm)
@@ -189,39 +314,12 @@ def test_sums_over_tensor_parallel_ranks_are_in_fp32():
     assert threaded_world({"dp": 2, "tp": 3}, low) == [2.0 * 2] * 6
 
 
-def apart(mesh: DeviceMesh) -> tuple[Sums, float]:
-    """A parameter over two model-parallel dimensions, and one that each data rank alone uses."""
-    model = Bag(block=(4, 6), first=(3,), other=(2, 2))
-    block = distribute_tensor(model.block.data, mesh["ep", "tp"], [Shard(0), Shard(1)])
-    model.register_parameter("block", nn.Parameter(block))
-    model.place(mesh["tp"], first=Replicate())
-    here = mesh.get_local_rank("dp")
-    rows, columns = mesh.get_local_rank("ep"), mesh.get_local_rank("tp")
-    grads = {"block": numbered(4, 6).chunk(2)[rows].chunk(2, 1)[columns] * 2.0**here}
-    used = "other" if here else "first"
-    grads[used] = numbered(*getattr(model, used).shape) * 2.0**here
-    return negated_after(model, grads, mesh)
-
-
-def negated_after(model: Bag, grads: Sums, mesh: DeviceMesh) -> tuple[Sums, float]:
-    norm = stepped(model, lambda: model(grads), mesh=mesh)
-    return negated(model), norm
-
-
-def test_two_model_parallel_dimensions_and_gradients_of_one_rank_alone():
-    totals = {"block": numbered(4, 6) * 3, "first": numbered(3), "other": numbered(2, 2) * 2}
-    for found, norm in threaded_world({"dp": 2, "ep": 2, "tp": 2}, apart):
-        for name, total in totals.items():
-            assert torch.equal(found[name], total), name
-        assert norm == pytest.approx(norm_of(totals.values()), rel=1e-7)
-
-
 def grown(mesh: DeviceMesh) -> Sums:
     """A group that is added later, and another divisor for each step."""
     model, more = Bag(rows=(4, 6)), Bag(columns=(4, 6), partial=(5,))
     model.place(mesh["tp"], rows=Shard(0))
     more.place(mesh["tp"], columns=Shard(1), partial=Replicate())
-    optimizer = sgd(model, mesh=mesh)
+    optimizer = sgd(mesh, model)
     rows = {"rows": torch.ones(2, 6)}
     others = {"columns": torch.ones(4, 3), "partial": torch.ones(5)}
     model(rows).backward()
@@ -232,144 +330,11 @@ def grown(mesh: DeviceMesh) -> Sums:
     optimizer.divisor = torch.tensor(4.0)
     (model(rows) + more(others, ["partial"])).backward()
     optimizer.step()
-    return negated(model)
+    return {name: -whole(param) for name, param in model.named_parameters()}
 
 
 def test_parameters_that_are_added_later_are_summed_as_the_first_ones():
-    for found in threaded_world({"dp": 2, "tp": 2}, grown):
-        assert torch.equal(found["rows"], torch.full((4, 6), 2 / 1 + 2 / 4))
-        assert torch.equal(found["more.columns"], torch.full((4, 6), 2 / 4))
-        assert torch.equal(found["more.partial"], torch.full((5,), 4 / 4))
-
-
-# -- experts --------------------------------------------------------------------------------------
-
-
-def experts(mesh: DeviceMesh, options: dict[str, Any]) -> tuple[Sums, float]:
-    """Ranks of ``ep`` hold other experts under one name, all ranks the same router."""
-    data = mesh["ep", "edp"]._flatten("data")
-    model = Bag(router=(3,), expert=(5, 2))
-    mine = 2.0 ** dist.get_rank()
-    grads = {name: numbered(*param.shape) * mine for name, param in model.named_parameters()}
-    norm = stepped(model, lambda: model(grads), mesh=mesh, dp=data, **options)
-    return negated(model), norm
-
-
-def test_experts_are_summed_over_the_ranks_that_share_them_alone():
-    sums = {"router": [15, 15, 15, 15], "expert": [3, 3, 12, 12]}
-    results = threaded_world({"ep": 2, "edp": 2}, experts, {"experts": {"edp": ["expert"]}})
-    for rank, (found, norm) in enumerate(results):
-        for name, totals in sums.items():
-            assert torch.equal(found[name], numbered(*found[name].shape) * totals[rank]), name
-        parts = [numbered(3) * 15, numbered(10) * 3, numbered(10) * 12]
-        assert norm == pytest.approx(norm_of(parts), rel=1e-7)
-
-
-def test_experts_may_have_no_copies():
-    results = threaded_world({"ep": 2, "edp": 1}, experts, {"experts": {"edp": ["expert"]}})
-    assert [int(found["expert"][0, 0]) for found, _ in results] == [1, 2]
-    assert [int(found["router"][0]) for found, _ in results] == [3, 3]
-
-
-def test_without_the_option_experts_are_taken_for_one():
-    """Negative control."""
-    results = threaded_world({"ep": 2, "edp": 2}, experts, {})
-    assert [int(found["expert"][0, 0]) for found, _ in results] == [15] * 4
-
-
-# -- pipelines ------------------------------------------------------------------------------------
-
-
-def pipeline(mesh: DeviceMesh, tied: list[Any]) -> tuple[Sums, float]:
-    """Two stages, several backwards in a step, and a weight that both hold under other names."""
-    first = mesh.get_local_rank("pp") == 0
-    model = Bag(embed=(4, 3), early=(5,)) if first else Bag(late=(2, 2), head=(4, 3))
-    mine = 2.0 ** dist.get_rank()
-    grads = {name: numbered(*param.shape) * mine for name, param in model.named_parameters()}
-
-    def loss() -> Tensor:
-        for _ in range(2):  # micro-batches
-            model(grads).backward()
-        return model(grads)
-
-    norm = stepped([model], loss, mesh=mesh, tied=tied)
-    return negated(model), norm
-
-
-def test_stages_are_summed_apart_and_tied_weights_together():
-    tied = [("embed", "head")]
-    stages = [{"embed": 3 * 15, "early": 3 * 3}, {"late": 3 * 12, "head": 3 * 15}]
-    parts = [numbered(4, 3) * 45, numbered(5) * 9, numbered(2, 2) * 36]
-    for rank, (found, norm) in enumerate(threaded_world({"pp": 2, "dp": 2}, pipeline, tied)):
-        for name, total in stages[rank // 2].items():
-            assert torch.equal(found[name], numbered(*found[name].shape) * total), name
-        assert norm == pytest.approx(norm_of(parts), rel=1e-7), "the tied weight counts once"
-
-
-def test_weights_that_are_not_said_to_be_tied_go_apart():
-    """Negative control."""
-    (first, _), _, (last, _), _ = threaded_world({"pp": 2, "dp": 2}, pipeline, [])
-    assert int(first["embed"][0, 0]) == 9 and int(last["head"][0, 0]) == 36
-
-
-# -- tokens ---------------------------------------------------------------------------------------
-
-TOKENS = {0: 3, 1: 5}  # by data-parallel rank; a power of two in all
-
-
-def counted(mesh: DeviceMesh, dp: str, tokens: Callable[[DeviceMesh, int], int]) -> tuple[Any, ...]:
-    """A step of two counted micro-batches whose loss is a sum; the same with a divisor of 1."""
-    dims = mesh.mesh_dim_names or ()
-    options: dict[str, Any] = {"mesh": mesh, "dp": dp}
-    if "ep" in dims:
-        options |= {"dp": mesh["ep", "edp"]._flatten("data"), "experts": {"edp": ["expert"]}}
-    dp_rank = mesh[dp].get_local_rank()
-    results = []
-    for is_counted in (True, False):
-        model = Bag(rows=(4, 3), expert=(5, 2), copy=(3,))
-        if "tp" in dims:
-            model.place(mesh["tp"], rows=Shard(0))
-        grads = {
-            name: numbered(*(p.to_local() if isinstance(p, DTensor) else p).shape) * 2.0**dp_rank
-            for name, p in model.named_parameters()
-        }
-        optimizer = sgd([model] if "pp" in dims else model, **options)
-        for number in range(2):
-            if is_counted:
-                optimizer.count(tokens(mesh, dp_rank) if number else 0)
-            model(grads).backward()
-        optimizer.step()
-        results.append((negated(model), float(optimizer.grad_norm)))
-    return tuple(results)
-
-
-def own_tokens(_mesh: DeviceMesh, dp_rank: int) -> int:
-    return TOKENS[dp_rank % 2]
-
-
-@pytest.mark.parametrize(
-    ("grid", "dp", "total"),
-    [({"pp": 2, "dp": 2, "tp": 2}, "dp", 8), ({"dp": 2, "tp": 2}, "dp", 8),
-     ({"ep": 2, "edp": 2}, "edp", 16)],
-    ids=str,
-)  # fmt: skip
-def test_sums_of_every_kind_are_divided_by_the_tokens_of_data_parallel_ranks(
-    grid: dict[str, int], dp: str, total: int
-):
-    for (found, norm), (sums, sums_norm) in threaded_world(grid, counted, dp, own_tokens):
-        for name, gradient_sum in sums.items():
-            assert torch.equal(found[name] * total, gradient_sum), name
-        assert norm * total == sums_norm
-
-
-@pytest.mark.parametrize("dim", ["pp", "tp"])
-def test_model_parallel_ranks_that_count_other_tokens_are_refused_on_all_ranks(dim: str):
-    def tokens(mesh: DeviceMesh, dp_rank: int) -> int:
-        return own_tokens(mesh, dp_rank) * (mesh.get_local_rank(dim) == 0)
-
-    def run(mesh: DeviceMesh) -> None:
-        with pytest.raises(RuntimeError, match=r"optimizer\.count") as error:
-            counted(mesh, "dp", tokens)
-        assert "0" in str(error.value) and "3" in str(error.value) and "5" in str(error.value)
-
-    threaded_world({"pp": 2, "dp": 2, "tp": 2}, run)
+    for moved in threaded_world({"dp": 2, "tp": 2}, grown):
+        assert torch.equal(moved["rows"], torch.full((4, 6), 2 / 1 + 2 / 4))
+        assert torch.equal(moved["more.columns"], torch.full((4, 6), 2 / 4))
+        assert torch.equal(moved["more.partial"], torch.full((5,), 4 / 4))

@@ -188,6 +188,9 @@ REFUSED: dict[str, Refused] = {
     "stages with the same names": (
         lambda m: sharded(m, stages=lambda model: [model, Bag(one=(4, 4))]),
         ValueError, "two pipeline stages .* named 'one'"),
+    "fp32 of nothing": (
+        lambda m: sharded(m, stages=as_list, keep_fp32=["nrm.*"]),
+        ValueError, r"keep_fp32: the pattern 'nrm\.\*' matches no parameter"),
     "a sum of nothing": (
         lambda m: sharded(m, grad_sum_over={"tp": ["q_norm.*"]}),
         ValueError, r"grad_sum_over: the pattern 'q_norm.\*' .* matches no"),
@@ -247,6 +250,12 @@ REFUSED: dict[str, Refused] = {
     "other clips": (
         lambda m: stepped(m, lambda o: None, lambda o: o.clip_grad_norm_(1.0 + at(m, "tp"))),
         RuntimeError, "max_norm"),
+    "other tokens on stages": (
+        lambda m: stepped(m, lambda o: o.count((3, 5)[at(m, "dp")] * (at(m, "pp") == 0))),
+        RuntimeError, r"optimizer\.count(?=.*\b0\b)(?=.*\b3\b).*\b5\b"),
+    "other tokens on tensor-parallel ranks": (
+        lambda m: stepped(m, lambda o: o.count((3, 5)[at(m, "dp")] * (at(m, "tp") == 0))),
+        RuntimeError, r"optimizer\.count(?=.*\b0\b)(?=.*\b3\b).*\b5\b"),
     "a scale that is forgotten": (
         lambda m: stepped(
             m, lambda o: None, param_dtype="fp16",

@@ -25,45 +25,31 @@ from shardcast.testing import threaded_world
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 3
-Loop = Callable[[nn.Module, ShardedOptimizer, Tensor, int], Any]
+Act = Callable[[nn.Module, ShardedOptimizer, int], Any]
+Backward = Callable[[nn.Module, ShardedOptimizer, Tensor, int], None]
 
 
-def plain(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+def at_once(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, _step: int) -> None:
     optimizer.scale_loss(loss_of(model, batch)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer.grad_norm
 
 
-def clips_norm(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
-    loss_of(model, batch).backward()
-    norm = optimizer.clip_grad_norm_(0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
+def in_halves(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> None:
+    first, second = batch.chunk(2)
+    # Without the context too: what is reduced already is added to.
+    with optimizer.no_sync() if step else nullcontext():
+        (loss_of(model, first) / 2).backward()
+    (loss_of(model, second) / 2).backward()
 
 
-def clips_values(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
-    loss_of(model, batch).backward()
-    optimizer.clip_grad_value_(0.01)
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer.grad_norm
+def overflows(model: nn.Module, _optimizer: Any, batch: Tensor, step: int) -> None:
+    (loss_of(model, batch) * (float("inf") if step == 1 else 1.0)).backward()
 
 
-def accumulates(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
-    halves = batch.chunk(2)
-    for half in halves:
-        # Without the last context too: what is reduced already is added to.
-        with optimizer.no_sync() if half is halves[0] and step else nullcontext():
-            (loss_of(model, half) / 2).backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=step == 1)
-    return optimizer.grad_norm
+def nothing(_model: nn.Module, _optimizer: ShardedOptimizer, _step: int) -> None:
+    pass
 
 
-def edits(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
-    loss_of(model, batch).backward()
+def edits(model: nn.Module, _optimizer: ShardedOptimizer, step: int) -> None:
     for param in model.parameters():
         if param.grad is not None:
             if step == 1:
@@ -72,32 +58,17 @@ def edits(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: in
                 param.grad.mul_(0.5)
     for absent in (model.norm.weight, model.wide.up.weight, model.gain):
         absent.grad = None
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer.grad_norm
 
 
-def skips(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
-    loss = loss_of(model, batch)
-    (loss * float("inf") if step == 1 else loss).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert optimizer.skipped_steps == int(step > 0)
-    return torch.nan_to_num(optimizer.grad_norm)
-
-
-def freezes(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
+def freezes(model: nn.Module, _optimizer: ShardedOptimizer, step: int) -> None:
+    """In the second step."""
     for param in (model.head.weight, model.gain, model.norm.weight):
-        param.requires_grad_(step != 1)
-    return plain(model, optimizer, batch, step)
+        param.requires_grad_(step != 0)
 
 
-def loads(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> Any:
-    norm = plain(model, optimizer, batch, step)
-    if step == 1:
-        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-        optimizer.load_state_dict(optimizer.state_dict())
-    return norm
+def loads(model: nn.Module, optimizer: ShardedOptimizer, _step: int) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -117,30 +88,34 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Case(NamedTuple):
-    loop: Loop = plain
+    """What is done in place of a backward, before a step and after it, by what optimizer."""
+
+    backward: Backward = at_once
+    before: Act = nothing
+    after: Act = nothing
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     fields: dict[str, Any] = {}  # noqa: RUF012, nobody writes into it
 
 
-BF16 = {"param_dtype": "bf16", "fuse": "eager"}
+BF16 = {"param_dtype": "bf16", "fuse": "eager", "max_grad_norm": 0.1}
 CASES = {
     "adamw": Case(),
     "groups": Case(optimizer=two_groups),
     "max_grad_norm": Case(fields={"max_grad_norm": 0.1}),
     "largest": Case(fields={"norm_type": float("inf"), "max_grad_norm": 0.01}),
     "sum": Case(fields={"norm_type": 1.0}),
-    "clip_grad_norm_": Case(clips_norm),
-    "clip_grad_value_": Case(clips_values),
-    "accumulation": Case(accumulates),
-    "edits": Case(edits),
-    "skips": Case(skips),
-    "freezes": Case(freezes),
-    "loads": Case(loads),
+    "clip_grad_norm_": Case(before=lambda _m, o, _: o.clip_grad_norm_(0.1)),
+    "clip_grad_value_": Case(before=lambda _m, o, _: o.clip_grad_value_(0.01)),
+    "accumulation": Case(in_halves),
+    "edits": Case(before=edits),
+    "skips": Case(overflows),
+    "freezes": Case(after=freezes),
+    "loads": Case(after=loads),
     "packs": Case(fields={"pack_params": 1, "reduce": "reduce_scatter", "sync": "broadcast"}),
     "whole": Case(fields={"partition": "whole"}),
-    "sharded": Case(accumulates, fields={"grads": "sharded"}),
-    "bf16": Case(clips_norm, fields=BF16),
-    "split16": Case(clips_norm, fields={**BF16, "master": "split16"}),
+    "sharded": Case(in_halves, fields={"grads": "sharded"}),
+    "bf16": Case(fields=BF16),
+    "split16": Case(fields={**BF16, "master": "split16"}),
     "overlap": Case(fields={"overlap_sync": True}),
     "scaled": Case(fields={"loss_scale": 1024.0}),
 }
@@ -164,10 +139,15 @@ def train_one(mesh: DeviceMesh, dp: Any, case: Case) -> Seen:
     for dim in [dp] if isinstance(dp, str) else dp:
         place = place * mesh[dim].size() + mesh.get_local_rank(dim)
         parts *= mesh[dim].size()
-    norms = [
-        case.loop(model, optimizer, batch.chunk(parts)[place], step).item()
-        for step, batch in enumerate(batches(STEPS))
-    ]
+    norms = []
+    for step, batch in enumerate(batches(STEPS)):
+        case.backward(model, optimizer, batch.chunk(parts)[place], step)
+        case.before(model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+        case.after(model, optimizer, step)
+        norms.append(torch.nan_to_num(optimizer.grad_norm).item())
+    assert optimizer.skipped_steps == (case.backward is overflows)
     optimizer.wait_sync()
     return norms, {name: whole(param) for name, param in model.named_parameters()}
 
