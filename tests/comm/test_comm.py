@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import run_world
 
 from shardcast.comm import Comm
@@ -28,18 +26,13 @@ def moved(group: Any) -> list[Any]:
     return [comm.exchange(value, CPU), comm.gather(value, CPU), comm.share(value, CPU)]
 
 
-def assert_moved(ranks: list[Any]) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 4, "gloo"])
+def test_values_are_exchanged_gathered_on_rank_0_and_shared_from_it(
+    size: int | str, gloo: SpawnedWorld
+):
+    ranks = gloo.run(moved) if isinstance(size, str) else run_world(size, moved)[0]
     every = [values_of(rank) for rank in range(len(ranks))]
     assert ranks == [[every, [] if rank else every, every[0]] for rank in range(len(ranks))]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_values_are_exchanged_gathered_on_rank_0_and_shared_from_it(size: int):
-    assert_moved(run_world(size, moved)[0])
-
-
-def test_values_are_moved_over_gloo(gloo: SpawnedWorld):
-    assert_moved(gloo.run(moved))
 
 
 def test_large_values_are_exchanged_without_an_object_per_byte(monkeypatch: pytest.MonkeyPatch):
@@ -77,27 +70,27 @@ def test_the_backend_is_named_for_real_and_mock_groups(gloo: SpawnedWorld):
         assert backend_of(group) == "fake"
 
 
-def compared(group: Any, lines: dict[int, list[str]]) -> str | None:
-    try:
-        Comm(group).check_equal(lines.get(group.rank(), ["total 3", "    a (2,)"]), CPU)
-    except RuntimeError as error:
-        return str(error)
-    return None
+SAME = ["total 3", "    a (2,)"]
+
+
+def compared(group: Any, lines: dict[int, list[str]]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        Comm(group).check_equal(lines.get(group.rank(), SAME), CPU)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("odd", "shown"),
-    [(0, "rank 0: a (3,); ranks 1, 2: a (2,)"), (1, "ranks 0, 2: a (2,); rank 1: a (3,)")],
-)
-def test_a_difference_is_named_alike_on_every_rank_the_most_indented_first(odd: int, shown: str):
-    ranks, _ = run_world(3, compared, {odd: ["total 4", "    a (3,)"]})
-    assert ranks[0] is not None and ranks == [ranks[0]] * 3
-    assert f"first difference: {shown}" in ranks[0]
-
-
-def test_a_line_that_one_rank_lacks_is_shown_as_nothing():
-    ranks, _ = run_world(2, compared, {1: ["    a (2,)"]})
-    assert ranks[0] is not None and "rank 0: total 3; rank 1: (nothing)" in ranks[0]
+    ("lines", "shown"),
+    [({0: ["total 4", "    a (3,)"]}, "first difference: rank 0: a (3,); ranks 1, 2: a (2,)"),
+     ({1: ["total 4", "    a (3,)"]}, "first difference: ranks 0, 2: a (2,); rank 1: a (3,)"),
+     ({1: SAME[1:]}, "ranks 0, 2: total 3; rank 1: (nothing)")],
+    ids=["of rank 0", "of rank 1", "a line less"],
+)  # fmt: skip
+def test_a_difference_is_named_alike_on_every_rank_the_most_indented_first(
+    lines: dict[int, list[str]], shown: str
+):
+    ranks, _ = run_world(3, compared, lines)
+    assert shown in ranks[0] and ranks == [ranks[0]] * 3
 
 
 def traded(group: Any, copies: int) -> list[Any]:
@@ -126,20 +119,6 @@ def test_pieces_of_several_exchanges_arrive_where_they_belong_over_gloo(gloo: Sp
         assert second[copy] == [[at + n for n in (1, 2, 3, 4)], []]
 
 
-def posted(group: Any) -> list[str]:
-    """The calls of an exchange, in order."""
-    calls = mock.Mock(**{f"{name}.side_effect": getattr(dist, name) for name in ("isend", "irecv")})
-    with mock.patch.multiple(dist, isend=calls.isend, irecv=calls.irecv):
-        traded(group, 1)
-    return [call[0] for call in calls.mock_calls]
-
-
-def test_both_ways_of_a_link_are_used_at_once_as_receives_are_posted_before_sends(
-    gloo: SpawnedWorld,
-):
-    assert gloo.run(posted) == [["irecv", "isend"]] * 2
-
-
 def act(group: Any, errors: dict[int, Exception], calls: dict[int, str], method: str) -> Any:
     """What ``together`` or ``collect`` returns or raises on this rank."""
 
@@ -161,35 +140,31 @@ def test_what_succeeds_on_all_ranks_costs_one_collective_of_8_bytes_per_rank():
     assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 24)]
 
 
+# The errors of some ranks, and what the others are told.
+FAILED: list[tuple[dict[int, Exception], type[Exception], str]] = [
+    ({1: ValueError("bad")}, ValueError, "rank 1: bad"),
+    ({1: TypeError("bad")}, TypeError, "rank 1: bad"),
+    ({1: OSError(28, "No space")}, RuntimeError, "rank 1: [Errno 28] No space"),
+    ({1: KeyError("name")}, RuntimeError, "rank 1: KeyError: 'name'"),
+    ({0: ValueError("bad"), 3: ValueError("bad"), 1: OSError("full")}, RuntimeError,
+     "ranks 0, 3: bad; rank 1: full"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("method", ["together", "collect"])
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (ValueError("bad"), ValueError, "rank 1: bad"),
-        (TypeError("bad"), TypeError, "rank 1: bad"),
-        (OSError(28, "No space"), RuntimeError, "rank 1: [Errno 28] No space"),
-        (KeyError("name"), RuntimeError, "rank 1: KeyError: 'name'"),
-    ],
-)
-def test_where_one_rank_fails_it_raises_its_own_error_and_the_others_name_it(
-    error: Exception, kind: type[Exception], message: str, method: str
+@pytest.mark.parametrize(("errors", "kind", "message"), FAILED, ids=[case[2] for case in FAILED])
+def test_ranks_that_fail_raise_their_own_error_and_the_others_name_each_message_once(
+    errors: dict[int, Exception], kind: type[Exception], message: str, method: str
 ):
-    ranks, _ = run_world(3, act, {1: error}, {}, method)
-    assert ranks[1] is error
-    for other in (ranks[0], ranks[2]):
-        assert type(other) is kind and str(other) == message
-
-
-def test_several_ranks_that_fail_are_all_named_each_message_once():
-    errors: dict[int, Exception] = {0: ValueError("bad"), 3: ValueError("bad"), 1: OSError("full")}
-    ranks, _ = run_world(4, act, errors, {}, "together")
-    assert [ranks[rank] is error for rank, error in errors.items()] == [True] * 3
-    assert type(ranks[2]) is RuntimeError and str(ranks[2]) == "ranks 0, 3: bad; rank 1: full"
+    for rank, raised in enumerate(run_world(4, act, errors, {}, method)[0]):
+        if rank in errors:
+            assert raised is errors[rank]
+        else:
+            assert type(raised) is kind and str(raised) == message
 
 
 @pytest.mark.parametrize("method", ["together", "collect"])
 def test_ranks_that_meet_in_different_calls_are_told_so_on_every_rank(method: str):
-    ranks, _ = run_world(3, act, {}, {2: "save_async"}, method)
-    for error in ranks:
+    for error in run_world(3, act, {}, {2: "save_async"}, method)[0]:
         assert type(error) is RuntimeError
         assert "ranks 0, 1: save; rank 2: save_async; make the same calls" in str(error)

@@ -19,6 +19,7 @@ from shardcast.testing import assert_same_sequence
 pytestmark = pytest.mark.timeout(60)
 
 BF16 = torch.bfloat16
+COUNT = 5  # elements of a span
 CPU = torch.device("cpu")
 
 
@@ -49,42 +50,48 @@ def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-128, 128, (numel,), generator=generator).to(dtype)
 
 
-def pieces_of(
-    process_group: Any, algorithm: str, pack: PackLayout, dtype: torch.dtype
-) -> tuple[list[Tensor], bool]:
+def reduced(
+    process_group: Any, algorithm: str, node: int, dtype: torch.dtype
+) -> tuple[Tensor, torch.dtype, bool]:
+    """The sum of what the owner gets, its dtype, and whether it came in a piece for each rank."""
     comm = Comm(process_group)
+    pack = pack_of(comm.size, COUNT, node)
     sent = gradient(comm.rank, pack.numel, dtype)
     before, span = sent.clone(), pack.spans[comm.rank]
-    own = sent[span.start : span.stop]
     reduction = REDUCTIONS[algorithm](
-        comm, pack, sent, own, lambda n: torch.full((n,), 7, dtype=dtype)
+        comm, pack, sent, sent[span.start : span.stop], lambda n: torch.full((n,), 7, dtype=dtype)
     )
     pieces = reduction.wait()
     assert torch.equal(sent, before), "what is sent stays as it is"
-    return pieces, reduction.by_rank
+    return sum(piece.double() for piece in pieces), pieces[0].dtype, reduction.by_rank  # type: ignore[return-value]
 
 
-def reduced(process_group: Any, node: int, count: int, dtype: torch.dtype) -> tuple[Tensor, str]:
-    pack = pack_of(process_group.size(), count, node)
-    (total,), _ = pieces_of(process_group, "two_level", pack, dtype)
-    return total, str(total.dtype)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("world", "node"), [(4, 2), (6, 3), (8, 4)])
-def test_every_owner_gets_the_exact_sum_over_all_ranks(world: int, node: int, dtype: torch.dtype):
-    ranks, _ = run_world(world, reduced, node, 5, dtype)
-    everything = sum(gradient(rank, world * 5, dtype).double() for rank in range(world))
-    assert isinstance(everything, Tensor)
+@pytest.mark.parametrize(
+    ("algorithm", "world", "node", "dtype"),
+    [*(("two_level", world, node, dtype) for world, node in ((4, 2), (6, 3), (8, 4))
+       for dtype in (BF16, torch.float16, torch.float32)),
+     ("all_to_all", MANY - 1, 1, BF16), ("all_to_all", MANY, 1, BF16)],
+    ids=str,
+)  # fmt: skip
+def test_every_owner_gets_the_exact_sum_over_all_ranks(
+    algorithm: str, world: int, node: int, dtype: torch.dtype
+):
+    """At two levels, or pieces of many ranks by one call."""
+    ranks, _ = run_world(world, reduced, algorithm, node, dtype)
+    total = sum(gradient(rank, world * COUNT, dtype).double() for rank in range(world))
+    assert isinstance(total, Tensor)
     if (world, dtype) == (8, BF16):
-        assert not torch.equal(everything.to(BF16).double(), everything), "rounding would show"
-    for rank, (total, kind) in enumerate(ranks):
-        assert torch.equal(total.double(), everything[rank * 5 : (rank + 1) * 5])
-        assert kind == ("torch.float64" if dtype == torch.float32 else "torch.float32")
+        assert not torch.equal(total.to(BF16).double(), total), "rounding would show"
+    for rank, (own, kind, by_rank) in enumerate(ranks):
+        assert torch.equal(own, total[rank * COUNT : (rank + 1) * COUNT])
+        if algorithm == "two_level":
+            assert kind == (torch.float64 if dtype == torch.float32 else torch.float32)
+        else:
+            assert by_rank == (world < MANY)
 
 
 def test_between_nodes_one_sum_of_each_node_is_sent_in_fp32():
-    _, world = run_world(8, reduced, 4, 5, BF16)
+    _, world = run_world(8, reduced, "two_level", 4, BF16)
     for rank, log in enumerate(world.logs):
         first, second = log
         home, number = divmod(rank, 4)
@@ -99,17 +106,9 @@ def topology(process_group: Any) -> Topology:
 
 @pytest.mark.parametrize(
     ("machines", "node"),
-    [
-        ("aabb", 2),
-        ("aaaa", 4),
-        ("aaabbb", 3),
-        ("aab", 1),
-        ("abab", 1),
-        ("aabc", 1),
-        ("abba", 1),
-        ("aaab", 1),
-    ],
-)
+    [("aabb", 2), ("aaaa", 4), ("aaabbb", 3), ("aab", 1), ("abab", 1), ("aabc", 1), ("abba", 1),
+     ("aaab", 1)],
+)  # fmt: skip
 def test_ranks_of_a_node_are_found_where_they_are_numbered_node_by_node(
     nodes: Any, machines: str, node: int
 ):
@@ -152,19 +151,3 @@ def test_one_node_is_reduced_at_one_level(nodes: Any):
     nodes("aaaa")
     ranks, _ = run_world(4, trained, "mlp", {"reduce": "two_level"})
     assert [ways for _, ways in ranks] == [{"all_to_all"}] * 4
-
-
-def summed_at_once(process_group: Any) -> tuple[Tensor, bool]:
-    pack = pack_of(process_group.size(), 3)
-    pieces, by_rank = pieces_of(process_group, "all_to_all", pack, BF16)
-    return sum(piece.float() for piece in pieces), by_rank  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("world", [MANY - 1, MANY])
-def test_pieces_of_many_ranks_are_summed_by_one_call_and_as_exactly(world: int):
-    ranks, _ = run_world(world, summed_at_once)
-    everything = sum(gradient(rank, world * 3, BF16).float() for rank in range(world))
-    assert isinstance(everything, Tensor)
-    for rank, (total, by_rank) in enumerate(ranks):
-        assert torch.equal(total, everything[rank * 3 : (rank + 1) * 3])
-        assert by_rank == (world < MANY)

@@ -13,7 +13,7 @@ from models import CASES, sharded
 
 from shardcast.comm import Comm
 from shardcast.plan.layout import PackLayout, Slot, Span
-from shardcast.testing import FakeGroup, SpawnedWorld, fake_world
+from shardcast.testing import FakeGroup, SpawnedWorld
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -117,13 +117,3 @@ def test_works_that_fail_later_are_named_too():
     work = Comm(Loses(0, 2)).all_to_all(FULL, FULL, about=PACK)
     with pytest.raises(RuntimeError, match=r"all-to-all of pack 4 .* Connection closed by peer"):
         work.wait()
-
-
-def test_steps_are_counted():
-    with fake_world(2) as group:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, group)
-        for step in range(3):
-            assert optimizer.comm.steps == step
-            CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
-            optimizer.step()
