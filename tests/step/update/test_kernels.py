@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
-from shardcast.step.update import fused, rules
+from shardcast.step.update import rules
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, choose_executor
 
 pytestmark = pytest.mark.timeout(60)
@@ -100,67 +100,6 @@ def test_an_optimizer_with_fused_gets_the_bits_of_torchs_fused_kernel(combinatio
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_are_the_cast_of_masters_that_equal_torch(dtype: torch.dtype):
     check(maker("adamw"), maker("adamw", foreach=False), param_dtype=dtype)
-
-
-@pytest.mark.parametrize("kind", [ADAMW, SGD])
-def test_groups_have_their_own_options_and_follow_their_changes(kind: type):
-    def make(m: nn.Module) -> torch.optim.Optimizer:
-        flat = [p for p in m.parameters() if p.dim() < 2]
-        square = [p for p in m.parameters() if p.dim() >= 2]
-        groups = [{"params": square, "weight_decay": 0.2}, {"params": flat, "lr": 3e-2}]
-        return kind(groups, lr=1e-2, **({"momentum": 0.9} if kind is SGD else {}))
-
-    def edit(step: int, both: Any) -> None:
-        for _, group in both:
-            group["lr"] = 3e-2 / (step + 1)
-            if step == 6:
-                group["weight_decay"] = 0.05
-
-    check(make, make, edit=edit)
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-def test_a_tensor_learning_rate_is_read_in_every_step(
-    on_host: bool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(fused, "choose_executor", lambda *_: Executor(False, on_host))
-    rate = torch.tensor(1e-2)
-
-    def edit(step: int, both: Any) -> None:
-        rate.fill_(1e-2 if step < 3 else 5e-3)
-        both[1][0]["lr"] = rate.item()
-
-    def close(found: Any, expected: Any) -> None:
-        # The rate is rounded to fp32 before it is multiplied: 2^-24 of updates of at most 1e-2.
-        torch.testing.assert_close(found, expected, rtol=2**-21, atol=2e-8)
-
-    check(
-        lambda m: ADAMW(m.parameters(), lr=rate),
-        lambda m: ADAMW(m.parameters(), lr=1e-2, foreach=False),
-        "mlp",
-        6,
-        edit,
-        compare=close,
-    )
-
-
-def test_masters_keep_what_bf16_loses():
-    model = nn.Linear(4, 1, bias=False)
-    nn.init.ones_(model.weight)
-    plain = copy.deepcopy(model).bfloat16()
-    make = lambda m: SGD(m.parameters(), lr=1.0)  # noqa: E731
-    optimizer, direct = sharded(model, optimizer=make, param_dtype=torch.bfloat16), make(plain)
-    step = torch.full((1, 4), 1e-3, dtype=torch.bfloat16)
-    for _ in range(200):
-        model.weight.grad, plain.weight.grad = step.clone(), step.clone()
-        optimizer.step()
-        direct.step()
-    total = 200 * step[0, 0].item()
-    assert torch.equal(plain.weight, torch.ones_like(plain.weight)), "the control: all lost"
-    # 200 subtractions near 1, each rounded to fp32: at most 200 half ulps of 2^-24.
-    masters = whole([parts(optimizer)])["weight/master"]
-    torch.testing.assert_close(masters, torch.full((4,), 1 - total), rtol=0, atol=200 * 2**-25)
-    assert torch.equal(model.weight.flatten(), masters.bfloat16())
 
 
 def trained(group: Any, make: Make, steps: int = 5, **fields: Any) -> dict[str, Tensor]:
@@ -255,11 +194,16 @@ def execute(
     )
 
 
+COMPILED = [pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)]
+
+
 @pytest.mark.parametrize(
-    "compiled",
-    [False, pytest.param(True, marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)])],
+    ("name", "compiled"),
+    [
+        *((name, False) for name in RULES),
+        *(pytest.param(name, True, marks=COMPILED) for name in ("adam", "sgd_dampening")),
+    ],
 )
-@pytest.mark.parametrize("name", RULES)
 def test_numbers_on_the_device_give_the_numbers_of_the_host_within_one_ulp(
     name: str, compiled: bool
 ):
@@ -325,7 +269,7 @@ def test_lengths_places_and_numbers_trigger_no_recompilation(
             optimizer.step()
 
 
-COMPILED = """
+TWO_MODELS = """
 import sys, torch
 from torch._dynamo.utils import counters
 import shardcast
@@ -350,7 +294,7 @@ def test_the_next_process_finds_the_compiled_update_in_the_cache(tmp_path: Path)
     found = []
     for _ in range(2):
         run = subprocess.run(
-            [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True
+            [sys.executable, "-c", TWO_MODELS], env=environment, capture_output=True, text=True
         )
         assert run.returncode == 0, run.stderr
         found.append(tuple(int(number) for number in run.stdout.split()))
