@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from shardcast import shard
 from shardcast.step import compiling
 from shardcast.step.reduce import mean
-from shardcast.step.reduce.mean import compiled_mean_, mean_
 from shardcast.step.update import fusion
 from shardcast.testing import SpawnedWorld
 
@@ -73,24 +72,12 @@ def trained(fuse: str, dtype: str, group: Any = None) -> dict[str, Tensor]:
     return found | {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def test_the_mean_has_the_bits_of_eager_and_one_warning():
-    with broken_compiler() as told:
-        for dtype in (torch.bfloat16, torch.float32):
-            pieces = list(torch.randn(3, 70_000).to(dtype))
-            expected, found = torch.empty_like(pieces[0]), torch.empty_like(pieces[0])
-            mean_(pieces, 3, None, expected)
-            compiled_mean_(pieces, 3, None, found)
-            assert torch.equal(found, expected)
-    assert compiling_failed(told) == 1
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_update_is_that_of_eager_with_one_warning(dtype: str):
+def test_the_update_is_that_of_eager_with_one_warning():
     """With numbers of the device, so that the last bit of a master may differ."""
     with broken_compiler() as told:
-        found = trained("compile", dtype)
+        found = trained("compile", "fp16")
     assert compiling_failed(told) == 1
-    for name, tensor in trained("eager", dtype).items():
+    for name, tensor in trained("eager", "fp16").items():
         torch.testing.assert_close(found[name], tensor)
 
 

@@ -1,57 +1,19 @@
-"""Clipping against that of torch on the whole gradient."""
+"""Norms and clips beyond what the semantics of clips compare with torch: see tests/optimizer."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import oracle
 import pytest
 import torch
 from models import CASES, assert_same_bits, install, sharded, values
-from oracle import set_grads
-from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.step.decide.norm import PNorm
 
 pytestmark = pytest.mark.timeout(60)
 
-BF16, INF = torch.bfloat16, math.inf
-
-
-@pytest.mark.parametrize("how", ["call", "option"])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, INF])
-def test_the_clipped_step_equals_torchs_clip_of_the_whole_gradient(norm_type: float, how: str):
-    norms: list[Tensor] = []  # torch's first
-
-    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
-        set_grads(model, 3)
-        if not sharded:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type))
-        elif how == "call":
-            norms.append(optimizer.clip_grad_norm_(0.05))
-        optimizer.step()
-        if sharded:
-            norms.append(optimizer.grad_norm)
-
-    limit = {"max_grad_norm": 0.05} if how == "option" else {}
-    oracle.check(
-        lambda model: torch.optim.SGD(model.parameters(), lr=1.0), script, worlds=(3,),
-        tol=2**-23, norm_type=norm_type, **limit,
-    )  # fmt: skip
-    assert norms[0] > 0.05
-    for norm in norms[1:]:
-        assert torch.equal(norm, norms[1])
-        # torch takes the norm of norms in fp32: a few roundings.
-        torch.testing.assert_close(norm, norms[0], rtol=2**-21, atol=0)
-
-
-def test_padding_and_owners_do_not_enter_the_norm():
-    model = CASES["scalars"].build()
-    optimizer = sharded(model, param_dtype=BF16, alignment=1024)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    count = sum(param.numel() for param in model.parameters())
-    assert optimizer.grad_norm == torch.tensor(float(count)).sqrt()
+CPU = torch.device("cpu")
 
 
 def test_a_clip_whose_gradients_were_dropped_is_forgotten():
@@ -83,3 +45,21 @@ def test_values_clipped_by_a_norm_that_is_not_finite_do_not_spoil_later_steps():
         opt.zero_grad()
     assert optimizer.skipped_steps == 1
     assert_same_bits(values(model), values(other))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_sums_in_fp32_give_the_norm_of_doubles(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spans = [
+        torch.randn(numel, generator=generator).to(dtype)
+        for numel in (0, 5, 4096, 3 * 4096 + 17)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ]
+    norm, rows = PNorm(p, CPU), [1] * len(spans)
+    expected = norm.powers(spans, rows)
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    torch.testing.assert_close(norm.powers(spans, rows).double(), expected, rtol=1e-5, atol=0)
+    for bad in (math.inf, -math.inf, math.nan):
+        spans[7][4095 if bad > 0 else 0] = bad
+        is_finite = norm.powers(spans, rows).isfinite().tolist()
+        assert is_finite == [number != 7 for number in range(len(spans))]

@@ -151,20 +151,6 @@ def test_an_optimizer_that_has_stepped_already_goes_on(name: str):
         assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
 
 
-def test_state_has_the_names_of_torch():
-    for name, names in {
-        "AdamW": {"step", "exp_avg", "exp_avg_sq"},
-        "RMSprop": {"step", "square_avg", "momentum_buffer", "grad_avg"},
-        "SGD": {"momentum_buffer"},
-    }.items():
-        model = mlp()
-        optimizer = shardcast.shard(model, builder(name)(model), param_dtype="fp32")
-        assert optimizer.state == {}
-        steps(1)(model, optimizer, torch.empty(0), True)
-        assert set(optimizer.state) == set(model.parameters())
-        assert {frozenset(values) for values in optimizer.state.values()} == {frozenset(names)}
-
-
 @pytest.mark.parametrize("name", ["RMSprop", "NAdam", "Adamax"])
 def test_the_state_of_a_low_precision_run_is_taken_in_fp32(name: str):
     def trained(model: nn.Module, optimizer: Any) -> None:
