@@ -7,107 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, adamw, assert_same_bits, exact_muon, install, run_world, sharded, values
-from oracle import pair
+from models import CASES, adamw, assert_same_bits, install, run_world, sharded, values
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import shardcast
 from shardcast import checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32
-AVERAGES = {"ema": 0.9, "warm": {"half_life": 20, "warmup": True}}
-STEPS, ABSENT, SKIPPED = 6, 2, 3
-
-
-class ByHand:
-    """The averages of one process, of fp32 masters."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.steps = optimizer, 0
-        self.averages = {name: self.masters() for name in AVERAGES}
-
-    def masters(self, average: str | None = None) -> dict[str, Tensor]:
-        return {n: t.clone() for n, t in self.optimizer.full_parameters(average).items()}
-
-    def update(self) -> None:
-        self.steps += 1
-        for name, average in self.averages.items():
-            decay = 0.9
-            if name == "warm":
-                decay = min(0.5 ** (1 / 20), (1 + self.steps) / (10 + self.steps))
-            for key, master in self.masters().items():
-                average[key].lerp_(master, 1 - decay)
-
-
-def train(model: nn.Module, optimizer: Any, by_hand: ByHand, steps: Any) -> None:
-    """With a parameter that has no gradient in one step, and a step that is skipped."""
-    for step in steps:
-        install(model, step)
-        first = next(iter(model.parameters()))
-        if step == ABSENT:
-            first.grad = None
-        if step == SKIPPED:
-            first.grad.fill_(torch.nan)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step != SKIPPED:
-            by_hand.update()
-
-
-CASES_OF = [
-    (adamw, (1, 3), {}),
-    (adamw, (2, 1), {"param_dtype": BF16, "fuse": "auto"}),
-    (adamw, (3, 2), {"param_dtype": BF16, "master": "split16", "moments": "bf16"}),
-    (adamw, (4, 3), {"partition": "whole", "moments": "int8", "offload": True}),
-    (lambda m: torch.optim.SGD(m.parameters(), lr=1e-2), (2, 3), {"grads": "sharded"}),
-    (lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2), (3, 2), {"param_dtype": BF16}),
-    (pair, (2, 4), {"param_dtype": BF16}),
-]
-
-
-def averaged_by_hand(
-    group: Any, kind: Any, fields: dict[str, Any], folder: Path, resumes: bool
-) -> dict[str, dict[str, Tensor]]:
-    """Averages at the checkpoint, and after some steps more, compared with those by hand."""
-    model = CASES["gpt"].build()
-    optimizer = shardcast.shard(
-        model, kind(model), process_group=group, averages=AVERAGES,
-        **{"param_dtype": FP32, "fuse": "eager", **fields},
-    )  # fmt: skip
-    by_hand = ByHand(optimizer)
-    if resumes:
-        checkpoint.load(folder, model, optimizer)
-        by_hand.averages = {name: by_hand.masters(name) for name in AVERAGES}
-        by_hand.steps = STEPS - 1  # one was skipped
-    else:
-        train(model, optimizer, by_hand, range(STEPS))
-        checkpoint.save(folder, model, optimizer, step=STEPS)
-    half = {name: by_hand.masters(name) for name in AVERAGES}
-    train(model, optimizer, by_hand, range(STEPS, STEPS + 2))
-    for name, expected in by_hand.averages.items():
-        assert_same_bits(optimizer.full_parameters(name), expected)
-    return half
-
-
-@pytest.mark.parametrize(("kind", "worlds", "fields"), CASES_OF)
-def test_averages_are_those_of_the_masters_by_hand_to_the_bit_also_on_another_grid(
-    kind: Any, worlds: tuple[int, int], fields: dict[str, Any], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
-    exact_muon(monkeypatch)
-    saved, loaded = (
-        run_world(
-            size, lambda group, number=number: averaged_by_hand(
-                group, kind, fields, tmp_path / "half", resumes=bool(number)
-            ),
-        )[0][0]
-        for number, size in enumerate(worlds)
-    )  # fmt: skip
-    assert saved["ema"], "rank 0 has them"
-    for name in AVERAGES:
-        assert_same_bits(saved[name], loaded[name])
 
 
 def small(group: Any = None, **fields: Any) -> tuple[nn.Module, Any]:
