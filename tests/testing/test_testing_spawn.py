@@ -161,23 +161,22 @@ def test_each_run_finds_what_a_launcher_would_set_and_a_seed_of_its_own(
     assert [first["draw"], second["draw"]] == threaded_world(2, draw)
 
 
-def test_an_exception_on_all_ranks_is_raised_here_with_its_traceback(gloo: SpawnedWorld) -> None:
+def test_an_exception_on_all_ranks_is_raised_here_with_its_traceback_or_named(
+    gloo: SpawnedWorld,
+) -> None:
     processes = gloo.run(process_id)
     with pytest.raises(AssertionError, match="both, here rank") as info:
         gloo.run(fail_together)
     (note,) = info.value.__notes__
-    assert note.startswith("raised by rank ")
-    assert "in fail_together\n" in note
+    assert note.startswith("raised by rank ") and "in fail_together\n" in note
+    for fn, error, message in (
+        (fail_unpicklably, ProcessFailedError, "UnpicklableError: cannot"),
+        (return_a_lambda, Exception, "pickle"),
+        (lambda group: None, TypeError, "top level of a module"),
+    ):
+        with pytest.raises(error, match=message):
+            gloo.run(fn)
     assert gloo.run(process_id) == processes, "nobody is stuck: the processes are still good"
-
-
-def test_what_cannot_travel_is_named(gloo: SpawnedWorld) -> None:
-    with pytest.raises(ProcessFailedError, match="UnpicklableError: cannot"):
-        gloo.run(fail_unpicklably)
-    with pytest.raises(Exception, match="pickle"):
-        gloo.run(return_a_lambda)
-    with pytest.raises(TypeError, match="top level of a module"):
-        gloo.run(lambda group: None)
 
 
 def test_a_failure_that_leaves_others_waiting_or_a_death_does_not_poison_the_next_run(

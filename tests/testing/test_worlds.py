@@ -64,13 +64,20 @@ def log_of_a_step(world_size: int, **fields: Any) -> tuple[Layout, list[Collecti
 
 @pytest.mark.parametrize("fields", [{}, {"partition": "whole"}, {"sync": "broadcast"}], ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_step_makes_as_many_launches_in_every_world(world_size: int, fields: dict[str, Any]):
+def test_a_step_makes_as_many_launches_in_every_world_and_sends_every_pack_once(
+    world_size: int, fields: dict[str, Any]
+):
     layout, log = log_of_a_step(world_size, **fields)
     launched = [next(c for c in log if c.launch == n) for n in sorted({c.launch for c in log})]
     ops = [call.op for call in launched]
     assert ops[:9] == ["all_to_all_single"] * 9, "reduce: one for each pack"
     assert ops[9] == "all_reduce", "decide"
     assert len(ops) == 11 and len(layout.packs) == 9, "sync: one for all packs"
+    if not fields:
+        nbytes = [pack.numel * 2 for pack in layout.packs]
+        assert [call.nbytes for call in log if call.op == "all_to_all_single"] == nbytes[::-1]
+        assert [call.nbytes for call in log if call.op == "all_gather_single"] == nbytes
+    assert launched[9].nbytes <= 8 * (2 * world_size + 64), "two numbers for each rank"
 
 
 def calls_of_a_step(world_size: int) -> int:
@@ -97,27 +104,24 @@ def test_a_step_takes_the_host_no_more_calls_in_a_larger_world():
     assert calls_of_a_step(1024) < 1.1 * calls_of_a_step(8)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_rank_sends_every_pack_once_and_receives_it_once(world_size: int):
-    """Bytes on the wire: a pack's, less the own piece; nothing is multiplied by the world."""
-    layout, log = log_of_a_step(world_size)
-    nbytes = [pack.numel * 2 for pack in layout.packs]
-    assert [call.nbytes for call in log if call.op == "all_to_all_single"] == nbytes[::-1]
-    assert [call.nbytes for call in log if call.op == "all_gather_single"] == nbytes
-    (control,) = [call for call in log if call.op == "all_reduce"]
-    assert control.nbytes <= 8 * (2 * world_size + 64), "two numbers for each rank"
-
-
 @pytest.mark.parametrize("world_size", [*WORLDS, 4096])
-def test_no_message_of_a_7_b_model_is_shorter_than_256_kib(world_size: int):
+def test_no_message_of_a_7_b_model_is_shorter_than_256_kib_and_none_is_added(world_size: int):
     layout = layout_of(world_size)
-    pieces = [pack.spans[0].numel * 2 for pack in layout.packs]
-    assert min(pieces) >= PIECE == MIB // 4
+    assert shortest_message(layout) >= PIECE == MIB // 4
+    assert len(layout.packs) <= len(layout_of(8).packs) <= 226
     assert sum(len(pack.slots) for pack in layout.packs) == 291
     largest = max(pack.numel * 2 for pack in layout.packs)
     bound = max(16 * MIB, world_size * PIECE)
     assert largest < 2 * bound + 32000 * 4096 * 2, "no more memory than two of the least packs"
-    assert all(pack.algorithms.sync == "all_gather" for pack in layout.packs)
+    assert algorithms(layout, "sync") == {"all_gather"}
+
+
+def shortest_message(layout: Layout) -> int:
+    return min(pack.spans[0].numel * 2 for pack in layout.packs)
+
+
+def algorithms(layout: Layout, stage: str) -> set[str]:
+    return {getattr(pack.algorithms, stage) for pack in layout.packs}
 
 
 def test_pack_mb_is_honoured_in_every_world_and_makes_short_messages():
@@ -126,46 +130,36 @@ def test_pack_mb_is_honoured_in_every_world_and_makes_short_messages():
     single = {slot.name for _, slot in layout.slots() if slot.numel * 2 > 16 * MIB}
     for pack in layout.packs:
         assert pack.numel * 2 <= 17 * MIB or pack.slots[0].name in single
-    assert min(pack.spans[0].numel * 2 for pack in layout.packs) < PIECE
-
-
-@pytest.mark.parametrize("world_size", [*WORLDS, 4096])
-def test_launches_of_a_7_b_model_do_not_grow_with_the_world(world_size: int):
-    assert len(layout_of(world_size).packs) <= len(layout_of(8).packs) <= 226
+    assert shortest_message(layout) < PIECE
 
 
 def test_whole_parameters_are_broadcast_by_the_ranks_that_own_some():
     layout = layout_of(64, "whole")
-    assert {pack.algorithms.sync for pack in layout.packs} == {"broadcast"}
-    assert {pack.algorithms.reduce for pack in layout.packs} == {"all_to_all"}
+    assert algorithms(layout, "sync") == {"broadcast"}
     for pack in layout.packs:
         owners = [span.owner for span in pack.owned_spans]
         assert owners == [rank for rank in range(64) if pack.fragments(rank)]
 
 
-def test_nodes_are_summed_in_first_where_there_are_several():
-    assert {p.algorithms.reduce for p in layout_of(8).packs} == {"all_to_all"}
-    for world_size in (64, 1024):
-        assert {p.algorithms.reduce for p in layout_of(world_size).packs} == {"two_level"}
-    apart = layout_of(1024, topology=Topology("nccl", 1))
-    assert {p.algorithms.reduce for p in apart.packs} == {"all_to_all"}
+APART = Topology("nccl", 1)  # one rank on each node
 
 
-@pytest.mark.parametrize(
-    ("partition", "topology", "message"),
-    [
-        ("whole", Topology("nccl", 8), "two_level needs equal spans"),
-        ("even", Topology("nccl", 1), "two_level needs several ranks on every node"),
-    ],
-)
-def test_two_levels_that_are_asked_for_and_impossible_are_refused(
-    partition: str, topology: Topology, message: str
-):
-    with pytest.raises(ValueError, match=message):
-        layout_of(64, partition, topology, reduce="two_level")
+def test_nodes_are_summed_in_first_where_there_are_several_and_it_is_possible():
+    for layout, expected in (
+        (layout_of(8), "all_to_all"),
+        (layout_of(64), "two_level"),
+        (layout_of(1024), "two_level"),
+        (layout_of(1024, topology=APART), "all_to_all"),
+        (layout_of(64, "whole"), "all_to_all"),
+    ):
+        assert algorithms(layout, "reduce") == {expected}
+    with pytest.raises(ValueError, match="two_level needs equal spans"):
+        layout_of(64, "whole", reduce="two_level")
+    with pytest.raises(ValueError, match="two_level needs several ranks on every node"):
+        layout_of(64, topology=APART, reduce="two_level")
 
 
-def test_routes_are_shown_but_are_no_part_of_the_digest():
+def test_algorithms_are_shown_with_predicted_times_but_are_no_part_of_the_digest():
     plain, apart = layout_of(64), layout_of(64, topology=Topology("gloo", 1))
     assert plain.lines() != apart.lines() and plain.digest() == apart.digest()
     reduce = r"reduce two_level \(two_level \d+\.\d\d ms < all_to_all \d+\.\d\d ms\)"
@@ -177,10 +171,9 @@ def test_routes_are_shown_but_are_no_part_of_the_digest():
 @pytest.mark.parametrize("sync", ["auto", "broadcast"])
 def test_gloo_sends_no_messages_from_the_memory_of_a_card(sync: str):
     """It would read the card's addresses as the host's, and lose the connection."""
-    here = layout_of(8, topology=Topology("gloo"), sync=sync)
-    card = layout_of(8, topology=Topology("gloo", on_host=False), sync=sync)
-    assert "sync messages" in here.lines()[1]
-    assert "sync messages" not in card.lines()[1]
+    for on_host in (True, False):
+        layout = layout_of(8, topology=Topology("gloo", on_host=on_host), sync=sync)
+        assert ("sync messages" in layout.lines()[1]) == on_host
 
 
 class Counting(Comm):
