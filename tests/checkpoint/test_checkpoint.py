@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,17 +80,6 @@ def compare(saved: list[Any], loaded: list[Any], same_dtype: bool = True) -> Non
                 assert_same_bits(rank[when][1], saved[0][when][1])
 
 
-@pytest.mark.parametrize(("n", "partition"), [(1, "even"), (2, "whole"), (3, "even"), (4, "whole")])
-def test_n_ranks_to_m_ranks_is_exact_and_goes_on_as_if_nothing_was(
-    tmp_path: Path, n: int, partition: str
-):
-    fields = {"param_dtype": BF16, "partition": partition}
-    saved, _ = run_world(n, saving, str(tmp_path), "gpt", "adamw", fields)
-    for m in range(1, 5):
-        loaded, _ = run_world(m, loading, str(tmp_path), "gpt", "adamw", fields)
-        compare(saved, loaded)
-
-
 @pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async], ids=["save", "async"])
 def test_a_bit_lost_before_it_was_written_is_seen_by_the_digest_on_any_grid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
@@ -148,24 +136,32 @@ def test_a_checkpoint_that_an_earlier_release_wrote_by_hand_loads():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "even to whole": ("gpt", "adamw", {"partition": "even"}, {"partition": "whole"}),
-    "whole to even": ("scalars", "adamw", {"partition": "whole"}, {"partition": "even"}),
-    "other packs": ("gpt", "amsgrad", {}, {"pack_params": 2, "alignment": 8}),
-    "fewer elements than ranks": ("tiny", "adamw", {}, {"partition": "whole", "pack_params": 1}),
-    "no step in the state": ("mlp", "sgd", {}, {"partition": "whole"}),
-    "inner optimizer": ("mlp", "rmsprop", {"partition": "whole"}, {"pack_params": 3}),
-    "state of other shapes": ("mlp", "adafactor", {}, {"pack_params": 2}),
+EVEN, WHOLE = {"partition": "even"}, {"partition": "whole"}
+# Case, kind, ranks and options before, numbers of ranks and options after.
+Resumed = tuple[str, str, int, dict[str, Any], tuple[int, ...], dict[str, Any]]
+RESUMED: dict[str, Resumed] = {
+    "1 rank to 1 to 4": ("gpt", "adamw", 1, EVEN, (1, 2, 3, 4), EVEN),
+    "2 ranks to 1 to 4": ("gpt", "adamw", 2, WHOLE, (1, 2, 3, 4), WHOLE),
+    "3 ranks to 1 to 4": ("gpt", "adamw", 3, EVEN, (1, 2, 3, 4), EVEN),
+    "4 ranks to 1 to 4": ("gpt", "adamw", 4, WHOLE, (1, 2, 3, 4), WHOLE),
+    "even to whole": ("gpt", "adamw", 3, EVEN, (2,), WHOLE),
+    "whole to even": ("scalars", "adamw", 3, WHOLE, (2,), EVEN),
+    "other packs": ("gpt", "amsgrad", 3, {}, (2,), {"pack_params": 2, "alignment": 8}),
+    "fewer elements than ranks": ("tiny", "adamw", 3, {}, (2,), {**WHOLE, "pack_params": 1}),
+    "no step in the state": ("mlp", "sgd", 3, {}, (2,), WHOLE),
+    "inner optimizer": ("mlp", "rmsprop", 3, WHOLE, (2,), {"pack_params": 3}),
+    "state of other shapes": ("mlp", "adafactor", 3, {}, (2,), {"pack_params": 2}),
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_other_layouts_are_exact(tmp_path: Path, variant: str):
-    case, kind, before, after = VARIANTS[variant]
-    fields = {"param_dtype": BF16}
-    saved, _ = run_world(3, saving, str(tmp_path), case, kind, {**fields, **before})
-    loaded, _ = run_world(2, loading, str(tmp_path), case, kind, {**fields, **after})
-    compare(saved, loaded)
+@pytest.mark.parametrize("what", RESUMED)
+def test_a_run_goes_on_exactly_with_other_ranks_and_another_layout(tmp_path: Path, what: str):
+    case, kind, n, before, sizes, after = RESUMED[what]
+    low = {"param_dtype": BF16}
+    saved, _ = run_world(n, saving, str(tmp_path), case, kind, {**low, **before})
+    for m in sizes:
+        loaded, _ = run_world(m, loading, str(tmp_path), case, kind, {**low, **after})
+        compare(saved, loaded)
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16), (FP32, FP16)], ids=str)
@@ -183,56 +179,22 @@ def test_other_param_dtypes_have_the_same_masters(tmp_path: Path, dtypes: Any):
             assert torch.equal(tensor, exact.to(tensor.dtype))
 
 
-class Mixed(nn.Module):
-    """Buffers, a frozen layer in the optimizer, one outside of it, and state of its own."""
+def test_buffers_come_back_on_every_rank_as_rank_0_had_them(tmp_path: Path):
+    def run(group: Any, load: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(group.rank() + 10 * load)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        optimizer = sharded(model, group, param_dtype=BF16, broadcast_buffers=False)
+        if load:
+            checkpoint.load(tmp_path, model, optimizer)
+        else:
+            model[1].running_mean += 1.5 + group.rank()  # each rank has its own batches
+            checkpoint.save(tmp_path, model, optimizer, step=1)
+        return values(model)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.frozen, self.outside = nn.Linear(6, 5), nn.Linear(5, 3)
-        self.frozen.requires_grad_(False)
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-        self.count = 0
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
-
-
-def mixed(group: Any, folder: str, load: bool) -> Any:
-    torch.manual_seed(group.rank() + 10 * load)
-    model = Mixed()
-    params = [*model.body.parameters(), *model.frozen.parameters(), *model.norm.parameters()]
-    optimizer = sharded(
-        model, group, lambda _: torch.optim.AdamW(params), param_dtype=BF16, broadcast_buffers=False
-    )
-    if load:
-        checkpoint.load(folder, model, optimizer)
-    else:
-        model.count = 7
-        model.norm.running_mean += 1.5 + group.rank()  # each rank has its own batches
-        for param in [*model.body.parameters(), *model.norm.parameters()]:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        checkpoint.save(folder, model, optimizer, step=1)
-    return parts(optimizer), values_of(model), model.count
-
-
-def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def test_frozen_and_outer_parameters_and_buffers_come_back_on_every_rank(tmp_path: Path):
-    saved, _ = run_world(2, mixed, str(tmp_path), False)
-    loaded, _ = run_world(3, mixed, str(tmp_path), True)
-    assert_same_bits(whole(r[0] for r in loaded), whole(r[0] for r in saved))
-    assert not torch.equal(saved[1][1]["norm.running_mean"], saved[0][1]["norm.running_mean"])
-    for _, tensors, count in loaded:  # buffers are rank 0's, as docs/checkpoints.md says
-        assert count == 7
-        assert_same_bits(tensors, saved[0][1])
+    saved, _ = run_world(2, run, False)
+    assert not torch.equal(saved[1]["1.running_mean"], saved[0]["1.running_mean"])
+    for tensors in run_world(3, run, True)[0]:
+        assert_same_bits(tensors, saved[0])
 
 
 def recomputing(seed: int = 0) -> Any:
@@ -366,10 +328,26 @@ def test_a_run_with_a_loss_scale_goes_on_with_its_own_from_one_without(tmp_path:
     assert float(scaled[1].loss_scale) == float(fresh[1].loss_scale) == 2.0**10
 
 
-def test_metadata_and_frames_are_a_small_part_of_a_larger_state(tmp_path: Path):
-    model = nn.Linear(1024, 512)
-    optimizer = sharded(model, param_dtype=BF16)
-    advance(model, optimizer, 0, 1)
-    checkpoint.save(tmp_path, model, optimizer, step=1)
-    state = 3 * 4 * sum(p.numel() for p in model.parameters())
-    assert state < checkpoint.inspect(tmp_path).nbytes < 1.01 * state
+def test_a_tensor_on_a_device_that_rank_0_lacks_may_be_in_per_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    size = 13  # of a tensor for which the host stands for a device of rank 1
+
+    def tag(stored: Any) -> str | None:
+        return "elsewhere" if stored.nbytes() == 4 * size else None
+
+    def restore(stored: Any, location: str) -> Any:
+        assert location != "elsewhere", "no such device"
+        return None
+
+    packages = [(0, tag, restore), *torch.serialization._package_registry]
+    monkeypatch.setattr(torch.serialization, "_package_registry", packages)
+
+    def attempt(group: Any) -> None:
+        model, optimizer = start(group, "mlp", "adamw", {})
+        values = torch.full((size,), 1.0 + group.rank())
+        checkpoint.save(tmp_path, model, optimizer, step=1, extra=values, per_rank=values)
+        resumed = checkpoint.load(tmp_path, model, optimizer)
+        assert [int(ranks_values[0]) for ranks_values in resumed.per_rank] == [1, 2]
+
+    run_world(2, attempt)

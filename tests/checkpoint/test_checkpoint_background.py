@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import multiprocessing
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import runs
 from faults import no_space, watch
-from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
+from models import advance, assert_same_bits, parts, run_world, values, whole
 
 from shardcast import checkpoint
 from shardcast.checkpoint import saving
@@ -30,9 +31,9 @@ pytestmark = pytest.mark.timeout(60)
 class Gate:
     """Data is written only when the gate is open; can also fail, on one rank."""
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self) -> None:
         self.open = threading.Event()
-        self.fails = fails
+        self.fails = ""  # the file that cannot be made
 
     def __call__(self, point: str, path: str) -> None:
         if point == "create" and BACKGROUND in path and path.endswith(".distcp"):
@@ -41,9 +42,14 @@ class Gate:
                 raise OSError(28, "No space left on device", path)
 
 
-def job(group: Any = None, seed: int = 0) -> Any:
-    model = CASES["gpt"].build(seed=seed)
-    return model, sharded(model, group, param_dtype=torch.bfloat16)
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Through which all saves of the test go."""
+    watch(monkeypatch, gate := Gate())
+    return gate
+
+
+job = functools.partial(runs.job, steps=0, case="gpt")
 
 
 def saving_beside(group: Any, folder: str, gate: Gate) -> Any:
@@ -65,9 +71,7 @@ def loading(group: Any, folder: str) -> Any:
     return parts(optimizer), values(model)
 
 
-def test_steps_during_a_save_are_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gate = Gate()
-    watch(monkeypatch, gate)
+def test_steps_during_a_save_are_not_in_it(tmp_path: Path, gate: Gate):
     before, _ = run_world(3, saving_beside, str(tmp_path), gate)
     after, _ = run_world(2, loading, str(tmp_path))
     assert_same_bits(whole(r[0] for r in after), whole(r[0] for r in before))
@@ -76,17 +80,13 @@ def test_steps_during_a_save_are_not_in_it(tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "step-000000002").glob("acknowledged*"))
 
 
-def test_a_second_save_waits_for_the_first_which_others_leave_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    gate = Gate()
-    watch(monkeypatch, gate)
-    model, optimizer = job()
-    first = save_async(tmp_path, model, optimizer, step=1)
-    checkpoint.save(tmp_path, model, optimizer, step=2)
+def test_a_second_save_waits_for_the_first_which_others_leave_alone(tmp_path: Path, gate: Gate):
+    pair = job()
+    first = save_async(tmp_path, *pair, step=1)
+    checkpoint.save(tmp_path, *pair, step=2)
     timer = threading.Timer(0.2, gate.open.set)
     timer.start()
-    third = save_async(tmp_path, model, optimizer, step=3, keep=2)
+    third = save_async(tmp_path, *pair, step=3, keep=2)
     assert first.done() and first.path.exists()
     third.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000002", "step-000000003"]
@@ -105,14 +105,10 @@ def test_a_save_that_is_over_keeps_neither_model_nor_optimizer_in_memory(tmp_pat
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    rank: int,
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, rank: int
 ):
-    gate = Gate(fails=f"__{rank}_0")
+    gate.fails = f"__{rank}_0"
     gate.open.set()
-    watch(monkeypatch, gate)
 
     def three_saves(group: Any) -> None:
         model, optimizer = job(group)
@@ -134,11 +130,10 @@ def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
 
 
 def test_a_rank_without_room_to_say_why_it_failed_ends_the_save_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ):
-    gate = Gate(fails="__1_0")
+    gate.fails = "__1_0"
     gate.open.set()
-    watch(monkeypatch, gate)
     write = Path.write_bytes
 
     def full(path: Path, data: bytes) -> int:
@@ -162,10 +157,9 @@ def test_a_rank_without_room_to_say_why_it_failed_ends_the_save_at_once(
 
 
 def test_who_waits_for_a_save_that_fails_is_not_told_by_the_log_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ):
-    gate = Gate(fails="__0_0")
-    watch(monkeypatch, gate)
+    gate.fails = "__0_0"
     model, optimizer = job()
     save = save_async(tmp_path, model, optimizer, step=1)
     timer = threading.Timer(0.2, gate.open.set)

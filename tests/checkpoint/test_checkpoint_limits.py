@@ -1,21 +1,21 @@
-"""Full disks, directories that cannot be written to, and the memory that an export takes."""
+"""What checkpoints cost: memory, messages between ranks, and bytes beside the state."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import assert_same_bits, parts, run_world, sharded
+from models import advance, sharded
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.checkpoint import saving
+from shardcast.checkpoint.access import Snapshot
+from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
 LARGEST = 8 << 20  # bytes of one parameter
@@ -23,89 +23,11 @@ LARGEST = 8 << 20  # bytes of one parameter
 AT_ONCE = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def mounted(path: Path, options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if not mounted(disk, "size=2m"):
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def job(group: Any = None, width: int = 64, **fields: Any) -> tuple[nn.Module, Any]:
-    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    optimizer = sharded(model, group, param_dtype=torch.bfloat16, **fields)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+def job(group: Any = None, layers: int = 2) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(layers)])
+    optimizer = sharded(model, group, param_dtype=torch.bfloat16)
+    advance(model, optimizer, 0, 1)
     return model, optimizer
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["foreseen", "not foreseen"])
-def test_a_full_disk_is_told_on_all_ranks_and_the_old_checkpoint_stays(
-    small_disk: Path, known: bool, monkeypatch: pytest.MonkeyPatch
-):
-    run = small_disk / "run"
-    told = []
-
-    def fill(group: Any) -> Any:
-        model, optimizer = job(group, 160)
-        checkpoint.save(run, model, optimizer, step=1)
-        before = parts(optimizer)
-        with pytest.raises((OSError, RuntimeError)) as caught:
-            for step in range(2, 9):
-                checkpoint.save(run, model, optimizer, step=step)
-        told.append((step, str(caught.value)))
-        return before
-
-    if not known:  # the space goes while the save is under way
-        monkeypatch.setattr(saving.shutil, "disk_usage", lambda _path: type("", (), {"free": 1e9}))
-    states = run_world(2, fill)[0]
-    (step, first), (_, second) = told
-    wanted = "bytes free in" if known else "No space left on device"
-    assert wanted in first and wanted in second
-    assert checkpoint.latest(run) == run / f"step-{step - 1:09d}"
-    assert not [path for path in run.iterdir() if path.name.startswith(".")]
-
-    def load(group: Any) -> Any:
-        model, optimizer = job(group, 160)
-        checkpoint.load(run, model, optimizer)
-        return parts(optimizer)
-
-    for after, before in zip(run_world(2, load)[0], states, strict=True):
-        assert_same_bits(after, before)
-
-
-def test_a_directory_that_is_read_only_is_told_on_all_ranks(tmp_path: Path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    told = "is not saved: Read-only file system"
-    if not mounted(disk, "size=1m,ro"):
-        disk.chmod(0o500)  # enough for users that are not root
-        told = "is not saved: Permission denied"
-
-    def attempt(group: Any) -> None:
-        model, optimizer = job(group)
-        before = parts(optimizer)
-        with pytest.raises((OSError, RuntimeError), match=told):
-            checkpoint.save(disk / "run", model, optimizer, step=1)
-        assert_same_bits(parts(optimizer), before)
-
-    try:
-        run_world(2, attempt)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], capture_output=True)
-        disk.chmod(0o700)
 
 
 SAVE = """
@@ -156,3 +78,50 @@ def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model
     of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
     assert of_a_pack < loaded < of_a_pack + 2 * LARGEST
     assert 1.9 * LARGEST < exported < 3.5 * LARGEST
+
+
+def exchanged(
+    world: int, layers: int, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[str], int, int]:
+    """The collectives of a save and of a load before values move, the most bytes that one rank
+    adds to one of them, and the length of its message to rank 0."""
+    folder = base / f"{world:04d}-{layers:02d}"
+    folder.mkdir()
+    whole = folder / "whole"
+    checkpoint.save(whole, *job(None, layers), step=1)
+    with fake_world(world, world // 2) as group:
+        model, optimizer = job(group, layers)
+        del group.log[:]
+        checkpoint.save(folder, model, optimizer, step=1, per_rank=torch.zeros(5000))
+        saving = list(group.log)
+        del group.log[:]
+        monkeypatch.setattr(Snapshot, "publish", lambda _snapshot: None)
+        checkpoint.load(whole, model, optimizer)
+        loading = list(group.log)
+    most = max(collective.nbytes // world for collective in saving + loading)
+    message = (folder / f"acknowledged-{world // 2}").stat().st_size
+    return [c.op for c in saving], [c.op for c in loading], most, message
+
+
+def test_what_a_rank_exchanges_to_save_and_load_grows_with_neither_ranks_nor_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The same collectives at 8 and 1,024 ranks; what one rank adds is small, whatever it saves.
+
+    So each rank receives O(W), and rank 0 reads W messages, none larger than with fewer ranks.
+    """
+    few = exchanged(8, 40, tmp_path, monkeypatch)
+    many = exchanged(1024, 40, tmp_path, monkeypatch)
+    assert few[:2] == many[:2] and len(few[0]) < 12 and len(few[1]) < 12
+    assert many[2] < 300, "arguments, a digest: neither records nor per_rank"
+    assert many[2] == exchanged(1024, 4, tmp_path, monkeypatch)[2]
+    assert 20_000 < many[3] <= few[3], "they go to rank 0 alone"
+
+
+def test_metadata_and_frames_are_a_small_part_of_a_larger_state(tmp_path: Path):
+    model = nn.Linear(1024, 512)
+    optimizer = sharded(model, param_dtype=torch.bfloat16)
+    advance(model, optimizer, 0, 1)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    state = 3 * 4 * sum(p.numel() for p in model.parameters())
+    assert state < checkpoint.inspect(tmp_path).nbytes < 1.01 * state

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bag import Bag
-from oracle import BATCH, difference, mlp, pair, set_grads
-from torch import Tensor, nn
+from models import assert_same_bits, everything
+from oracle import BATCH, mlp, pair, set_grads
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -48,10 +49,6 @@ def train(model: nn.Module, optimizer: Any, count: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def masters(optimizer: Any) -> list[Tensor]:
-    return [shard.master.read(slice(None)).clone() for shard in optimizer.shards]
-
-
 @pytest.mark.parametrize(
     ("dtype", "options", "began"),
     [
@@ -75,13 +72,17 @@ def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
             other, resumed, model_state_dict=weights, optim_state_dict=state,
             options=StateDictOptions(**options),
         )  # fmt: skip
-        for one, two in ((model, optimizer), (other, resumed)):
-            train(one, two)
-        assert difference(model, other) == 0
-        pairs = zip(masters(optimizer), masters(resumed), strict=True)
-        assert all(torch.equal(mine, loaded) for mine, loaded in pairs)
+        assert_goes_on_alike((model, optimizer), (other, resumed))
 
     ThreadedWorld(3).run(run)
+
+
+def assert_goes_on_alike(*pairs: tuple[nn.Module, Any]) -> None:
+    """Three steps later masters, state and parameters are equal to the bit."""
+    for model, optimizer in pairs:
+        train(model, optimizer)
+    first, second = (everything(*pair) for pair in pairs)
+    assert_same_bits(first, second)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -105,18 +106,12 @@ def test_parameters_without_a_state_go_round_too(options: Any, build: Any):
         if not options:  # torch demands a state of each parameter that is trained
             dcp_options.strict = False
         set_optimizer_state_dict(other, resumed, state, options=dcp_options)
-        for one, two in ((model, optimizer), (other, resumed)):
-            train(one, two)
-        assert difference(model, other) == 0
+        assert_goes_on_alike((model, optimizer), (other, resumed))
 
     ThreadedWorld(2).run(run)
 
 
-def muon_and_adamw(model: nn.Module) -> Any:
-    return pair(model)
-
-
-@pytest.mark.parametrize("build", [adamw, muon_and_adamw])
+@pytest.mark.parametrize("build", [adamw, pair])
 def test_every_rank_gets_the_state_of_the_plain_optimizers(build: Any):
     plain = mlp()
     optimizers = build(plain)
@@ -148,9 +143,7 @@ def sets_what_rank_0_has(_group: Any) -> None:
     other.load_state_dict(model.state_dict())
     rank = torch.distributed.get_rank()
     set_optimizer_state_dict(other, resumed, state if rank == 0 else {}, options=options)
-    train(model, optimizer)
-    train(other, resumed)
-    assert difference(model, other) == 0
+    assert_goes_on_alike((model, optimizer), (other, resumed))
 
 
 def test_rank_0s_state_is_broadcast_to_optimizers_without_one(gloo: SpawnedWorld):
@@ -163,11 +156,7 @@ def saves_and_loads(_group: Any, folder: str) -> None:
     dcp.save({"app": App(model, optimizer)}, checkpoint_id=folder)
     other, resumed = shard(None, param_dtype="bf16")
     dcp.load({"app": App(other, resumed)}, checkpoint_id=folder)
-    train(model, optimizer)
-    train(other, resumed)
-    assert difference(model, other) == 0
-    pairs = zip(masters(optimizer), masters(resumed), strict=True)
-    assert all(torch.equal(mine, loaded) for mine, loaded in pairs)
+    assert_goes_on_alike((model, optimizer), (other, resumed))
 
 
 class App:
@@ -192,7 +181,7 @@ def test_a_checkpoint_of_dcp_resumes_exactly(gloo: SpawnedWorld, tmp_path: Path)
 
 
 def test_handles_are_refused_before_a_state_is_touched():
-    model, optimizer = shard(None, muon_and_adamw)
+    model, optimizer = shard(None, pair)
     with pytest.raises(RuntimeError, match=r"state_dict.* of the handle of Muon"):
         get_optimizer_state_dict(model, list(optimizer.optimizers))
     assert dict(optimizer.state) == {}

@@ -1,57 +1,69 @@
-"""Runs that are stopped, or lose a worker, end as the run that was left alone: to the bit."""
+"""Runs that are stopped, or lose a worker or a node, end as the run that was left alone."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import metrics
 import pytest
 import torch
-from commands import kill_tree
+from commands import ROOT, kill_tree
 from processes import Processes
 from safetensors.torch import load_file
 from train import parse_arguments, train
 
 from shardcast import checkpoint
+from shardcast.checkpoint import directory
 from shardcast.testing import SpawnedWorld
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
-STEPS = 60
-RUN = (
-    f"--device cpu --steps {STEPS} --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 "
-    "--batch-size 4 --accumulation 2 --log-interval 2 --validation-interval 60 --corpus-mb 1 "
-    "--validation-sequences 8 --sample-bytes 8 --max-grad-norm 1 --checkpoint-interval 7"
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+FLAGS = (
+    "--device cpu --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 --batch-size 4 "
+    "--validation-interval 400 --validation-sequences 8 --sample-bytes 8 --max-grad-norm 1 "
+    "--corpus-mb 1"
 ).split()
+RESTARTS = [*FLAGS, *"--steps 60 --accumulation 2 --log-interval 2 --checkpoint-interval 7".split()]
+ELASTIC = [
+    *FLAGS,
+    *"--steps 400 --log-interval 5 --checkpoint-interval 20 --keep-checkpoints 100".split(),
+]
 
 
 class Run:
-    """Two processes of launch/train.py under launch/torchrun.sh, which may restart three times."""
+    """Agents of launch/torchrun.sh, each of which may restart its workers three times."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, flags: list[str]) -> None:
         self.folder, self.saved = folder, folder / "saved"
-        folder.mkdir(exist_ok=True)
+        self.flags = [*flags, "--output", str(folder), "--checkpoint-dir", str(self.saved)]
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def start(self, **env: str) -> None:
+        """One more agent."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDCAST_", "TORCH"))}
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-        kept |= {"PATH": path, "OMP_NUM_THREADS": "1", "NPROC": "2", "MAX_RESTARTS": "3"}
-        folders = ["--output", str(folder), "--checkpoint-dir", str(self.saved)]
-        with open(folder / "log", "a") as log:
-            self.agent = subprocess.Popen(
-                ["bash", "launch/torchrun.sh", *RUN, *folders],
-                cwd=ROOT,
-                env=kept,
-                stdout=log,
-                stderr=log,
+        kept |= {"PATH": path, "OMP_NUM_THREADS": "1", "MAX_RESTARTS": "3"}
+        with open(self.folder / "log", "a") as log:
+            self.agents.append(
+                subprocess.Popen(
+                    ["bash", "launch/torchrun.sh", *self.flags],
+                    cwd=ROOT,
+                    env={**kept, **env},
+                    stdout=log,
+                    stderr=log,
+                )
             )
 
     def workers(self) -> list[int]:
-        listed = subprocess.run(["pgrep", "-P", str(self.agent.pid)], capture_output=True)
+        listed = subprocess.run(["pgrep", "-P", str(self.agents[-1].pid)], capture_output=True)
         return [int(pid) for pid in listed.stdout.split()]
 
     def log(self) -> str:
@@ -64,73 +76,115 @@ class Run:
         runs = [i for i, record in enumerate(records) if record["kind"] == "run"]
         return [records[i]["world"] for i in runs if len(records) - i > 5]
 
-    def wait_for_start(self, number: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(self.starts()) < number and time.monotonic() < deadline:
+    def wait_for(self, come: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 90
+        while not come() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert len(self.starts()) == number, self.log()
+        assert come(), self.log()
 
     def end(self) -> int:
+        """The status of the first agent."""
         try:
-            return self.agent.wait(timeout=60)
+            return self.agents[0].wait(timeout=150)
         finally:
-            if self.agent.poll() is None:
-                kill_tree(self.agent.pid)
+            self.kill()
+
+    def kill(self) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                kill_tree(agent.pid)
+                agent.wait()
 
 
-def result(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """Weights and optimizer state of the last checkpoint, which is that of the last step."""
-    found = checkpoint.inspect(folder / "saved")
-    assert (found.step, found.world_size) == (STEPS, 2)
-    checkpoint.export(folder / "saved", folder / "out")
-    state = torch.load(folder / "out" / "optimizer.pt", weights_only=True)
-    return load_file(folder / "out" / "model.safetensors"), state["state"]
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
+    """Runs in one folder, of which no process is left."""
+    started: list[Run] = []
+
+    def run(flags: list[str]) -> Run:
+        started.append(Run(tmp_path, flags))
+        return started[-1]
+
+    yield run
+    for each in started:
+        each.kill()
 
 
-def train_in(group: Any, flags: list[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    train(parse_arguments(flags), Processes(group.rank(), group.size(), torch.device("cpu")))
-    signal.signal(signal.SIGTERM, before)
+def result(saved: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Weights and optimizer state of the last checkpoint."""
+    checkpoint.export(saved, saved / "out")
+    state = torch.load(saved / "out" / "optimizer.pt", weights_only=True)
+    return load_file(saved / "out" / "model.safetensors"), state["state"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, gloo: SpawnedWorld) -> Any:
-    """The result of the run that is left alone."""
-    folder = tmp_path_factory.mktemp("whole")
-    folders = ["--output", str(folder), "--checkpoint-dir", str(folder / "saved")]
-    gloo.run(train_in, [*RUN, *folders], timeout=100)
-    return result(folder)
-
-
-def same(run: Run, whole: Any) -> None:
-    (left, left_state), (right, right_state) = result(run.folder), whole
+def assert_same_results(one: Path, other: Path) -> None:
+    (left, left_state), (right, right_state) = result(one), result(other)
     assert left.keys() == right.keys() and left_state.keys() == right_state.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
     for number, values in left_state.items():
         assert all(torch.equal(value, right_state[number][key]) for key, value in values.items())
 
 
+def train_in(group: Any, flags: list[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    train(parse_arguments(flags), Processes(rank, size, torch.device("cpu")))
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_each_lost_worker(
-    tmp_path: Path, whole: Any
+    tmp_path: Path, gloo: SpawnedWorld, runs: Callable[[list[str]], Run]
 ) -> None:
-    run = Run(tmp_path)
-    try:
-        run.wait_for_start(1)
-        run.agent.send_signal(signal.SIGTERM)
-    finally:
-        run.end()
+    run = runs(RESTARTS)
+    run.start(NPROC="2")
+    run.wait_for(lambda: len(run.starts()) == 1)
+    run.agents[0].send_signal(signal.SIGTERM)
+    run.end()
     assert "told to stop; saved step" in run.log()
     stopped = checkpoint.inspect(run.saved).step
-    assert 0 < stopped < STEPS
-    again = Run(tmp_path)
-    try:
-        for number in (2, 3):
-            again.wait_for_start(number)
-            os.kill(again.workers()[-1], signal.SIGKILL)
-    finally:
-        status = again.end()
-    assert status == 0, again.log()
+    assert 0 < stopped < 60
+    again = runs(RESTARTS)
+    again.start(NPROC="2")
+    for number in (2, 3):
+        again.wait_for(lambda number=number: len(again.starts()) == number)
+        os.kill(again.workers()[-1], signal.SIGKILL)
+    assert again.end() == 0, again.log()
     assert f"resumed after step {stopped}" in again.log()
     assert again.starts() == [2, 2, 2, 2], again.log()
     assert "most restarts fail" not in again.log()
-    same(again, whole)
+
+    alone = Run(tmp_path / "alone", RESTARTS)
+    gloo.run(train_in, alone.flags, timeout=100)
+    assert checkpoint.inspect(alone.saved).step == checkpoint.inspect(again.saved).step == 60
+    assert_same_results(alone.saved, again.saved)
+
+
+def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(
+    tmp_path: Path, runs: Callable[[list[str]], Run]
+) -> None:
+    """Two nodes are two agents on the loopback interface, of one rank each; one is lost."""
+    run = runs(ELASTIC)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    for is_host in (True, False):
+        # Who hosts the store is said: to find out, an agent would ask for names of hosts. And
+        # gloo would take the address that the machine's name has.
+        waits = f"last_call_timeout=2,join_timeout=40,read_timeout=30,is_host={is_host}"
+        local = {"PET_LOCAL_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        run.start(NPROC="1", NNODES="1:2", RDZV_ENDPOINT=endpoint, PET_RDZV_CONF=waits, **local)
+    run.wait_for(lambda: len(directory.steps(run.saved)) >= 3)
+    kill_tree(run.agents[1].pid)  # and its worker at once, as when a machine fails
+    assert run.end() == 0, run.log()
+    assert [r["world"] for r in metrics.read(run.folder) if r["kind"] == "run"] == [2, 1], run.log()
+    steps = directory.steps(run.saved)
+    sizes = {step: checkpoint.inspect(path).world_size for step, path in steps.items()}
+    assert sizes[400] == 1
+    resumed = max(step for step, size in sizes.items() if size == 2)
+    assert f"resumed after step {resumed}" in run.log() and 60 <= resumed < 400
+
+    # One process by itself, from a copy of that checkpoint, comes to the same end.
+    alone = Run(tmp_path / "alone", ELASTIC)
+    shutil.copytree(steps[resumed], alone.saved / steps[resumed].name)
+    train_in(None, alone.flags)
+    assert_same_results(run.saved, alone.saved)

@@ -1,0 +1,318 @@
+"""What cannot be saved or loaded is refused by name, on all ranks, and changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, adamw, advance, assert_same_bits, everything, install, run_world, sharded
+from runs import DATA, METADATA, job, truncate
+from torch import nn
+
+from shardcast.checkpoint import (
+    DamagedCheckpointError,
+    export,
+    import_dcp,
+    import_deepspeed,
+    inspect,
+    latest,
+    load,
+    load_plain,
+    resume,
+    save,
+)
+from shardcast.checkpoint.directory import MANIFEST, MARKER
+from shardcast.checkpoint.storage import digest_of
+
+pytestmark = pytest.mark.timeout(60)
+DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
+NEWEST = "step-000000002"
+Edit = Callable[[dict[str, Any]], Any]
+Spoil = Callable[[Path], Any]
+
+
+def saving(**changed: Any) -> Any:
+    return lambda run, rank, model, optimizer: save(
+        run, model, **{"optimizer": optimizer, "step": 3, **changed}
+    )
+
+
+def loading(path: str = ".", verb: Any = load, **options: Any) -> Any:
+    return lambda run, rank, *pair: verb(run / path, *pair, **options)
+
+
+def plain(weights: dict[str, Any] | None = None, state: dict[str, Any] | None = None) -> Any:
+    """``load_plain`` of what is right, but on rank 1, where values are changed, or missing if None.
+
+    Rank 0 must raise as well, and not wait.
+    """
+
+    def act(run: Path, rank: int, *pair: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = adamw(model)
+        install(model, 0)
+        optimizer.step()
+        changes = (weights or {}, state or {}) if rank == 1 else ({}, {})
+        right = zip((model.state_dict(), optimizer.state_dict()), changes, strict=True)
+        edited = [{**values, **change} for values, change in right]
+        load_plain(*pair, *({k: v for k, v in e.items() if v is not None} for e in edited))
+
+    return act
+
+
+def in_newest(name: str, act: Spoil) -> Spoil:
+    return lambda run: act(run / NEWEST / name)
+
+
+def in_deepspeed(act: Spoil) -> Spoil:
+    """With a copy of its files, to a file of rank 1."""
+
+    def spoil(run: Path) -> None:
+        shutil.copytree(DEEPSPEED / "zero1", run / "zero1")
+        act(next((run / "zero1" / "t").glob("*pp_rank_1_*")))
+
+    return spoil
+
+
+def nonsense(path: Path) -> None:
+    path.write_bytes(b"nonsense")
+
+
+def by_a_stranger(run: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (run / "ran",))
+
+    torch.save({"a": Evil()}, run / "evil.pt")
+    in_newest(METADATA, lambda path: path.write_bytes(pickle.dumps(os.getcwd)))(run)
+
+
+def swapped(run: Path) -> None:
+    for folder in run.glob("step-*"):
+        for old, new in ((DATA, "x"), ("__1_0.distcp", DATA), ("x", "__1_0.distcp")):
+            (folder / old).rename(folder / new)
+
+
+def kept_without_manifest(run: Path) -> None:
+    (run / NEWEST).rename(run / "best")
+    (run / "best" / MANIFEST).unlink()
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def deepspeeds_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    return torch.optim.AdamW([{"params": params[3:]}, {"params": params[:3]}])
+
+
+CUT = {"optimizer": adafactor, "partition": "even", "elementwise": True}
+ADAM = {"optimizer": lambda model: torch.optim.Adam(model.parameters())}
+HERE = loading(NEWEST)
+DCP = loading(NEWEST, import_dcp)
+ZERO = loading("zero1", import_deepspeed)
+nothing: Spoil = lambda _: None  # noqa: E731
+
+# Error, what it names, the call on each rank; what happens to the run before; another pair.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # save
+    "a step below 0": (ValueError, "step", saving(step=-1)),
+    "to keep none": (ValueError, "keep", saving(keep=0)),
+    "what weights_only does not read": (ValueError, "extra", saving(extra={"a": nn.Tanh()})),
+    "a step that exists": (ValueError, "exists already", saving(step=2)),
+    "a plain optimizer": (TypeError, "optimizer", lambda run, rank, model, optimizer: save(
+        run, model, optimizer.originals.optimizers[0], step=3)),
+    "other arguments on a rank": (ValueError, r"rank 1: .*4", lambda run, rank, *pair: save(
+        run, *pair, step=3 + rank)),
+    # load
+    "no checkpoint": (FileNotFoundError, "no committed checkpoint", loading("none")),
+    "a misspelt one": (FileNotFoundError, r"no '.*step-000000009'; check the path",
+                       loading("step-000000009", resume)),
+    "a file": (NotADirectoryError, "is a file; give its checkpoint", loading(f"{NEWEST}/{MARKER}")),
+    "a kept one without manifest": (DamagedCheckpointError, r"shardcast\.json'",
+                                    loading("best", resume), kept_without_manifest),
+    "swapped files": (DamagedCheckpointError, r"no sound checkpoint.*distcp", loading(), swapped),
+    "a renamed directory": (
+        DamagedCheckpointError, r"step 2; the dir.* was renamed", loading("step-000000008"),
+        lambda run: (run / NEWEST).rename(run / "step-000000008")),
+    "a later format": (ValueError, "expected format 1, got 2", HERE,
+                       in_newest("", lambda path: seal(path, lambda it: it.update(format=2)))),
+    "another model": (ValueError, r"it lacks \d+ parameters or buffers, among them '", HERE,
+                      nothing, {"case": "scalars"}),
+    "another optimizer": (ValueError, "state of AdamW, expected Adam", HERE, nothing, ADAM),
+    "other groups": (ValueError, "expected 2 param_groups, got 1", HERE,
+                     nothing, {"optimizer": two_groups}),
+    "state that cannot be cut": (
+        ValueError, r"parameter 'a\.weight' .* use partition 'whole'", loading("factored"),
+        lambda run: save(run / "factored", *job(optimizer=adafactor), step=1), CUT),
+    # load_plain
+    "a parameter is missing": (ValueError, r"lacks 1 .*'c\.bias'", plain({"c.bias": None})),
+    "one too many": (ValueError, "does not have, 1 .*'d'", plain({"d": torch.zeros(3)})),
+    "another shape": (ValueError, r"'c\.bias' has shape \(4,\), expected \(3,\)",
+                      plain({"c.bias": torch.zeros(4)})),
+    "more than weights": (ValueError, "got dict at 'a'", plain({"a": {}})),
+    "groups of another size": (ValueError, "expected groups with",
+                               plain(state={"param_groups": [{"params": [0]}]})),
+    "a state of rank 0 alone": (ValueError, "got no .state.; every rank",
+                                plain(state={"state": None})),
+    "a moment of another shape": (ValueError, r"'exp_avg' of parameter .* has shape \(5,\)",
+                                  plain(state={"state": {0: {"exp_avg": torch.zeros(5)}}})),
+    "a file that would run code": (
+        RuntimeError, "weights_only",
+        lambda run, rank, *pair: load_plain(*pair, run / "evil.pt"), by_a_stranger),
+    # import_dcp
+    "metadata that would run code": (RuntimeError, "cannot be read.*unexpected posix", DCP,
+                                     by_a_stranger),
+    "no metadata": (RuntimeError, r"\.metadata' cannot be read", DCP,
+                    in_newest(METADATA, nonsense)),
+    "too short a file": (RuntimeError, rf"{DATA}' has \d+ bytes, expected", DCP,
+                         in_newest(DATA, truncate)),
+    "chunks outside": (RuntimeError, "outside of its directory", DCP,
+                       in_newest("", lambda path: point(path, "../x"))),
+    "another key": (ValueError, "nothing under 'weights', but 'extra', 'model', 'optimizer'",
+                    loading(NEWEST, import_dcp, model_key="weights")),
+    "a flat state": (ValueError, "no param_groups under 'optim'", DCP),
+    # import_deepspeed
+    "a rank's file missing": (RuntimeError, r"states of 2 ranks, found \[0\]", ZERO,
+                              in_deepspeed(Path.unlink)),
+    "a rank's file broken": (RuntimeError, r"rank_1.* cannot be read", ZERO,
+                             in_deepspeed(nonsense)),
+    "a run of another model": (ValueError, "lacks", ZERO, in_deepspeed(nothing), {"case": "gpt"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_on_all_ranks_and_changes_nothing(made: Path, tmp_path: Path, what: str):
+    error, message, act, *more = REFUSED[what]
+    spoil, options = (*more, *(nothing, {})[len(more) :])
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    spoil(tmp_path)
+    files = {path: digest_of(path) for path in tmp_path.rglob("*") if path.is_file()}
+
+    def attempt(group: Any) -> None:
+        pair = job(group, 4, **options)
+        before = everything(*pair)
+        with pytest.raises(error, match=message):
+            act(tmp_path, group.rank(), *pair)
+        assert_same_bits(everything(*pair), before)
+
+    run_world(2, attempt)
+    assert {path: digest_of(path) for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_what_is_right_is_not_refused(made: Path, tmp_path: Path):
+    """The control of the table, with its calls and its run."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(DEEPSPEED / "zero1", tmp_path / "zero1")
+
+    def attempt(group: Any) -> None:
+        assert resume(tmp_path / "none", *job(group)) is None
+        saving()(tmp_path, group.rank(), *job(group))
+        for act in (HERE, plain(), loading(NEWEST, import_dcp, optimizer_key=None), ZERO):
+            options = {"optimizer": deepspeeds_groups} if act is ZERO else {}
+            model, optimizer = job(group, 4, **options)
+            before = everything(model, optimizer)
+            act(tmp_path, group.rank(), model, optimizer)
+            with pytest.raises(AssertionError):
+                assert_same_bits(everything(model, optimizer), before)
+
+    run_world(2, attempt)
+    assert latest(tmp_path) == tmp_path / "step-000000003"
+
+
+@pytest.mark.parametrize("form", ["one", "list", "file"])
+def test_one_ranks_part_of_a_state_is_not_taken_for_a_plain_state(tmp_path: Path, form: str):
+    def refused(group: Any) -> None:
+        # Shapes do not tell: each parameter has one owner, which has all of it, 1-d as it is.
+        pairs = [(m := nn.LayerNorm(4), sharded(m, group, partition="whole")) for _ in range(2)]
+        (model, optimizer), other = pairs
+        advance(model, optimizer, 0, 1)
+        before, part = everything(*other), optimizer.state_dict()
+        torch.save(part, path := tmp_path / str(group.rank()))
+        given: Any = {"one": part, "list": [part], "file": path}[form]
+        with pytest.raises(ValueError, match=r"got (one rank's part|a local one)"):
+            load_plain(*other, model.state_dict(), given)
+        with pytest.raises(ValueError, match="expected a model's state_dict"):
+            load_plain(*other, path if form == "file" else part)
+        assert_same_bits(everything(*other), before)
+
+    run_world(2, refused)
+
+
+# -- edited by hand, with sums that hold ----------------------------------------------------------
+
+
+def seal(folder: Path, edit: Edit) -> None:
+    """Edit the manifest and recompute the sums, as somebody would who means it."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    for name, listed in manifest["files"].items():
+        listed["sha256"] = digest_of(folder / name)
+        listed["bytes"] = (folder / name).stat().st_size
+    data = json.dumps(edit(manifest) or manifest).encode()
+    (folder / MANIFEST).write_bytes(data)
+    (folder / MARKER).write_text(hashlib.sha256(data).hexdigest())
+
+
+def point(folder: Path, where: str, offset: int = 0) -> None:
+    """Have ``.metadata`` refer to another place for the chunks of one file."""
+    path = folder / METADATA
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        if place.relative_path == DATA:
+            place.relative_path, place.offset = where, place.offset + offset
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def listing(name: str, size: Any = None) -> Edit:
+    return lambda manifest: manifest["files"].update({name: size or manifest["files"][DATA]})
+
+
+def unlisted(name: str) -> Edit:
+    return lambda manifest: manifest["files"].pop(name) and None
+
+
+EDITS: dict[str, tuple[Edit | tuple[str, int], str]] = {
+    "no step": (lambda manifest: manifest.pop("step") and None, "None as 'step', expected int"),
+    "a list": (lambda _: [1], "cannot be read"),
+    "no size": (listing("x", {"a": 1}), "'x', no size"),
+    "a path above": (listing("../x"), r"'\.\./x', which is no plain file name"),
+    "an absolute path": (listing("/etc/hostname"), "'/etc/hostname', which is no plain"),
+    "no metadata": (unlisted(METADATA), r"does not list '\.metadata'"),
+    "data not listed": (unlisted(DATA), f"'{DATA}', which .* not list"),
+    "chunks above": (("../x", 0), "outside of its directory"),
+    "chunks beyond": ((DATA, 1 << 40), "refers to byte"),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_what_was_edited_by_hand_is_refused_although_its_sums_hold(
+    made: Path, tmp_path: Path, what: str
+):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    newest, (edit, message), pair = tmp_path / NEWEST, EDITS[what], job()
+    seal(newest, nothing)
+    assert load(newest, *pair).step == 2, "the control"
+    if isinstance(edit, tuple):
+        point(newest, *edit)
+    seal(newest, nothing if isinstance(edit, tuple) else edit)
+    before = everything(*pair)
+    for verb, arguments in ((load, pair), (inspect, ()), (export, (tmp_path / "out",))):
+        with pytest.raises(DamagedCheckpointError, match=message):
+            verb(newest, *arguments)
+    assert_same_bits(everything(*pair), before)
+    with pytest.warns(UserWarning, match="falling back"):
+        assert load(tmp_path, *pair).step == 1
