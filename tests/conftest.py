@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What ``shardcast``, or another program, prints in this process; with status 2, on stderr."""
+    from shardcast.cli import main
+
+    def printed(*words: str, status: int = 0, program: Callable[[list[str]], Any] = main) -> str:
+        try:
+            ended = program(list(words))
+        except SystemExit as end:  # of a parser of arguments
+            ended = end.code
+        captured = capsys.readouterr()
+        assert ended == status, captured.err
+        return captured.err if status == 2 else captured.out
+
+    return printed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import ShardcastConfig
 from shardcast.cli import estimate as _estimate_command
-from shardcast.cli import main
 from shardcast.cli import plot as drawing
 from shardcast.estimate import PRESETS, TrainingJob, advise, estimate, figures, peers
 from shardcast.plan.costs import Machine
@@ -283,35 +282,20 @@ def pair():
 def listed():
     model, sgd = pair()
     return model, [sgd]
-
-def triple(): return (*pair(), None)
-def unlike(): return torch.nn.Linear(2, 2), "AdamW"
 """
 Command = Callable[..., str]
 
 
-@pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
-    """What ``shardcast estimate`` prints; models are functions of :data:`PAGE`."""
+@pytest.fixture(autouse=True)
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of :data:`PAGE` can be imported."""
     (tmp_path / "built.py").write_text(PAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def printed(*arguments: str, status: int = 0) -> str:
-        try:
-            assert main(["estimate", *arguments]) == status
-        except SystemExit as exit:  # of the parser of arguments
-            assert exit.code == status
-        captured = capsys.readouterr()
-        return captured.err if status else captured.out
-
-    return printed
-
 
 def test_the_command_prints_a_table_and_json(command: Command):
-    sizes = ("--world_size", "1", "1024")
-    short, printed = command("built:wide", *sizes), command("built:wide", *sizes, "--details")
+    words = "estimate built:wide --world_size 1 1024".split()
+    short, printed = command(*words), command(*words, "--details")
     assert "1 rank: 14.4 GB per rank" in short and "1,024 ranks: 5.0 GB per rank" in short
     assert short in printed
     figures = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
@@ -319,7 +303,7 @@ def test_the_command_prints_a_table_and_json(command: Command):
     assert {"ZeRO-1, GB", "packs", "FSDP2, step", "Megatron, step"} <= figures.keys()
     for name, text in _estimate_command.LEGEND.items():
         assert figures[name][2:] == text.split(), "every figure that is no plain word is explained"
-    first, last = json.loads(command("built:wide", *sizes, "--json"))
+    first, last = json.loads(command(*words, "--json"))
     assert (first["sent"], first["collectives"], first["imbalance"]) == (0, 0, 1.0)
     assert 0 <= first["state"] - 8 * 900_030_000 < 10_000, "padding aside"
     assert last["masters"] == pytest.approx(first["masters"] / 8, rel=0.01), "over a node"
@@ -374,7 +358,9 @@ def test_doubts_are_the_ratio_with_other_constants():
 def test_advice_is_printed_and_written_as_a_configuration(command: Command, tmp_path: Path):
     (tmp_path / "base.yaml").write_text("max_grad_norm: 1.0\n")
     base, written = ("--config", str(tmp_path / "base.yaml")), tmp_path / "better.yaml"
-    printed = command("built:layers", *base, "--world_size", "8", "--write", str(written))
+    printed = command(
+        "estimate", "built:layers", *base, "--world_size", "8", "--write", str(written)
+    )
     assert "overlap_sync: true" in printed
     config = ShardcastConfig.load(written)
     assert config.overlap_sync and config.max_grad_norm == 1.0
@@ -383,29 +369,8 @@ def test_advice_is_printed_and_written_as_a_configuration(command: Command, tmp_
 
 def test_a_function_may_return_the_model_and_its_optimizer(command: Command):
     for function in ("pair", "listed"):
-        printed = command(f"built:{function}", "--world_size", "2")
+        printed = command("estimate", f"built:{function}", "--world_size", "2")
         assert "1,001,000 parameters, SGD" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        *(([name], "expected MODULE:FUNCTION") for name in ("no:build", "torch:nn2", "torch", "")),
-        (["built:pair", "--optimizer", "AdamW"], "leave out --optimizer AdamW"),
-        (["built:triple"], "got Linear, SGD, NoneType"),
-        (["built:unlike"], "got Linear, str"),
-        (["built:pair", "--machine", "tpu"], "expected one of h100, a100, h100-ethernet, gloo"),
-        *((["built:pair", option, text], f"{option}: expected a whole number >= 1")
-          for option in ("--tokens", "--world_size") for text in ("0", "-1", "1.5", "many")),
-        (["built:pair", "--world_size", "8", "64", "--write", "x.yaml"], "--write: expected one"),
-        (["nothing:there", "--plot", "x.png"], "pip install matplotlib"),  # before the work
-    ],
-)  # fmt: skip
-def test_arguments_that_cannot_be_used_are_named(
-    arguments: list[str], named: str, command: Command, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert named in command(*arguments, status=2)
 
 
 LLAMA = """
@@ -468,7 +433,7 @@ def test_the_picture_is_drawn_over_world_sizes(
     picture, options = tmp_path / "memory.png", tmp_path / "beside.yaml"
     options.write_text("overlap_sync: true\npack_params: 4")
     arguments = ("--config", str(options), "--plot", str(picture), "--world_size", "8", "--json")
-    (row,) = json.loads(command("built:gpt", *arguments))
+    (row,) = json.loads(command("estimate", "built:gpt", *arguments))
     assert picture.read_bytes().startswith(b"\x89PNG")
     memory, time = ({line.get_label(): line for line in axes.lines} for axes in seen[-1].axes)
     assert {"DDP + autocast", "ZeRO-1", "ZeRO-2", "FSDP", "Megatron"} < memory.keys()

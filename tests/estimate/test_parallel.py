@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardcast
-from shardcast.cli import main
 from shardcast.estimate import PRESETS, estimate
 from shardcast.estimate.parallel import stages_of
 from shardcast.plan.originals import OptimizerList
@@ -76,30 +76,15 @@ def test_stages_share_the_model_and_each_holds_what_it_computes():
 
 
 def test_tensor_parallel_neighbours_leave_fewer_data_parallel_ranks_to_a_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., str]
 ):
     (tmp_path / "wide_to_cut.py").write_text(
         "import torch\ndef build(): return torch.nn.Linear(4096, 4096, bias=False)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    command = ["estimate", "wide_to_cut:build", "--world_size", "8", "--json"]
-    reduced = []
-    for options in ([], ["--tp", "4", "--tp_plan", "weight=0"]):
-        assert main([*command, *options]) == 0
-        reduced.append(json.loads(capsys.readouterr().out)[0]["time"]["reduce"])
+    words, reduced = "estimate wide_to_cut:build --world_size 8 --json".split(), []
+    for options in ((), ("--tp", "4", "--tp_plan", "weight=0")):
+        reduced.append(json.loads(command(*words, *options))[0]["time"]["reduce"])
     assert reduced[1] > reduced[0], "a quarter of the bytes, but between nodes"
     nodes = [PRESETS["h100"].beside(tp).group(8).nodes for tp in (1, 2, 8, 16)]
     assert nodes == [1, 2, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("tp", "pp", "plan", "told"),
-    [
-        (2, 1, {}, "tp: expected a plan beside it"),
-        (2, 1, {"*.upp.*": 0}, "matches no parameter"),
-        (1, 9, {}, "pp: expected at most as many stages as layers"),
-    ],
-)
-def test_what_does_not_fit_the_model_is_told(tp: int, pp: int, plan: dict[str, int], told: str):
-    with pytest.raises(ValueError, match=told):
-        stages(tp, pp, plan)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
 import runpy
-import subprocess
+import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import train
+import train_hybrid
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
-from commands import python
+from commands import ROOT, python
 
 import shardcast
 from shardcast import checkpoint
@@ -28,7 +30,6 @@ from shardcast.config import ShardcastConfig
 from shardcast.testing import spawn_world
 
 pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).parents[2]
 BOTH = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "MULTI_GPU",
@@ -40,10 +41,7 @@ BOTH = {
     "mixed_precision": "no",
 }
 NO_PROCESS = "raise SystemExit('a process was started')"
-
-
-def shell(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", *command, timeout=50, **environment)
+Command = Callable[..., str]
 
 
 def launch_file(folder: Path, **changes: object) -> str:
@@ -58,16 +56,13 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-# -- the command ------------------------------------------------------------------------------
+# -- small commands ---------------------------------------------------------------------------
 
 
-def test_usage_lists_every_command_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == main(["--help"]) == 0
-    out = capsys.readouterr().out
+def test_usage_lists_every_command_with_its_help(command: Command) -> None:
+    assert (out := command()) == command("--help")
     for name, call in cli.COMMANDS.items():
         assert name in out and (call.__doc__ or "").splitlines()[0] in out
-    assert main(["lunch"]) == 2
-    assert "unknown command 'lunch'" in capsys.readouterr().err
 
 
 def test_it_is_also_a_module_and_tells_its_version(
@@ -79,67 +74,46 @@ def test_it_is_also_a_module_and_tells_its_version(
     assert (end.value.code, capsys.readouterr().out) == (0, f"shardcast {shardcast.__version__}\n")
 
 
-# -- config -----------------------------------------------------------------------------------
-
-
-def test_the_written_file_is_the_default_configuration(tmp_path: Path) -> None:
+def test_config_writes_the_default_configuration_with_every_option_and_its_help(
+    tmp_path: Path, command: Command
+) -> None:
     path = tmp_path / "shardcast.yaml"
-    assert main(["config", "--output", str(path)]) == 0
+    path.write_text("param_dtype: fp16\n")
+    command("config", "--output", str(path), "--overwrite")
     assert ShardcastConfig.load(path) == ShardcastConfig()
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    assert command("config") == text
+    words, lines = " ".join(text.replace("##", "").split()), text.splitlines()
+    options = {option.name: option.metadata["help"] for option in fields(ShardcastConfig)}
+    assert all(" ".join(help_text.split()) in words for help_text in options.values())
     enabled = "\n".join(line.removeprefix("# ") for line in lines[3:] if not line.startswith("##"))
     path.write_text(enabled)
     assert ShardcastConfig.load(path) == ShardcastConfig(), "also with every option written out"
-    named = yaml.safe_load(enabled).keys()
-    options = {option.name for option in dataclasses.fields(ShardcastConfig)}
-    assert named == options - {"group_fn", "cost_fn"}
-
-
-def test_the_written_file_holds_every_help_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config"]) == 0
-    words = " ".join(capsys.readouterr().out.replace("##", "").split())
-    for option in dataclasses.fields(ShardcastConfig):
-        assert " ".join(option.metadata["help"].split()) in words, option.name
-
-
-def test_a_file_is_not_overwritten_unasked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("param_dtype: fp16\n")
-    assert main(["config", "--output", str(path)]) == 2
-    assert "pass --overwrite" in capsys.readouterr().err
-    assert path.read_text() == "param_dtype: fp16\n"
-    assert main(["config", "--output", str(path), "--overwrite"]) == 0
-    assert ShardcastConfig.load(path) == ShardcastConfig()
-
-
-# -- env --------------------------------------------------------------------------------------
+    assert yaml.safe_load(enabled).keys() == options.keys() - {"group_fn", "cost_fn"}
 
 
 def test_env_prints_versions_variables_and_the_configuration_line_by_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDCAST_MAX_GRAD_NORM", "0.125")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # may be empty
-    assert main(["env"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("env").splitlines()
     titles = [line for line in lines if not line.startswith(" ")]
     assert titles == ["versions:", "machine:", "environment:", "configuration (* changed):"]
-    found = dict(line.split(maxsplit=1) for line in lines if line not in titles)
-    assert found["torch"].startswith(torch.__version__)
-    assert found["accelerate"][0].isdigit() and "gloo" in found["backends"]
-    assert found["WORLD_SIZE"] == "4"
-    assert found["max_grad_norm*"] == "0.125" and found["param_dtype"] == "bf16"
-    assert found["grad_dtype"] == "null" and found["offload"] == "false"
+    values = dict(line.split(maxsplit=1) for line in lines if line not in titles)
+    assert values["torch"].startswith(torch.__version__)
+    assert values["accelerate"][0].isdigit() and "gloo" in values["backends"]
+    assert values["WORLD_SIZE"] == "4"
+    assert values["max_grad_norm*"] == "0.125" and values["param_dtype"] == "bf16"
+    assert values["grad_dtype"] == "null" and values["offload"] == "false"
     monkeypatch.setenv("SHARDCAST_MAX_GRAD_NRM", "1")
-    assert main(["env"]) == 0, "a wrong configuration is what is looked for: it is shown"
-    assert "SHARDCAST_MAX_GRAD_NRM; did you mean" in capsys.readouterr().out
+    # A wrong configuration is what is looked for: it is shown.
+    assert "SHARDCAST_MAX_GRAD_NRM; did you mean" in command("env")
 
 
 def test_a_package_of_the_same_import_name_is_named_with_a_remedy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     other = tmp_path / "shardcast-0.3.4.dist-info"
     other.mkdir()
@@ -148,225 +122,26 @@ def test_a_package_of_the_same_import_name_is_named_with_a_remedy(
     with pytest.warns(UserWarning, match=r"shardcast 0\.3\.4.*pip uninstall") as warned:
         importlib.reload(shardcast)
     assert len(warned) == 1 and warned[0].filename == importlib.__file__
-    assert main(["env"]) == 0
-    assert "pip uninstall" in capsys.readouterr().out
+    assert "pip uninstall" in command("env")
 
 
-# -- test -------------------------------------------------------------------------------------
-
-
-def test_the_self_test_passes_here(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_self_test_passes_here_and_shows_what_failed(
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forked(check: Any, size: int, *args: Any, **options: Any) -> list[str]:
         with spawn_world(size, start_method="forkserver", **options) as world:
             return world.run(check, *args)
 
-    monkeypatch.setattr(cli, "spawn", forked)  # processes that need not import torch
-    assert main(["test"]) == 0
-    printed = capsys.readouterr().out
-    assert "ok     one process" in printed
-    assert "ok     two processes over gloo" in printed
-    assert "NCCL" in printed
-
-
-def test_the_self_test_shows_what_failed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     def broken(*_args: object, **_options: object) -> None:
         raise RuntimeError("fp32 weights: expected those of plain torch.optim.AdamW")
 
+    monkeypatch.setattr(cli, "spawn", forked)  # processes that need not import torch
+    printed = command("test")
+    for line in ("ok     one process", "ok     two processes over gloo", "NCCL"):
+        assert line in printed
     monkeypatch.setattr(cli, "spawn", broken)
-    assert main(["test"]) == 1
-    assert "FAILED one process: RuntimeError: fp32 weights" in capsys.readouterr().out
-
-
-# -- launch -----------------------------------------------------------------------------------
-
-
-def test_one_file_configures_both_and_an_unedited_script_shards(tmp_path: Path) -> None:
-    text = (
-        "import json, sys, torch\n"
-        "from pathlib import Path\n"
-        "from accelerate import Accelerator\n"
-        "a = Accelerator()\n"
-        "m = torch.nn.Linear(3, 3)\n"
-        "m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))\n"
-        "a.backward(m(torch.ones(1, 3) * a.process_index).sum())\n"
-        "o.step()\n"
-        "both = a.gather(m.weight.detach().float()[None])\n"
-        "assert torch.equal(both[0], both[1]), both\n"
-        "c = a.shardcast_config\n"
-        "found = [type(a).__name__, a.num_processes, str(m.weight.dtype), a.mixed_precision,\n"
-        "         c.max_grad_norm, c.pack_mb]\n"
-        "Path(sys.argv[1], str(a.process_index)).write_text(json.dumps(found))\n"
-    )
-    path = launch_file(tmp_path, shardcast_config={"max_grad_norm": 0.5, "pack_mb": 2.0})
-    # An environment variable and a flag win over the file, as they do without a launcher.
-    arguments = ["--config_file", path, "--mixed_precision", "bf16", script(tmp_path, text)]
-    out = tmp_path / "out"
-    out.mkdir()
-    done = shell("shardcast", "launch", *arguments, str(out), SHARDCAST_PACK_MB="4.0")
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr
-    expected = ["ShardcastAccelerator", 2, "torch.bfloat16", "bf16", 0.5, 4.0]
-    found = {path.name: json.loads(path.read_text()) for path in out.iterdir()}
-    assert found == {"0": expected, "1": expected}
-
-
-@pytest.mark.parametrize(
-    ("given", "started"),
-    [
-        (["s.py", "--a"], ["shardcast.run", "s.py", "--a"]),
-        (["-m", "shardcast.run", "s.py", "--a"], ["shardcast.run", "s.py", "--a"]),
-        (["-m", "package.s", "--a"], ["shardcast.run", "-m", "package.s", "--a"]),
-        (["--no_python", "s.py", "--a"], ["s.py", "--a"]),
-    ],
-)
-def test_every_script_is_started_by_the_runner_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], started: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "s.py").write_text(NO_PROCESS)
-    seen: list[Any] = []
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", seen.append)
-    path = launch_file(tmp_path, num_processes=1, distributed_type="NO")
-    assert main(["launch", "--config_file", path, *given]) == 0
-    (parsed,) = seen
-    assert [parsed.training_script, *parsed.training_script_args] == started
-    assert bool(parsed.module) == (started[0] == "shardcast.run")
-
-
-def test_stock_accelerate_refuses_the_file_that_shardcast_launch_takes(tmp_path: Path) -> None:
-    """What the troubleshooting page explains."""
-    path = launch_file(tmp_path, shardcast_config={})
-    arguments = ["--config_file", path, script(tmp_path, NO_PROCESS)]
-    parsed = launch_command_parser().parse_args(arguments)
-    with pytest.raises(ValueError, match=r"had unknown keys \(\['shardcast_config'\]\)"):
-        launch_command(parsed)
-    assert "unknown keys (['shardcast_config'])" in (ROOT / "docs/troubleshooting.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("changes", "flags", "message"),
-    [
-        ({"shardcast_config": {"max_grad_nrm": 1.0}}, [], "did you mean 'max_grad_norm'"),
-        ({"shardcast_config": {"pack_mb": -1}}, [], "pack_mb: expected a number of MiB above 0"),
-        ({"shardcast_config": ["a"]}, [], "expected a mapping of options, got list"),
-        (
-            {"shardcast_config": {"param_dtype": "fp16"}, "mixed_precision": "bf16"},
-            [],
-            "mixed_precision is 'bf16' but the shardcast configuration has param_dtype 'fp16'",
-        ),
-        ({"mixed_precision": "fp8"}, [], "expected no, bf16 or fp16, got fp8"),
-        ({"distributed_type": "FSDP"}, [], "expected MULTI_GPU or NO, got FSDP"),
-        ({"distributed_type": "DEEPSPEED"}, [], "expected MULTI_GPU or NO, got DEEPSPEED"),
-        ({}, ["--use_fsdp"], "expected MULTI_GPU or NO, got FSDP"),
-        ({"distributed_type": "MULTI_CPU"}, [], "Accelerate starts one process with --cpu or"),
-    ],
-)
-def test_mistakes_are_found_before_a_process_starts(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, object],
-    flags: list[str],
-    message: str,
-) -> None:
-    path = launch_file(tmp_path, **{"shardcast_config": {}, **changes})
-    status = main(["launch", "--config_file", path, *flags, script(tmp_path, NO_PROCESS)])
-    assert status == 2
-    assert message in capsys.readouterr().err
-
-
-def test_two_configurations_at_once_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDCAST_CONFIG", str(ROOT / "configs/bf16.yaml"))
-    path = launch_file(tmp_path, shardcast_config={})
-    assert main(["launch", "--config_file", path, script(tmp_path, NO_PROCESS)]) == 2
-    assert "two configurations" in capsys.readouterr().err
-    assert main(["launch", "--config_file", str(tmp_path / "no.yaml"), "script.py"]) == 2
-    assert "no.yaml" in capsys.readouterr().err
-
-
-def test_the_launch_files_in_configs_are_valid() -> None:
-    for path in (ROOT / "configs/accelerate").glob("shardcast_*.yaml"):
-        ours, rest = split_config(str(path))
-        assert ours is not None and "mixed_precision" in rest
-        ShardcastConfig.load(ours)
-
-
-@pytest.fixture
-def one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[str, str]]:
-    """``shardcast launch`` of one process by this one; what it prints, and its errors."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-
-    def launched(*arguments: str) -> tuple[str, str]:
-        path = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
-        assert main(["launch", "--config_file", path, *arguments]) == 0
-        captured = capfd.readouterr()
-        return captured.out, captured.err
-
-    return launched
-
-
-def test_a_module_and_a_script_that_enables_by_itself_run_too(
-    tmp_path: Path, one_process: Callable[..., tuple[str, str]]
-) -> None:
-    text = (
-        "import sys, torch\n"
-        "from accelerate import Accelerator\n"
-        "from shardcast.accelerate import enable\n"
-        "a = enable(Accelerator(), {'param_dtype': 'fp16'})\n"
-        "m = torch.nn.Linear(3, 3)\n"
-        "m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))\n"
-        "print(m.weight.dtype, sys.argv[1:])\n"
-    )
-    script(tmp_path, text)
-    out, err = one_process("-m", "script", "--steps", "3")
-    assert out == "torch.float16 ['--steps', '3']\n", err
-
-
-def test_a_script_that_shards_nothing_is_told_so_at_its_end(
-    tmp_path: Path, one_process: Callable[..., tuple[str, str]]
-) -> None:
-    text = "import accelerate; a = accelerate.Accelerator(); print('end')"
-    out, err = one_process(script(tmp_path, text))
-    assert out == "end\n", err
-    assert "NOTHING WAS SHARDED" in err
-
-
-def test_processes_for_gpus_that_are_not_there_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    arguments = ["launch", "--config_file", "configs/accelerate/shardcast_multi_gpu.yaml"]
-    monkeypatch.chdir(ROOT)
-    assert main([*arguments, script(tmp_path, NO_PROCESS)]) == 2
-    told = capsys.readouterr().err
-    assert "MULTI_GPU with 8 processes, but this machine has no GPU" in told
-    assert "use_cpu: true" in told
-
-
-def test_inspect_shows_a_checkpoint_as_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    optimizer = shardcast.shard(model, torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9))
-    model(torch.randn(2, 3)).float().sum().backward()
-    optimizer.step()
-    checkpoint.save(tmp_path, model, optimizer, step=7)
-    assert main(["inspect", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    facts = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
-    assert facts["step"] == "7" and facts["saved"] == "by    1 ranks, partition even, SGD"
-    rows = {line.split()[0]: line.split()[1:] for line in lines[lines.index("") + 2 :]}
-    assert rows["0.weight"] == ["2x3", "float32", "momentum_buffer"]
-    assert rows["1.num_batches_tracked"] == ["-", "int64"]
-    assert main(["inspect", str(tmp_path / "no")]) == 2
-    assert "no committed checkpoint" in capsys.readouterr().err
+    printed = command("test", status=1)
+    assert "FAILED one process: RuntimeError: fp32 weights" in printed
 
 
 def test_a_pipe_that_is_closed_early_is_no_error(
@@ -380,25 +155,34 @@ def test_a_pipe_that_is_closed_early_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_export_writes_plain_files_and_says_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+def test_inspect_shows_a_checkpoint_as_a_table_and_export_writes_plain_files(
+    tmp_path: Path, command: Command
 ) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
-    model(torch.ones(1, 3)).float().sum().backward()
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = shardcast.shard(model, torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9))
+    model(torch.randn(2, 3)).float().sum().backward()
     optimizer.step()
-    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr().out.split()
-    assert printed == [str(tmp_path / "out" / n) for n in ("model.safetensors", "optimizer.pt")]
-    state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    checkpoint.save(run, model, optimizer, step=7)
+    lines = command("inspect", run).splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
+    assert facts["step"] == "7" and facts["saved"] == "by    1 ranks, partition even, SGD"
+    rows = {line.split()[0]: line.split()[1:] for line in lines[lines.index("") + 2 :]}
+    assert rows["0.weight"] == ["2x3", "float32", "momentum_buffer"]
+    assert rows["1.num_batches_tracked"] == ["-", "int64"]
+    printed = command("export", run, str(out)).split()
+    assert printed == [str(out / name) for name in ("model.safetensors", "optimizer.pt")]
+    state = torch.load(out / "optimizer.pt", weights_only=True)
     assert sorted(state) == ["param_groups", "state"]
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert "give a new or an empty directory" in capsys.readouterr().err
+    told = command("export", run, str(out), status=2)
+    assert "give a new or an empty directory" in told
 
 
 JOB = """
-import pathlib, torch, shardcast
+import torch, shardcast
 from shardcast import checkpoint
 
 def make():
@@ -427,15 +211,228 @@ def record(flips):
 
 @pytest.mark.parametrize("flips", [False, True])
 def test_replay_names_the_element_that_parts(
-    flips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+    flips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     (tmp_path / "job_to_replay.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "job_to_replay", raising=False)
     importlib.import_module("job_to_replay").record(flips)
-    assert main(["replay", "run", "job_to_replay:make"]) == int(flips)
-    printed = capsys.readouterr().out
+    printed = command("replay", "run", "job_to_replay:make", status=int(flips))
     assert ("'weight'" in printed and "element 6:" in printed) == flips, printed
-    assert main(["replay", "run", "job_to_replay:record"]) == 2
-    assert main(["replay", "run", "job_to_replay:no"]) == 2
+
+
+# -- launch -----------------------------------------------------------------------------------
+
+UNEDITED = """
+import json, sys, torch
+from pathlib import Path
+from accelerate import Accelerator
+a = Accelerator()
+m = torch.nn.Linear(3, 3)
+m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))
+a.backward(m(torch.ones(1, 3) * a.process_index).sum())
+o.step()
+both = a.gather(m.weight.detach().float()[None])
+assert torch.equal(both[0], both[1]), both
+c = a.shardcast_config
+facts = [type(a).__name__, a.num_processes, str(m.weight.dtype), a.mixed_precision]
+facts += [c.max_grad_norm, c.pack_mb]
+Path(sys.argv[1], str(a.process_index)).write_text(json.dumps(facts))
+"""
+
+
+def test_one_file_configures_both_and_an_unedited_script_shards(tmp_path: Path) -> None:
+    path = launch_file(tmp_path, shardcast_config={"max_grad_norm": 0.5, "pack_mb": 2.0})
+    # An environment variable and a flag win over the file, as they do without a launcher.
+    arguments = ["--config_file", path, "--mixed_precision", "bf16", script(tmp_path, UNEDITED)]
+    (out := tmp_path / "out").mkdir()
+    words = ("-m", "shardcast", "launch", *arguments, str(out))
+    done = python(*words, timeout=50, SHARDCAST_PACK_MB="4.0")
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    expected = ["ShardcastAccelerator", 2, "torch.bfloat16", "bf16", 0.5, 4.0]
+    written = {path.name: json.loads(path.read_text()) for path in out.iterdir()}
+    assert written == {"0": expected, "1": expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        ("s.py --a", "shardcast.run s.py --a"),
+        ("-m shardcast.run s.py --a", "shardcast.run s.py --a"),
+        ("-m package.s --a", "shardcast.run -m package.s --a"),
+        ("--no_python s.py --a", "s.py --a"),
+    ],
+)
+def test_every_script_is_started_by_the_runner_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, given: str, started: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").write_text(NO_PROCESS)
+    seen: list[Any] = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", seen.append)
+    path = launch_file(tmp_path, num_processes=1, distributed_type="NO")
+    command("launch", "--config_file", path, *given.split())
+    (parsed,) = seen
+    assert [parsed.training_script, *parsed.training_script_args] == started.split()
+    assert bool(parsed.module) == started.startswith("shardcast.run")
+
+
+def test_stock_accelerate_refuses_the_file_that_shardcast_launch_takes(tmp_path: Path) -> None:
+    """What the troubleshooting page explains."""
+    path = launch_file(tmp_path, shardcast_config={})
+    arguments = ["--config_file", path, script(tmp_path, NO_PROCESS)]
+    parsed = launch_command_parser().parse_args(arguments)
+    with pytest.raises(ValueError, match=r"had unknown keys \(\['shardcast_config'\]\)"):
+        launch_command(parsed)
+    assert "unknown keys (['shardcast_config'])" in (ROOT / "docs/troubleshooting.md").read_text()
+
+
+def test_the_launch_files_in_configs_are_valid() -> None:
+    for path in (ROOT / "configs/accelerate").glob("shardcast_*.yaml"):
+        ours, accelerates = split_config(str(path))
+        assert ours is not None and "mixed_precision" in accelerates
+        ShardcastConfig.load(ours)
+
+
+ENABLES = """
+import sys, torch
+from accelerate import Accelerator
+from shardcast.accelerate import enable
+a = enable(Accelerator(), {'param_dtype': 'fp16'})
+m = torch.nn.Linear(3, 3)
+m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))
+print(m.weight.dtype, sys.argv[1:])
+"""
+SHARDS_NOTHING = "import accelerate; a = accelerate.Accelerator(); print('end')"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "printed", "error"),
+    [
+        (ENABLES, "-m script --steps 3", "torch.float16 ['--steps', '3']\n", ""),
+        (SHARDS_NOTHING, "{}/script.py", "end\n", "NOTHING WAS SHARDED"),
+    ],
+    ids=["a module that enables by itself", "a script that shards nothing"],
+)
+def test_scripts_of_one_process_are_launched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    text: str, words: str, printed: str, error: str,
+) -> None:  # fmt: skip
+    script(tmp_path, text)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    path = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
+    assert main(["launch", "--config_file", path, *words.format(tmp_path).split()]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == printed, captured.err
+    assert error in captured.err
+
+
+# -- what cannot be done --------------------------------------------------------------------------
+
+FILES: dict[str, Any] = {
+    "mine.yaml": {"param_dtype": "fp16"},
+    "both.yaml": {**BOTH, "shardcast_config": {}},
+    **{
+        f"{name}.yaml": {**BOTH, "shardcast_config": {}, **changes}
+        for name, changes in {
+            "typo": {"shardcast_config": {"max_grad_nrm": 1.0}},
+            "wrong": {"shardcast_config": {"pack_mb": -1}},
+            "list": {"shardcast_config": ["a"]},
+            "two": {"shardcast_config": {"param_dtype": "fp16"}, "mixed_precision": "bf16"},
+            "fp8": {"mixed_precision": "fp8"},
+            "fsdp": {"distributed_type": "FSDP"},
+            "deepspeed": {"distributed_type": "DEEPSPEED"},
+            "cpu": {"distributed_type": "MULTI_CPU"},
+            "gpus": {"use_cpu": False, "num_processes": 8},
+        }.items()
+    },
+    "script.py": NO_PROCESS,
+    "misbuilt.py": """
+import torch
+def pair():
+    model = torch.nn.Linear(10, 10)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+def triple(): return (*pair(), None)
+def unlike(): return torch.nn.Linear(2, 2), "AdamW"
+""",
+}
+COUNT = "expected a whole number >= 1"
+REFUSED = {
+    "lunch": "unknown command 'lunch'",
+    "config --output mine.yaml": "pass --overwrite",
+    "inspect no": "no committed checkpoint",
+    "replay full misbuilt:pair": "expected that misbuilt:pair returns (model, optimizer, train)",
+    "replay full misbuilt:no": "expected MODULE:FUNCTION",
+    # launch: before a process starts
+    "launch --config_file no.yaml script.py": "no.yaml",
+    "launch --config_file typo.yaml script.py": "did you mean 'max_grad_norm'",
+    "launch --config_file wrong.yaml script.py": "pack_mb: expected a number of MiB above 0",
+    "launch --config_file list.yaml script.py": "expected a mapping of options, got list",
+    "launch --config_file two.yaml script.py": (
+        "mixed_precision is 'bf16' but the shardcast configuration has param_dtype 'fp16'"
+    ),
+    "launch --config_file fp8.yaml script.py": "expected no, bf16 or fp16, got fp8",
+    "launch --config_file fsdp.yaml script.py": "expected MULTI_GPU or NO, got FSDP",
+    "launch --config_file deepspeed.yaml script.py": "expected MULTI_GPU or NO, got DEEPSPEED",
+    "launch --config_file both.yaml --use_fsdp script.py": "expected MULTI_GPU or NO, got FSDP",
+    "launch --config_file cpu.yaml script.py": "Accelerate starts one process with --cpu or",
+    "launch --config_file gpus.yaml script.py": (
+        "MULTI_GPU with 8 processes, but this machine has no GPU"
+    ),
+    "SHARDCAST_CONFIG=mine.yaml launch --config_file both.yaml script.py": "two configurations",
+    # estimate
+    **{
+        f"estimate {name}": "expected MODULE:FUNCTION"
+        for name in ("no:build", "torch:nn2", "torch", "''")
+    },
+    "estimate misbuilt:pair --optimizer AdamW": "leave out --optimizer AdamW",
+    "estimate misbuilt:triple": "got Linear, SGD, NoneType",
+    "estimate misbuilt:unlike": "got Linear, str",
+    "estimate misbuilt:pair --machine tpu": "expected one of h100, a100, h100-ethernet, gloo",
+    **{
+        f"estimate misbuilt:pair {option} {text}": f"{option}: {COUNT}"
+        for option in ("--tokens", "--world_size")
+        for text in ("0", "-1", "1.5", "many")
+    },
+    "estimate misbuilt:pair --world_size 8 64 --write x.yaml": "--write: expected one",
+    "estimate misbuilt:pair --tp 2": "tp: expected a plan beside it",
+    "estimate misbuilt:pair --tp 2 --tp_plan '*.upp.*=0'": "matches no parameter",
+    "estimate misbuilt:pair --pp 9": "pp: expected at most as many stages as layers",
+    "estimate nothing:there --plot x.png": "pip install matplotlib",  # before the work
+    # the training programs
+    "launch/train.py --steps 0": "0 is not a positive number",
+    "launch/train.py --step 3": "--step",  # torchrun would take an abbreviation
+    "launch/train_hybrid.py --baseline --dp 2": "--baseline: it runs in one process",
+    "launch/train_hybrid.py --dp 3": "--micro-batches 8 is not a multiple of --dp 3",
+    "launch/train_hybrid.py --tp 3": "--heads 4 is not a multiple of --tp 3",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_command_that_cannot_do_what_it_is_told_says_why_and_does_nothing(
+    line: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "misbuilt", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for name, content in FILES.items():
+        text = content if isinstance(content, str) else yaml.safe_dump(content)
+        (tmp_path / name).write_text(text)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    words = shlex.split(line)
+    if "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("="))
+    programs: dict[str, Any] = {
+        "launch/train.py": train.parse_arguments,
+        "launch/train_hybrid.py": train_hybrid.parse_arguments,
+    }
+    if words[0] in programs:
+        told = command(*words[1:], program=programs[words[0]], status=2)
+    else:
+        told = command(*words, status=2)
+    assert REFUSED[line] in told
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import comparison
@@ -21,7 +22,7 @@ from commands import TORCHRUN, command, python
 from corpus import Corpus
 from gpt import GPT, GPTConfig
 from processes import Processes
-from train import main, parse_arguments, schedule, train
+from train import main, parse_arguments, train
 
 import shardcast
 from shardcast.testing import SpawnedWorld
@@ -63,40 +64,33 @@ def test_files_are_trained_on_or_held_out_wherever_they_lie_and_a_single_one_is_
     single = Corpus.load([path], context=8)
     assert bytes(torch.cat([single.train, single.held_out])) == path.read_bytes()
     assert single.held_out.numel() == 50
-
-
-def test_missing_and_too_short_text_are_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
-        Corpus.load([tmp_path / "absent"], context=8)
-    (tmp_path / "short.txt").write_bytes(b"only a little")
+        Corpus.load([moved / "absent"], context=8)
+    path.write_bytes(b"only a little")
     with pytest.raises(ValueError, match="held-out text has 0 bytes"):
-        Corpus.load([tmp_path / "short.txt"], context=8)
+        Corpus.load([path], context=8)
 
 
-def test_a_batch_depends_on_seed_step_and_index_alone(text_directory: Path) -> None:
+def test_batches_depend_on_step_and_index_alone_and_ranks_share_the_held_out_ones(
+    text_directory: Path,
+) -> None:
     corpus = Corpus.load([text_directory], context=8)
     tokens, targets = corpus.train_batch(seed=1, step=2, index=3, size=4)
-    assert tokens.shape == targets.shape == (4, 8)
-    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.shape == targets.shape == (4, 8) and targets.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     torch.manual_seed(99)
     assert torch.equal(tokens, corpus.train_batch(seed=1, step=2, index=3, size=4)[0])
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
         assert not torch.equal(tokens, corpus.train_batch(*other, size=4)[0])
 
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_together_see_the_held_out_sequences_of_one(
-    text_directory: Path, world: int
-) -> None:
-    corpus = Corpus.load([text_directory], context=8)
-
     def rows(rank: int, world: int) -> list[tuple[int, ...]]:
         batches = corpus.held_out_batches(10, size=3, rank=rank, world=world)
         return [tuple(row) for tokens, _ in batches for row in tokens.tolist()]
 
     assert len(rows(0, 1)) == 10
-    assert sorted(rows(0, 1)) == sorted(row for rank in range(world) for row in rows(rank, world))
+    for world in (2, 3):
+        of_ranks = sorted(row for rank in range(world) for row in rows(rank, world))
+        assert of_ranks == sorted(rows(0, 1))
 
 
 # -- model -------------------------------------------------------------------------------------
@@ -117,35 +111,23 @@ def test_gpt_begins_at_the_entropy_of_a_byte_and_does_not_look_ahead(dtype: torc
     assert told.shape == (1, 23) and torch.equal(told[:, :3], tokens[:1, :3])
 
 
-def test_checkpointed_activations_give_the_same_gradients() -> None:
-    gradients = []
-    for checkpoint_activations in (False, True):
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(16, 16, 32, 2, 2, checkpoint_activations=checkpoint_activations))
-        tokens = torch.arange(16)[None]
-        model(tokens % 16, tokens % 16).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert torch.equal(plain, recomputed)
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_pipeline_stages_one_after_the_other_are_the_whole_model(count: int) -> None:
+    network = GPT(replace(TINY, depth=5, tie_head=True))
+    stages = [copy.deepcopy(network).keep(number, count) for number in range(count)]
+    tokens = torch.randint(256, (2, 16))
+    x = tokens
+    for stage in stages:
+        x = stage(x)
+    assert torch.equal(x, network(tokens))
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    tied = ["head.weight"] * (count > 1)
+    assert sorted(names) == sorted([*dict(network.named_parameters()), *tied])
+    with pytest.raises(ValueError, match="6 pipeline stages need as many blocks, there are 5"):
+        network.keep(0, 6)
 
 
 # -- arguments, metrics, configurations ----------------------------------------------------------
-
-
-def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
-    factors = [schedule(step, 10, 100) for step in range(1, 101)]
-    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert factors[9:] == sorted(factors[9:], reverse=True)
-    assert factors[-1] == pytest.approx(0.1)
-    assert schedule(1, 0, 1) == pytest.approx(0.1)
-
-
-def test_flags_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_arguments(["--baseline", "ddp"]).output == Path("runs/ddp")
-    for wrong in (["--step", "3"], ["--steps", "0"]):
-        with pytest.raises(SystemExit):
-            parse_arguments(wrong)
-    assert "0 is not a positive number" in capsys.readouterr().err
 
 
 def run_records(corpus: str = "x", **validation: float) -> list[metrics.Record]:
