@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,22 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)
     )
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
 def set_grads(model: nn.Module, seed: int) -> None:
@@ -47,6 +63,37 @@ def steps(count: int, before: Callable[[int, nn.Module, Any], None] | None = Non
     return script
 
 
+def backwards(count: int, before: Callable[[int, nn.Module, Any], None] | None = None) -> Script:
+    """A script of ``count`` steps on the rank's part of the batch; as :func:`steps`."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool = True) -> None:
+        for step in range(count):
+            if before is not None:
+                before(step, model, optimizer)
+            model(batch).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+def on_ranks(
+    script: Callable[[Any, Any, Tensor], Any], size: int = 2, build: Build = sgd, **fields: Any
+) -> list[Any]:
+    """What ``script(model, optimizer, batch)`` returns on each rank, with its part of the batch."""
+
+    def run(group: Any) -> Any:
+        model = mlp()
+        config = {"param_dtype": "fp32", "pack_params": 2, "fuse": "eager", **fields}
+        optimizer = shardcast.shard(model, build(model), process_group=group, **config)
+        return script(model, optimizer, BATCH.chunk(size)[group.rank()])
+
+    world = ThreadedWorld(size, timeout=20)
+    results = world.run(run)
+    assert_same_sequence(world.logs)
+    return results
+
+
 def check(
     build: Build, script: Script, *, worlds: tuple[int, ...] = (1, 2, 3), tol: float = 0.0,
     **fields: Any,
@@ -66,7 +113,7 @@ def check(
         assert len(optimizer.layout.packs) >= 2
         assert optimizer.layout.padding > 0
         script(model, optimizer, BATCH.chunk(group.size())[group.rank()], True)
-        return [param.detach().clone() for param in model.parameters()]
+        return values(model)
 
     for size in worlds:
         world = ThreadedWorld(size)

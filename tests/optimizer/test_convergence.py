@@ -12,7 +12,6 @@ from gpt import GPT, GPTConfig
 from torch import Tensor
 
 import shardcast
-from shardcast.memory.codecs import Int8
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,7 +25,7 @@ def corpus() -> Corpus:
     return Corpus.load([], CONTEXT, 2 << 20)
 
 
-def trained(seed: int = SEEDS[0], **fields: Any) -> tuple[float, list[Tensor]]:
+def trained(seed: int, **fields: Any) -> tuple[float, list[Tensor]]:
     """The loss on held-out text, in nats per byte, and the weights."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(context=CONTEXT, width=64, depth=2, heads=4))
@@ -41,21 +40,10 @@ def trained(seed: int = SEEDS[0], **fields: Any) -> tuple[float, list[Tensor]]:
     return torch.stack(losses).mean().item(), [p.detach().clone() for p in model.parameters()]
 
 
-def linear(codec: Int8, values: Tensor, _bits: Tensor | None) -> tuple[Tensor, ...]:
-    scales = values.abs().amax(-1) / codec.steps
-    codes = (values / scales.clamp_min(1e-38)[:, None]).round()
-    return codes.to(torch.int8 if codec.signed else torch.uint8), scales
-
-
-def test_fewer_bits_train_as_well_and_bytes_without_a_root_worse(monkeypatch: pytest.MonkeyPatch):
-    """The last is the control: 8 bits in equal steps, so that small second moments become zero."""
+def test_fewer_bits_train_as_well():
     exact, weights = zip(*(trained(seed) for seed in SEEDS), strict=True)
     assert max(exact) < 3.0, "it has learned: random bytes are 5.55"
     for moments, percent in (("bf16", 1), ("int8", 2)):
         found, others = zip(*(trained(seed, moments=moments) for seed in SEEDS), strict=True)
         assert any(not torch.equal(a, b) for a, b in zip(others[0], weights[0], strict=True))
         assert sum(found) < sum(exact) * (1 + percent / 100)
-
-    monkeypatch.setattr(Int8, "encode", linear)
-    monkeypatch.setattr(Int8, "decode", lambda _, pieces: pieces[0].float() * pieces[1][:, None])
-    assert not trained(moments="int8")[0] < exact[0] * 1.05

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import foreign
@@ -14,14 +15,30 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from models import MLP, adamw, install, sharded
+from models import GPT, MLP, adamw, assert_same_bits, install, parts, sharded, values
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
 from shardcast.optimizer import full_state
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+# -- shard() --------------------------------------------------------------------------------------
+
+
+class Refusal(NamedTuple):
+    """What to shard, and the error that it gets."""
+
+    told: str
+    error: type[Exception] = ValueError
+    model: Callable[[], Any] = MLP
+    optimizer: Callable[[Any], Any] = adamw
+    fields: dict[str, Any] = {}  # noqa: RUF012 - of a tuple, which nobody changes
 
 
 def twice(model: nn.Module) -> torch.optim.Optimizer:
@@ -35,196 +52,351 @@ def emptied(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
-    "other parameters": (
-        lambda _model: torch.optim.SGD([nn.Parameter(torch.ones(3, 5))], lr=1.0),
-        ValueError, r"shape \(3, 5\) that is not one of the model's; build",
-    ),
-    "a copy's": (lambda model: adamw(copy.deepcopy(model)), ValueError, "this very model"),
-    "one twice": (twice, ValueError, r"parameter 'b\.bias' is in its groups twice"),
-    "none": (emptied, ValueError, "its groups hold no parameter"),
-    "a class": (
-        lambda _model: torch.optim.AdamW, TypeError,
-        r"expected a torch\.optim\.Optimizer.*not the class",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_optimizers_that_cannot_be_sharded_are_refused(case: str):
-    make, error, told = REFUSED[case]
-    model = MLP()
-    with pytest.raises(error, match=told):
-        shardcast.shard(model, make(model))
-
-
-def test_what_is_no_model_is_refused():
-    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, .* got int"):
-        shardcast.shard([3], adamw(MLP()))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("call", ["step", "add_param_group", "state_dict", "load_state_dict"])
-def test_calls_of_the_original_optimizer_are_refused(call: str):
-    model = MLP()
+def with_another_step(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = adamw(model)
-    shardcast.shard(model, optimizer)
-    with pytest.raises(RuntimeError, match=rf"call {call}\(\) of the optimizer that shardcast\.s"):
-        getattr(optimizer, call)()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which replaces it too, and is known
+    step = optimizer.step
+    optimizer.step = lambda: step()
+    return optimizer
 
 
-@pytest.mark.parametrize(
-    ("dtype", "told"), [(torch.complex64, "complex"), (torch.float64, "float64")]
-)
-def test_parameters_of_an_unusable_dtype_are_refused_by_name(dtype: torch.dtype, told: str):
-    model = nn.Module()
-    model.good = nn.Parameter(torch.ones(2))
-    model.odd = nn.Parameter(torch.ones(2, dtype=dtype))
-    expected = rf"'odd' is {told}; expected float32, bfloat16 or float16.*model\.float\(\)"
-    with pytest.raises(TypeError, match=expected):
-        shardcast.shard(model, adamw(model))
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters())
 
 
-def test_parameters_left_on_meta_are_refused_by_name():
-    with torch.device("meta"):
+def normalized(model: nn.Module) -> torch.optim.Optimizer:
+    return foreign.Normalized(model.parameters())
+
+
+def with_odd(param: torch.Tensor) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
         model = MLP()
-    with pytest.raises(ValueError, match=r"'a\.weight' is on the meta device"):
-        shardcast.shard(model, adamw(model))
-    with pytest.raises(ValueError, match=r"'a\.weight' is on the meta device"):
-        shardcast.pack_parameters(model)
+        model.odd = nn.Parameter(param)
+        return model
+
+    return build
 
 
-@pytest.mark.parametrize("left", ["1.weight", "stray"])
-def test_what_the_optimizer_does_not_hold_may_not_be_left_on_meta_either(left: str):
-    model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(3, 3))
-    optimizer = torch.optim.AdamW(model[0].parameters())
-    if left == "stray":
-        model.register_buffer("stray", torch.empty(3, device="meta"))
-    else:
-        model[1].to("meta")
-    with pytest.raises(ValueError, match=rf"model: '{left}' is on the meta device .* frozen ones"):
-        shardcast.shard(model, optimizer)
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return MLP()
 
 
-def test_two_parameters_on_the_same_memory_are_refused_by_name():
+def on_same_memory() -> nn.Module:
     model = MLP()
     model.d = nn.Linear(13, 5)
     model.d.weight.data = model.b.weight.data
-    expected = r"'b\.weight' and 'd\.weight' are two objects on the same memory.*tie the Parameter"
-    with pytest.raises(ValueError, match=expected):
-        shardcast.shard(model, adamw(model))
-    with pytest.raises(ValueError, match=expected):
-        shardcast.pack_parameters(model)
-    model.d.weight = model.b.weight
-    shardcast.shard(model, adamw(model))
-    assert model.d.weight is model.b.weight
+    return model
 
 
-def test_views_of_one_storage_that_do_not_overlap_and_empty_parameters_are_not_refused():
+def with_stray_buffer() -> nn.Module:
+    model = MLP()
+    model.register_buffer("stray", torch.empty(3, device="meta"))
+    return model
+
+
+def but_c(model: nn.Module) -> torch.optim.Optimizer:
+    params = [*model.a.parameters(), *model.b.parameters()]
+    model.c.to("meta")
+    return torch.optim.AdamW(params)
+
+
+AT_SHARD = {
+    "no model": Refusal(r"model: expected a torch\.nn\.Module, .* got int", TypeError,
+                        lambda: [3], lambda _model: adamw(MLP())),
+    "other parameters": Refusal(
+        r"shape \(3, 5\) that is not one of the model's; build",
+        optimizer=lambda _model: torch.optim.SGD([nn.Parameter(torch.ones(3, 5))], lr=1.0)),
+    "a copy's": Refusal("this very model", optimizer=lambda m: adamw(copy.deepcopy(m))),
+    "one twice": Refusal(r"parameter 'b\.bias' is in its groups twice", optimizer=twice),
+    "none": Refusal("its groups hold no parameter", optimizer=emptied),
+    "a class": Refusal(r"expected a torch\.optim\.Optimizer.*not the class", TypeError,
+                       optimizer=lambda _model: torch.optim.AdamW),
+    "a step that was replaced": Refusal("the step of this AdamW was replaced", TypeError,
+                                        optimizer=with_another_step),
+    "complex": Refusal(r"'odd' is complex; expected float32, bfloat16 or float16", TypeError,
+                       with_odd(torch.ones(2, dtype=torch.complex64))),
+    "float64": Refusal(r"'odd' is float64; expected .*model\.float\(\)", TypeError,
+                       with_odd(torch.ones(2, dtype=torch.float64))),
+    "on meta": Refusal(r"'a\.weight' is on the meta device", model=on_meta),
+    "another parameter on meta": Refusal(r"model: 'c\.weight' is on the meta .* frozen ones",
+                                         optimizer=but_c),
+    "a buffer on meta": Refusal("model: 'stray' is on the meta", model=with_stray_buffer),
+    "two on the same memory": Refusal(
+        r"'b\.weight' and 'd\.weight' are two objects on the same memory.*tie the Parameter",
+        model=on_same_memory),
+    "DataParallel": Refusal(r"got nn\.DataParallel.*model\.module", TypeError,
+                            lambda: nn.DataParallel(MLP())),
+    "a script": Refusal("TorchScript in 'the root'", TypeError, lambda: torch.jit.script(MLP())),
+    "a trace": Refusal("TorchScript in 'the root'", TypeError,
+                       lambda: torch.jit.trace(MLP(), torch.ones(1, 7))),
+    "a script inside": Refusal("TorchScript in '0'", TypeError,
+                               lambda: nn.Sequential(torch.jit.script(MLP()))),
+    "cut, not elementwise": Refusal("Normalized is not elementwise; use 'whole'",
+                                    optimizer=normalized, fields={"partition": "even"}),
+    "all_gather of unequal spans": Refusal("all_gather needs equal spans", optimizer=normalized,
+                                           fields={"sync": "all_gather"}),
+    "reduce_scatter of them": Refusal("reduce_scatter needs equal spans", optimizer=normalized,
+                                      fields={"reduce": "reduce_scatter"}),
+    "own state, split masters": Refusal("master: .* got RMSprop", optimizer=rmsprop,
+                                        fields={"master": "split16"}),
+    "own state, bytes": Refusal("moments: 'int8' needs Adam, AdamW or SGD.* got RMSprop",
+                                optimizer=rmsprop, fields={"moments": "int8"}),
+    "own state, offload": Refusal("offload: .* got RMSprop", optimizer=rmsprop,
+                                  fields={"offload": True}),
+    "fp16, split masters": Refusal("master: split16 needs param_dtype .*float16",
+                                   fields={"master": "split16", "param_dtype": torch.float16}),
+    "no module of that name": Refusal("fp32_outputs: the pattern 'heads' matches no module",
+                                      model=GPT, fields={"fp32_outputs": "heads"}),
+    "no parameter of that name": Refusal(r"keep_fp32: the pattern 'blocks\.\*\.n' matches no param",
+                                         model=GPT, fields={"keep_fp32": "blocks.*.n"}),
+    "no compiler": Refusal(r"fuse: expected a C\+\+ compiler", fields={"fuse": "compile"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AT_SHARD)
+def test_what_cannot_be_sharded_is_refused_by_name_and_nothing_is_changed(
+    case: str, monkeypatch: pytest.MonkeyPatch
+):
+    told, error, build, make, fields = AT_SHARD[case]
+    if case == "no compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    model = build()
+    optimizer = make(model)
+    params = list(model.parameters()) if isinstance(model, nn.Module) else []
+    before = [(param.dtype, param.data_ptr()) for param in params]
+    with pytest.raises(error, match=told):
+        shardcast.shard(model, optimizer, **fields)
+    assert [(param.dtype, param.data_ptr()) for param in params] == before
+    if case in ("on meta", "two on the same memory"):
+        with pytest.raises(error, match=told):
+            shardcast.pack_parameters(model)
+
+
+def test_ties_views_that_do_not_overlap_and_empty_parameters_are_not_refused():
     """Negative control."""
     flat = torch.arange(8.0)
     model = nn.Module()
     model.first, model.second = (nn.Parameter(part) for part in flat.split(4))
     model.nothing, model.nil = (nn.Parameter(flat[:0]) for _ in range(2))
+    model.tied = model.first
     shardcast.shard(model, adamw(model))
     assert torch.cat([model.first, model.second]).tolist() == flat.tolist()
+    assert model.tied is model.first
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_sparse_gradients_are_refused_by_name(size: int):
-    def train(group: Any) -> None:
-        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
-        make = lambda m: torch.optim.SGD(m.parameters(), lr=1.0)  # noqa: E731
-        optimizer = sharded(model, group if size > 1 else None, make)
-        model(torch.tensor([1, 2])).sum().backward()
+def with_ddp(_group: Any) -> None:
+    wrapped = DistributedDataParallel(MLP())
+    with pytest.raises(ValueError, match=r"DistributedDataParallel; pass model\.module"):
+        shardcast.shard(wrapped, adamw(wrapped))
+    model = MLP()
+    shardcast.shard(model, adamw(model))
+    with pytest.raises(RuntimeError, match="averaged twice"):
+        DistributedDataParallel(model)(torch.ones(1, 7))
+
+
+def test_ddp_around_a_model_is_refused_before_shard_and_after_it(gloo: SpawnedWorld):
+    gloo.run(with_ddp)
+
+
+def with_a_dtensor(group: Any) -> str:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.size(),))
+    model = torch.distributed.tensor.distribute_module(nn.Linear(4, 4), mesh)
+    before = model.weight
+    with pytest.raises(TypeError) as caught:
+        sharded(model, group)
+    assert model.weight is before
+    return str(caught.value)
+
+
+def test_a_dtensor_is_refused_by_name(gloo: SpawnedWorld):
+    for message in gloo.run(with_a_dtensor):
+        assert "parameter 'weight' is a DTensor; expected a plain tensor" in message
+
+
+# -- a sharded optimizer and its model ------------------------------------------------------------
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, others = model.a.parameters(), [*model.b.parameters(), *model.c.parameters()]
+    return torch.optim.AdamW([{"params": first}, {"params": others, "lr": 1e-3}], lr=1e-2)
+
+
+def add_on_meta(model: Any, optimizer: Any) -> None:
+    model.late = nn.Linear(3, 3, device="meta")
+    optimizer.add_param_group({"params": list(model.late.parameters())})
+
+
+def assign(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Any:
+    def call(_model: Any, optimizer: Any) -> None:
+        optimizer.param_groups = change(optimizer.param_groups)
+
+    return call
+
+
+def turned(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**groups[0], "params": groups[0]["params"][::-1]}, *groups[1:]]
+
+
+def set_state(_model: Any, optimizer: Any) -> None:
+    next(iter(optimizer.state.values()))["exp_avg"] = torch.zeros(3)
+
+
+def load_other_groups(model: Any, optimizer: Any) -> None:
+    halves = [{"params": [model.a.weight]}, {"params": [model.b.weight]}]
+    optimizer.load_state_dict(torch.optim.AdamW(halves).state_dict())
+
+
+def load_another_shape(_model: Any, optimizer: Any) -> None:
+    plain = optimizer.full_state_dict()
+    plain["state"][3]["exp_avg"] = torch.zeros(99)  # the fourth of six: some come before it
+    plain["state"][0]["exp_avg"] = torch.full((13, 7), 7.0)
+    plain["param_groups"][0]["lr"] = 9.0
+    optimizer.load_state_dict(plain)
+
+
+def load_another_layout(_model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(sharded(MLP(), optimizer=two_groups, pack_params=2).state_dict())
+
+
+def step_inside_no_sync(model: Any, optimizer: Any) -> None:
+    with optimizer.no_sync():
+        model(torch.ones(1, 7)).sum().backward()
         optimizer.step()
 
-    with pytest.raises(TypeError, match=r"gradient of '0\.weight': expected a dense tensor"):
-        ThreadedWorld(size).run(train)
+
+def clip(*arguments: Any, **options: Any) -> Any:
+    """``clip_grad_norm_`` of the parameters that a function takes from the model's."""
+
+    def call(model: Any, optimizer: Any) -> None:
+        chosen = (a(list(model.parameters())) if callable(a) else a for a in arguments)
+        optimizer.clip_grad_norm_(*chosen, **options)
+
+    return call
 
 
-def test_cutting_parameters_of_an_optimizer_that_is_not_elementwise_is_refused():
+def original(name: str) -> Any:
+    return lambda _model, optimizer: getattr(optimizer.originals.optimizers[0], name)()
+
+
+def convert(to: str) -> Any:
+    def call(model: Any, _optimizer: Any) -> None:
+        getattr(model, to)()
+        with torch.no_grad():
+            model(torch.ones(2, 7, dtype=model.a.weight.dtype))  # it may be used
+        model(torch.ones(2, 7, dtype=model.a.weight.dtype))
+
+    return call
+
+
+Call = Callable[[Any, Any], Any]
+AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
+    "clip without one": (clip(lambda all: all[:-1], 1.0), ValueError,
+                         "clip_grad_norm_: expected all trained parameters, got all but 1"),
+    "clip with others": (clip(lambda all: [*all, *MLP().parameters()], 1.0), ValueError,
+                         "got 6 others that require"),
+    "another norm": (clip(list, 1.0, math.inf), ValueError,
+                     r"expected norm_type 2\.0, got inf; set norm"),
+    "another norm by name": (clip(1.0, norm_type=1.0), ValueError,
+                             r"expected norm_type 2\.0, got 1\.0"),
+    "an error for infinity": (clip(1.0, error_if_nonfinite=True), ValueError,
+                              "skipped on all ranks"),
+    "clip without a norm": (clip(list), TypeError, "max_norm: expected a number"),
+    "clip misspelt": (clip(1.0, max_nrom=1.0), TypeError, "unexpected keyword argument 'max_nrom'"),
+    "values without one": (
+        lambda model, optimizer: optimizer.clip_grad_value_(list(model.parameters())[:-1], 1.0),
+        ValueError, "clip_grad_value_: expected all trained parameters"),
+    "step with a scale": (lambda _, optimizer: optimizer.step(grad_scale=2.0), TypeError,
+                          "step: expected nothing but a closure, got grad_scale="),
+    "step inside no_sync": (step_inside_no_sync, RuntimeError,
+                            r"step\(\) was called inside no_sync\(\)"),
+    "strangers": (
+        lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+        ValueError, "and add a new module to the model before its group"),
+    "one in two groups": (
+        lambda model, optimizer: optimizer.add_param_group({"params": [model.a.weight]}),
+        ValueError, "more than one parameter group"),
+    "a group on meta": (add_on_meta, ValueError, "on the meta device"),
+    "groups assigned, one less": (assign(lambda groups: groups[:1]), ValueError,
+                                  "param_groups: expected the present groups"),
+    "groups assigned, turned": (assign(turned), ValueError,
+                                "param_groups: expected the present groups"),
+    "state of another size": (set_state, ValueError, r"'exp_avg' of parameter 'a\.weight'"),
+    "plain state of other groups": (load_other_groups, ValueError,
+                                    r"expected groups with \[2, 4\] parameters, got \[1, 1\]"),
+    "plain state of another shape": (load_another_shape, ValueError,
+                                     r"'exp_avg' of parameter 'b\.bias' has shape \(99,\)"),
+    "state of another layout": (load_another_layout, ValueError,
+                                r"another layout; load .* shardcast\.checkpoint\.load"),
+    "pickled": (lambda _, optimizer: pickle.dumps(optimizer), TypeError, r"use state_dict\(\)"),
+    "copied": (lambda _, optimizer: copy.copy(optimizer), TypeError, "cannot be pickled or copied"),
+    "copied deeply": (lambda _, optimizer: copy.deepcopy(optimizer), TypeError, "cannot be"),
+    "weights assigned": (lambda model, _: model.load_state_dict(MLP().state_dict(), assign=True),
+                         RuntimeError, "assign=True.* would replace parameters"),
+    "sharded again": (lambda model, _: shardcast.shard(model, adamw(model)), RuntimeError,
+                      r"shard\(\) was called before"),
+    "the sharded sharded": (lambda model, optimizer: shardcast.shard(model, optimizer),
+                            RuntimeError, r"shard\(\) was called before"),
+    "scripted": (lambda model, _: torch.jit.script(model), AttributeError,
+                 r"cannot be scripted.*optimizer\.close\(\)"),
+    "on several devices": (
+        lambda model, _: model._replicate_for_data_parallel()(torch.ones(1, 7)), RuntimeError,
+        r"wrapped in nn\.DataParallel"),
+    "sharded gradients": (lambda _, optimizer: optimizer.gather_gradients(), RuntimeError,
+                          "gather_gradients: .* grads 'sharded'"),
+    **{f"the original's {name}": (original(name), RuntimeError, rf"call {name}\(\) of the optimize")
+       for name in ("step", "add_param_group", "state_dict", "load_state_dict")},
+    **{f"converted by {to}": (convert(to), RuntimeError, r"'a\.weight' was moved out of its pack")
+       for to in ("double", "half")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AFTERWARDS)
+def test_what_a_sharded_optimizer_cannot_do_is_refused_by_name_and_changes_nothing(case: str):
+    call, error, told = AFTERWARDS[case]
     model = MLP()
-    with pytest.raises(ValueError, match="Normalized is not elementwise; use 'whole'"):
-        shardcast.shard(model, foreign.Normalized(model.parameters()), partition="even")
-    optimizer = shardcast.shard(model, foreign.Normalized(model.parameters()), partition="auto")
-    assert optimizer.layout.partition == "whole"
-    for stage, algorithm in (("sync", "all_gather"), ("reduce", "reduce_scatter")):
-        model = MLP()
-        with pytest.raises(ValueError, match=f"{algorithm} needs equal spans"):
-            shardcast.shard(model, foreign.Normalized(model.parameters()), **{stage: algorithm})
+    grads = "sharded" if case == "sharded gradients" else "full"
+    optimizer = sharded(model, optimizer=two_groups, grads=grads)
+    install(model, 0)
+    optimizer.step()
+    before, state, groups = values(model), parts(optimizer), optimizer.param_groups
+    sizes, rate = [len(group["params"]) for group in groups], groups[0]["lr"]
+    with pytest.raises(error, match=told):
+        call(model, optimizer)
+    if not case.startswith("converted"):
+        assert_same_bits({name: values(model)[name] for name in before}, before)
+    assert optimizer.param_groups is groups and groups[0]["lr"] == rate
+    assert [len(group["params"]) for group in groups] == sizes
+    assert_same_bits(parts(optimizer), state)
 
 
-def test_sharding_twice_is_refused():
-    model = MLP()
-    optimizer = adamw(model)
-    sharded_once = shardcast.shard(model, optimizer)
-    for again in (optimizer, sharded_once, adamw(model)):
-        with pytest.raises(RuntimeError, match=r"shard\(\) was called before"):
-            shardcast.shard(model, again)
-
-
-@pytest.mark.parametrize("what", ["moments", "compiler", "meta"])
-def test_what_cannot_be_updated_is_refused_before_the_model_is_cast(
-    what: str, monkeypatch: pytest.MonkeyPatch
-):
-    model = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 3))
-    inner: torch.optim.Optimizer = torch.optim.AdamW(model[0].parameters())
-    fields: dict[str, Any] = {}
-    if what == "moments":
-        inner = torch.optim.RMSprop(model[0].parameters())
-        fields, told = {"moments": "bf16"}, "moments: 'bf16' needs Adam, AdamW or SGD"
-    elif what == "compiler":
-        monkeypatch.setenv("CXX", "no-such-compiler")
-        fields, told = {"fuse": "compile"}, "fuse: expected a C\\+\\+ compiler"
-    else:
-        model.register_buffer("stray", torch.empty(3, device="meta"))
-        told = "'stray' is on the meta device"
-    before = [(p.dtype, p.data_ptr()) for p in model.parameters()]
-    with pytest.raises(ValueError, match=told):
-        shardcast.shard(model, inner, **fields)
-    assert [(p.dtype, p.data_ptr()) for p in model.parameters()] == before
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_stepping_inside_no_sync_is_refused(size: int):
-    def train(group: Any) -> None:
-        model = MLP()
-        optimizer = sharded(model, group if size > 1 else None)
-        with optimizer.no_sync():
-            model(torch.ones(1, 7)).sum().backward()
-            with pytest.raises(RuntimeError, match=r"step\(\) was called inside no_sync\(\)"):
-                optimizer.step()
-        optimizer.step()
-
-    ThreadedWorld(size).run(train)
+def swap(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"][0] = nn.Parameter(groups[0]["params"][0].detach().clone())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "change"),
-    [("bf16", "float"), ("bf16", "double"), ("fp32", "double"), ("fp32", "half")],
+    ("change", "then"),
+    [
+        (lambda groups: groups.pop(0), "step"),
+        (list.clear, "full_state_dict"),
+        (lambda groups: groups.append({**groups[0], "params": []}), "step"),
+        (lambda groups: groups[0]["params"].pop(), "state_dict"),
+        (swap, "step"),
+    ],
 )
-def test_a_converted_model_is_noticed_before_its_next_training_forward(dtype: str, change: str):
+def test_groups_that_lose_or_get_parameters_behind_the_optimizer_are_refused(
+    change: Any, then: str
+):
+    optimizer = sharded(MLP(), optimizer=two_groups)
+    change(optimizer.param_groups)
+    with pytest.raises(RuntimeError, match="param_groups: expected"):
+        getattr(optimizer, then)()
+
+
+def test_a_model_is_scripted_after_the_training():
     model = MLP()
-    sharded(model, param_dtype=dtype)
-    getattr(model, change)()
-    batch = torch.ones(2, 7, dtype=model.a.weight.dtype)
-    with pytest.raises(RuntimeError, match=r"parameter 'a\.weight' was moved out of its pack"):
-        model(batch)
-
-
-def test_a_converted_model_may_be_used():
-    model = MLP()
-    sharded(model, param_dtype=torch.float32)
-    model.double()
-    with torch.no_grad():
-        assert model(torch.ones(2, 7, dtype=torch.float64)).isfinite().all()
-
-
-def test_pickling_and_copying_are_refused():
-    optimizer = sharded(MLP())
-    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match=r"cannot be pickled or copied.*use state_dict\(\)"):
-            attempt(optimizer)
+    sharded(model).close()
+    assert torch.jit.script(model)(torch.ones(1, 7)).isfinite().all()
 
 
 BOUNDS = [
@@ -260,7 +432,20 @@ def test_bounds_that_are_not_above_zero_are_refused_by_name(bound: Any, error: A
         optimizer.add_param_group({"params": [], "max_grad_norm": bound})
 
 
-# -- process groups -------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [1, 2])
+def test_sparse_gradients_are_refused_by_name(size: int):
+    def train(group: Any) -> None:
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+        make = lambda m: torch.optim.SGD(m.parameters(), lr=1.0)  # noqa: E731
+        optimizer = sharded(model, group if size > 1 else None, make)
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(TypeError, match=r"gradient of '0\.weight': expected a dense tensor"):
+        ThreadedWorld(size).run(train)
+
+
+# -- ranks ----------------------------------------------------------------------------------------
 
 
 def test_world_size_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -316,6 +501,8 @@ def different(group: Any, what: str) -> str:
         model.b = nn.Linear(13, 6)
     if odd and what == "missing":
         del model.c
+    if what == "buffer":
+        model.register_buffer("table", torch.zeros(5 if odd else 3))
     if odd and what == "name":
         model.d = model.b
         del model.b
@@ -350,6 +537,7 @@ DIFFERENCES = {
     "name": "b.weight",
     "frozen": "b.bias",
     "group": "b.weight",
+    "buffer": "table (5,)",
     "option": "",
     "class": "ranks 0, 2: optimizer = AdamW; rank 1: optimizer = SGD",
     "lr": "ranks 0, 2: group 0: lr = 0.5; rank 1: group 0: lr = 0.25",
@@ -371,21 +559,19 @@ def test_models_that_differ_are_refused_on_every_rank_by_the_first_difference(wh
     assert sent <= {torch.int64, torch.uint8}, "rank 0's description, and no tensor of the model"
 
 
-# -- state ----------------------------------------------------------------------------------------
+def test_what_one_rank_alone_cannot_shard_is_refused_on_all_before_anything_is_changed():
+    def run(group: Any) -> str:
+        model = MLP()
+        optimizer = adamw(model)
+        if group.rank() == 1:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            shardcast.shard(model, optimizer, process_group=group)
+        assert model.a.weight.dtype == torch.float32
+        return str(caught.value)
 
-
-def trained() -> shardcast.ShardedOptimizer:
-    model = MLP()
-    optimizer = sharded(model)
-    install(model, 0)
-    optimizer.step()
-    return optimizer
-
-
-def test_the_state_of_another_layout_is_refused_with_where_to_load_it():
-    optimizer = sharded(MLP(), pack_params=2)
-    with pytest.raises(ValueError, match=r"another layout; load .* shardcast\.checkpoint\.load"):
-        optimizer.load_state_dict(trained().state_dict())
+    for message in ThreadedWorld(2).run(run):
+        assert "that is not one of the model's" in message
 
 
 def without_a_master(local: dict[str, Any], _plain: dict[str, Any]) -> dict[str, Any]:
@@ -425,130 +611,32 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_all_and_changes_nothing
         with pytest.raises(ValueError) as caught:
             optimizer.load_state_dict(wanted)
         after = optimizer.state_dict()
-        for number, values in before["state"].items():
-            for name, value in values.items():
-                assert torch.equal(after["state"][number][name], value)
+        for number, tensors in before["state"].items():
+            assert_same_bits(after["state"][number], tensors)
         return str(caught.value)
 
     first, second = ThreadedWorld(2).run(load)
     assert re.search(other, first) and re.search(own, second)
 
 
-def test_a_plain_state_with_other_groups_is_refused():
-    model = MLP()
-    halves = [{"params": [model.a.weight]}, {"params": [model.b.weight]}]
-    other = torch.optim.AdamW(halves)
-    with pytest.raises(ValueError, match=r"expected groups with \[6\] parameters, got \[1, 1\]"):
-        trained().load_state_dict(other.state_dict())
-
-
-def test_a_plain_state_of_another_shape_is_refused_and_changes_nothing():
-    optimizer = trained()
-    plain = optimizer.full_state_dict()
-    plain["state"][3]["exp_avg"] = torch.zeros(99)  # the fourth of six: some come before it
-    plain["state"][0]["exp_avg"] = torch.full((13, 7), 7.0)
-    plain["param_groups"][0]["lr"] = 9.0
-    before = [value["exp_avg"].clone() for value in optimizer.state.values()]
-    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 'b\.bias' has shape \(99,\)"):
-        optimizer.load_state_dict(plain)
-    after = [value["exp_avg"] for value in optimizer.state.values()]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-
-
-def with_a_dtensor(group: Any) -> str:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.size(),))
-    model = torch.distributed.tensor.distribute_module(nn.Linear(4, 4), mesh)
-    before = model.weight
-    with pytest.raises(TypeError) as caught:
-        sharded(model, group)
-    assert model.weight is before
-    return str(caught.value)
-
-
-def test_a_dtensor_is_refused_by_name(gloo: SpawnedWorld):
-    for message in gloo.run(with_a_dtensor):
-        assert "parameter 'weight' is a DTensor; expected a plain tensor" in message
-
-
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("broken", ["rank 0", "rank 1", "joining"])
 @pytest.mark.parametrize("call", ["full_state_dict", "full_parameters"])
-def test_an_error_on_one_rank_of_a_gathering_call_is_raised_on_all(call: str, rank: int):
-    def run(group: Any) -> None:
-        model = MLP()
-        optimizer = sharded(model, group)
-        install(model, 0)
-        optimizer.step()
-        if group.rank() == rank:
-            broken = Mock(side_effect=ValueError("broken on one rank"))
-            optimizer.updates[0].fragment_state = broken
-            optimizer.resync_masters = broken
-        with pytest.raises(ValueError, match="broken on one rank"):
-            getattr(optimizer, call)()
-
-    ThreadedWorld(2).run(run)
-
-
-# Of a fragment that lacks a state which the first one has, a KeyError.
-@pytest.mark.parametrize("error", [RuntimeError("no room"), KeyError("no room")], ids=repr)
-@pytest.mark.parametrize("call", ["full_state_dict", "full_parameters"])
-def test_an_error_while_rank_0_joins_the_states_is_raised_on_all(
-    call: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+def test_an_error_in_a_gathering_call_is_raised_on_all_ranks(
+    call: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ):
+    """On one rank, or on rank 0 as it joins what others sent: with one key missing, a KeyError."""
+
     def run(group: Any) -> None:
         model = MLP()
         optimizer = sharded(model, group, pack_params=2)
         install(model, 0)
         optimizer.step()
+        if broken == f"rank {group.rank()}":
+            optimizer.updates[0].fragment_state = optimizer.resync_masters = fault
         with pytest.raises((RuntimeError, KeyError), match="no room"):
             getattr(optimizer, call)()
 
-    monkeypatch.setattr(full_state, "_joined", Mock(side_effect=error))
+    fault = Mock(side_effect=KeyError("no room"))
+    if broken == "joining":
+        monkeypatch.setattr(full_state, "_joined", fault)
     ThreadedWorld(2).run(run)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "told"),
-    [
-        (nn.DataParallel, r"got nn\.DataParallel.*model\.module"),
-        (torch.jit.script, "TorchScript in 'the root'"),
-        (lambda model: torch.jit.trace(model, torch.ones(1, 7)), "TorchScript in 'the root'"),
-        (lambda model: nn.Sequential(torch.jit.script(model)), "TorchScript in '0'"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_models_whose_forward_is_not_the_models_own_are_refused(wrap: Any, told: str):
-    model = wrap(MLP())
-    with pytest.raises(TypeError, match=told):
-        shardcast.shard(model, adamw(model))
-    assert all(param.dtype == torch.float32 for param in model.parameters())
-
-
-def test_copies_of_a_sharded_model_on_several_devices_are_refused():
-    model = MLP()
-    sharded(model)
-    replica = model._replicate_for_data_parallel()
-    with pytest.raises(RuntimeError, match=r"wrapped in nn\.DataParallel"):
-        replica(torch.ones(1, 7))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_sharded_model_is_scripted_after_the_training_only():
-    model = MLP()
-    optimizer = sharded(model)
-    with pytest.raises(AttributeError, match=r"cannot be scripted.*optimizer\.close\(\)"):
-        torch.jit.script(model)
-    optimizer.close()
-    assert torch.jit.script(model)(torch.ones(1, 7)).isfinite().all()
-
-
-def test_an_optimizer_whose_step_was_replaced_is_refused_unless_a_scheduler_did():
-    model = MLP()
-    inner = adamw(model)
-    torch.optim.lr_scheduler.StepLR(inner, 1)
-    inner_step = inner.step
-    inner.step = lambda: inner_step()
-    with pytest.raises(TypeError, match="the step of this AdamW was replaced"):
-        shardcast.shard(model, inner)
-    inner.step = inner_step
-    shardcast.shard(model, inner)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from language import PARTS, Language, batches, loss_of, parallel
-from models import Branches, assert_same_bits, run_world, sharded
-from oracle import BATCH, check, mlp
+from oracle import BATCH, check, mlp, on_ranks, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
@@ -21,8 +19,8 @@ from shardcast.testing import threaded_world
 pytestmark = pytest.mark.timeout(60)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(model, momentum=0.9)
 
 
 def sam(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
@@ -48,81 +46,23 @@ def sam(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> No
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_sam_by_hand_trains_as_under_ddp(partition: str):
-    check(sgd, sam, tol=1e-6, partition=partition)
+    check(momentum, sam, tol=1e-6, partition=partition)
     with pytest.raises(AssertionError):  # the control: without the gather
-        check(sgd, lambda *args: sam(*args[:3], False), worlds=(2,), tol=1e-6)
+        check(momentum, lambda *args: sam(*args[:3], False), worlds=(2,), tol=1e-6)
 
 
 def test_sam_in_bf16_leaves_masters_as_precise_as_they_are_without_it():
     """Against fp32 it is 3e-4 off; SAM itself moves weights by 9e-2."""
     expected = mlp()
-    sam(expected, sgd(expected), BATCH, False)
+    sam(expected, momentum(expected), BATCH, False)
 
-    def run(group: Any) -> dict[str, Tensor]:
-        model = mlp()
-        optimizer = shardcast.shard(model, sgd(model), process_group=group)
-        sam(model, optimizer, BATCH.chunk(2)[group.rank()].bfloat16(), True)
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> dict[str, Tensor]:
+        sam(model, optimizer, batch, True)
         return optimizer.full_parameters()
 
-    masters = run_world(2, run)[0][0]
+    masters = on_ranks(script, build=momentum, param_dtype="bf16")[0]
     for name, param in expected.named_parameters():
         torch.testing.assert_close(masters[name], param.detach(), rtol=0, atol=2e-3)
-
-
-PATTERNS = {  # per rank, the layers that each micro-batch uses
-    "all": [[(0, 1, 2, 3)], [(0, 1, 2, 3)]],
-    "nothing in common": [[(0, 2)], [(1,)]],
-    "one rank without any": [[(0, 1, 2)], []],
-    "accumulated": [[(0, 1, 2, 3), (0,)], [(1, 2), (0, 3)]],
-}
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("mode", ["no_sync", "sync"])
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_every_rank_has_the_mean_of_all_ranks_whatever_is_absent(
-    partition: str, mode: str, name: str
-):
-    pattern = PATTERNS[name]
-    longest = max(len(micros) for micros in pattern)
-
-    def loss(model: nn.Module, rank: int, micro: int) -> Tensor:
-        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * rank + micro))
-        return model(x, pattern[rank][micro]).square().mean()
-
-    def build() -> Branches:
-        torch.manual_seed(0)
-        return Branches()
-
-    def run(group: Any) -> dict[str, Tensor]:
-        rank = group.rank()
-        with torch.random.fork_rng():
-            model = build()
-        still = lambda model: torch.optim.SGD(model.parameters(), lr=0.0)  # noqa: E731
-        optimizer = sharded(model, group, still, partition=partition, pack_params=3)
-        for _ in range(2):  # the second one has its buffers, and a gather before it
-            optimizer.step()
-            optimizer.zero_grad()
-            for micro in range(len(pattern[rank])):
-                last = micro + 1 == longest
-                quiet = mode == "no_sync" and not last
-                with optimizer.no_sync() if quiet else contextlib.nullcontext():
-                    loss(model, rank, micro).backward()
-            optimizer.gather_gradients()
-        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        norm = get_total_norm(list(found.values()))
-        optimizer.step()
-        torch.testing.assert_close(norm, optimizer.grad_norm)
-        return found
-
-    model = build()
-    for rank, micros in enumerate(pattern):
-        for micro in range(len(micros)):
-            (loss(model, rank, micro) / len(pattern)).backward()
-    ranks = run_world(2, run)[0]
-    assert_same_bits(*ranks)
-    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    torch.testing.assert_close(ranks[0], expected, rtol=1e-5, atol=1e-7)
 
 
 def pcgrad(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
@@ -159,18 +99,16 @@ def clips(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> 
 def test_replaced_and_clipped_gradients_train_as_under_ddp_without_a_warning(script: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(sgd, script, tol=1e-6)
+        check(momentum, script, tol=1e-6)
 
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_replaced_gradients_warn_unless_they_were_gathered(
     gathers: bool, recwarn: pytest.WarningsRecorder
 ):
-    def run(group: Any) -> None:
-        model = mlp()
-        optimizer = sharded(model, group, sgd)
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
         for _ in range(2):
-            model(BATCH.chunk(2)[group.rank()]).square().mean().backward()
+            model(batch).square().mean().backward()
             if gathers:
                 optimizer.gather_gradients()
             norm = get_total_norm([p.grad for p in model.parameters()])
@@ -179,23 +117,21 @@ def test_replaced_gradients_warn_unless_they_were_gathered(
             optimizer.step()
             optimizer.zero_grad()
 
-    run_world(2, run)
+    on_ranks(script)
     told = [str(w.message) for w in recwarn.list if "replaced after backward" in str(w.message)]
     assert bool(told) == (not gathers)
     assert all("optimizer.gather_gradients()" in message for message in told)
 
 
 def test_gradients_in_fp16_are_gathered_with_their_loss_scale():
-    def run(group: Any) -> Tensor:
-        model = mlp()
-        optimizer = sharded(model, group, sgd, param_dtype=torch.float16, loss_scale=64.0)
-        optimizer.scale_loss(model(BATCH.half()).float().square().mean()).backward()
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> Tensor:
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
         optimizer.gather_gradients()
         norm = get_total_norm([p.grad.float() for p in model.parameters()])
         optimizer.step()
         return norm / optimizer.grad_norm
 
-    for ratio in run_world(2, run)[0]:
+    for ratio in on_ranks(script, param_dtype="fp16", loss_scale=64.0):
         torch.testing.assert_close(ratio, torch.tensor(64.0), rtol=1e-3, atol=0)
 
 
@@ -227,9 +163,3 @@ def test_tensor_parallel_gradients_are_the_mean_over_data_parallel_ranks(backwar
     expected = {name: param.grad for name, param in model.named_parameters()}
     for found in threaded_world({"dp": 2, "tp": 2}, run):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_sharded_gradients_cannot_be_gathered():
-    model = mlp()
-    with pytest.raises(RuntimeError, match=r"gather_gradients: .* grads 'sharded'"):
-        sharded(model, None, sgd, grads="sharded").gather_gradients()

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import BATCH, check, mlp, set_grads, steps
+from oracle import BATCH, check, equal, mlp, on_ranks, set_grads, sgd, steps, values
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import shardcast
-from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,47 +20,33 @@ pytestmark = pytest.mark.timeout(60)
 NORM = 3 * 2**-25
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def clips(model: nn.Module, optimizer: Any, sharded: bool, kind: str, limit: float) -> None:
+    if sharded:
+        getattr(optimizer, f"clip_grad_{kind}_")(limit)
+    else:
+        {"norm": clip_grad_norm_, "value": clip_grad_value_}[kind](model.parameters(), limit)
 
 
-def clipped(*calls: tuple[str, float]) -> Any:
-    """A script of three steps that clips by ``norm`` and by ``value`` in the order given."""
-
+@pytest.mark.parametrize(
+    "calls",
+    [
+        # torch: clamp(g x f); the bound must not be applied to g, with f to follow.
+        [("norm", 2.0), ("value", 0.1)],
+        [("norm", 0.5), ("norm", 3.0)],
+        [("norm", 3.0), ("norm", 0.5)],
+    ],
+    ids=str,
+)
+def test_a_second_clip_is_one_of_what_the_first_left(calls: list[tuple[str, float]]):
     def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
         for step in range(3):
             set_grads(model, step)
             for kind, limit in calls:
-                if kind == "norm" and sharded:
-                    optimizer.clip_grad_norm_(limit)
-                elif kind == "norm":
-                    clip_grad_norm_(model.parameters(), limit)
-                elif sharded:
-                    optimizer.clip_grad_value_(limit)
-                else:
-                    clip_grad_value_(model.parameters(), limit)
+                clips(model, optimizer, sharded, kind, limit)
             optimizer.step()
             optimizer.zero_grad()
 
-    return script
-
-
-def test_values_are_clipped_to_torchs_bits():
-    check(sgd, clipped(("value", 0.3)))
-
-
-def test_values_clipped_before_the_norm_enter_the_norm():
-    check(sgd, clipped(("value", 0.1), ("norm", 0.5)), tol=NORM)
-
-
-def test_values_clipped_after_the_norm_are_those_of_the_clipped_gradient():
-    """torch: clamp(g x f); the bound must not be applied to g, with f to follow."""
-    check(sgd, clipped(("norm", 2.0), ("value", 0.1)), tol=NORM)
-
-
-@pytest.mark.parametrize("limits", [(0.5, 3.0), (3.0, 0.5)])
-def test_a_second_norm_bounds_what_the_first_left(limits: tuple[float, float]):
-    check(sgd, clipped(*(("norm", limit) for limit in limits)), tol=NORM)
+    check(sgd, script, tol=NORM)
 
 
 def split(model: Any, **own: Any) -> torch.optim.Optimizer:
@@ -113,43 +98,31 @@ def test_the_stock_recipe_of_grad_scaler_stops_on_all_ranks_alike(
 ):
     """Whatever overflows, and where: the same error everywhere, and nobody waits."""
 
-    def run(group: Any) -> str:
-        model = mlp()
-        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype=dtype)
-        before = [param.detach().clone() for param in model.parameters()]
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> str:
+        before = values(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        loss = model(BATCH).float().square().mean()
-        scaler.scale(loss * (math.inf if group.rank() == bad else 1.0)).backward()
+        loss = model(batch).float().square().mean()
+        is_bad = bad is not None and torch.equal(batch, BATCH.chunk(2)[bad])
+        scaler.scale(loss * (math.inf if is_bad else 1.0)).backward()
         with pytest.raises((RuntimeError, ValueError)) as told:
             if unscale:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert equal(before, model.parameters())
+        # The script without it works.
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        optimizer.step()
+        assert not equal(before, model.parameters())
         return str(told.value)
 
-    world = ThreadedWorld(2)
-    first, second = world.run(run)
-    assert_same_sequence(world.logs)
+    first, second = on_ranks(script, param_dtype=dtype)
     assert first == second
     if dtype == "fp16" and unscale:  # torch itself refuses before it comes to us
         assert "unscale FP16" in first
     else:
         assert "remove the GradScaler and call optimizer.scale_loss" in first
-
-
-def test_after_the_refusal_the_script_without_grad_scaler_works():
-    model = mlp()
-    optimizer = shardcast.shard(model, sgd(model))
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(BATCH).float().square().mean()).backward()
-    with pytest.raises(RuntimeError, match="remove the GradScaler"):
-        scaler.step(optimizer)
-    optimizer.zero_grad()
-    before = model[0].weight.detach().clone()
-    model(BATCH).float().square().mean().backward()
-    optimizer.step()
-    assert not torch.equal(before, model[0].weight)
 
 
 def test_clips_may_be_called_as_those_of_torch():
@@ -176,24 +149,3 @@ def test_clips_may_be_called_as_those_of_torch():
         assert all(torch.equal(a, b) for a, b in zip(weights, bounds[0][1], strict=True))
     set_grads(model, 1)
     optimizer.clip_grad_value_(model.parameters(), clip_value=0.1)
-
-
-def test_a_clip_that_would_not_be_the_one_asked_for_is_explained():
-    model, other = mlp(), nn.Linear(2, 2)
-    optimizer = shardcast.shard(model, sgd(model), param_dtype=torch.float32)
-    parameters = list(model.parameters())
-    for arguments, options, error, message in (
-        ((parameters[:-1], 1.0), {}, ValueError, "expected all trained parameters, got all but 1"),
-        (([*parameters, *other.parameters()], 1.0), {}, ValueError, "got 2 others that require"),
-        ((parameters, 1.0, math.inf), {}, ValueError, "expected norm_type 2.0, got inf; set norm"),
-        ((1.0,), {"norm_type": 1.0}, ValueError, "expected norm_type 2.0, got 1.0"),
-        ((1.0,), {"error_if_nonfinite": True}, ValueError, "skipped on all ranks"),
-        ((parameters,), {}, TypeError, "max_norm: expected a number"),
-        ((1.0,), {"max_nrom": 1.0}, TypeError, "unexpected keyword argument 'max_nrom'"),
-    ):
-        with pytest.raises(error, match=message):
-            optimizer.clip_grad_norm_(*arguments, **options)
-    with pytest.raises(ValueError, match="clip_grad_value_: expected all trained parameters"):
-        optimizer.clip_grad_value_(parameters[:-1], 1.0)
-    with pytest.raises(TypeError, match=r"step: expected nothing but a closure, got grad_scale="):
-        optimizer.step(grad_scale=2.0)

@@ -8,97 +8,71 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import check, on_ranks, set_grads, sgd
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import shardcast
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
-X = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
-Script = Callable[[nn.Module, Any, Tensor], None]
-WORLDS = pytest.mark.parametrize("size", [1, 2, 3])
+
+def by_hand(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+    """Functional style: gradients are computed, not accumulated, and then set."""
+    for _ in range(3):
+        params = list(model.parameters())
+        grads = torch.autograd.grad(model(batch).square().mean(), params)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)
-    )
+def outliving(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+    """Gradients of several tasks that are kept over the next backward, and combined."""
+    for _ in range(3):
+        kept = []
+        for task in range(2):
+            model(batch)[:, task].pow(2).mean().backward()
+            kept.append([param.grad for param in model.parameters()])
+            optimizer.zero_grad()
+        for param, first, second in zip(model.parameters(), *kept, strict=True):
+            param.grad = first - 0.5 * second
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+@pytest.mark.parametrize("script", [by_hand, outliving])
+def test_gradients_that_a_script_sets_are_averaged(script: Any):
+    check(lambda model: sgd(model, momentum=0.9), script, tol=1e-6)
 
 
-def on_ranks(script: Script, size: int, **fields: Any) -> list[list[Tensor]]:
-    def run(group: Any) -> list[Tensor]:
-        model = mlp()
-        config = {"param_dtype": torch.float32, "pack_params": 2, **fields}
-        optimizer = shardcast.shard(model, sgd(model), process_group=group, **config)
-        script(model, optimizer, X.chunk(size)[group.rank()])
-        return [param.detach().clone() for param in model.parameters()]
-
-    return ThreadedWorld(size).run(run)
+def edits_in_place(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.3)
 
 
-def assert_as_plain(script: Script, size: int, **fields: Any) -> None:
-    model = mlp()
-    script(model, sgd(model), X)
-    for params in on_ranks(script, size, **fields):
-        for mine, plain in zip(params, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, plain.detach(), rtol=1e-5, atol=1e-7)
+def replaces(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 0.3
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).pow(2).mean()
-
-
-@WORLDS
-def test_a_gradient_that_was_given_other_memory_counts_and_so_do_later_ones(size: int):
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        for number in range(5):
-            loss_of(model, x).backward()
-            if number == 1:
-                for param in model.parameters():
-                    assert param.grad is not None
-                    param.grad.data = param.grad.data * 0.5
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("hook", [edits_in_place, replaces])
+def test_hooks_of_the_script_edit_gradients_before_they_are_sent(hook: Any, grads: str):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+        for _ in range(3):  # from the second one on packs are sent while backward runs
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    assert_as_plain(script, size)
+    check(sgd, script, tol=1e-6, grads=grads)
 
 
-@WORLDS
-def test_gradients_that_a_script_kept_outlive_the_next_backward(size: int):
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        for _ in range(3):
-            kept = []
-            for task in range(2):
-                model(x)[:, task].pow(2).mean().backward()
-                kept.append([param.grad for param in model.parameters()])
-                optimizer.zero_grad()
-            for param, first, second in zip(model.parameters(), *kept, strict=True):
-                param.grad = first - 0.5 * second
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_as_plain(script, size)
-
-
-@WORLDS
-def test_a_gradient_replaced_between_two_backwards_is_not_averaged_again(size: int):
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        for _ in range(3):
-            for scale in (1.0, 3.0):
-                (scale * loss_of(model, x)).backward()
-                for param in model.parameters():
-                    assert param.grad is not None
-                    param.grad = param.grad * 0.9
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_as_plain(script, size)
+# -- between a clip and its step ------------------------------------------------------------------
 
 
 def cleared(model: nn.Module) -> None:
@@ -109,22 +83,20 @@ def one_cleared(model: nn.Module) -> None:
     next(model.parameters()).grad = None
 
 
-def replaced(model: nn.Module) -> None:
+def all_replaced(model: nn.Module) -> None:
     for param in model.parameters():
-        assert param.grad is not None
-        param.grad = param.grad * 0.1
+        replaces(param)
 
 
-def in_place(model: nn.Module) -> None:
+def all_in_place(model: nn.Module) -> None:
     for param in model.parameters():
-        assert param.grad is not None
-        param.grad.add_(0.1)
+        edits_in_place(param)
 
 
-@pytest.mark.parametrize("edit", [cleared, one_cleared, replaced, in_place])
+@pytest.mark.parametrize("edit", [cleared, one_cleared, all_replaced, all_in_place])
 def test_a_step_refuses_gradients_that_were_edited_after_the_clip(edit: Callable[..., None]):
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        loss_of(model, x).backward()
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
         optimizer.clip_grad_norm_(0.1)
         optimizer.clip_grad_value_(0.01)  # our own edit
         edit(model)
@@ -133,42 +105,91 @@ def test_a_step_refuses_gradients_that_were_edited_after_the_clip(edit: Callable
         optimizer.zero_grad()
         optimizer.step()
 
-    on_ranks(script, 2)
+    on_ranks(script)
 
 
-def test_a_clip_before_the_last_backward_is_said_to_be_lost():
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        loss_of(model, x).backward()
+# -- warnings -------------------------------------------------------------------------------------
+
+
+def a_clip_that_is_lost(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    model(batch).square().mean().backward()
+    optimizer.clip_grad_norm_(0.1)
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+def torchs_own_clip(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    for _ in range(2):
+        model(batch).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def set_after_a_backward_that_is_dropped(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    model(batch).square().mean().backward()
+    optimizer.zero_grad()
+    params = list(model.parameters())
+    grads = torch.autograd.grad(model(batch).square().mean(), params)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+
+
+def edited_through_data(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    """DINO's clip and hand-made all-reduces write ``p.grad.data``."""
+    for _ in range(2):
+        model(batch).square().mean().backward()
+        for param in model.parameters():
+            param.grad.data.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_a_graph(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    for _ in range(2):
+        model(batch).square().mean().backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def own_clips_reads_and_gradients_by_hand(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    for step in range(3):
+        model(batch).square().mean().backward()
+        assert all(param.grad.data.norm() >= 0 for param in model.parameters())
+        optimizer.clip_grad_value_(0.1)
         optimizer.clip_grad_norm_(0.1)
-        loss_of(model, x).backward()
-        with pytest.warns(UserWarning, match="this clip is lost"):
-            optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        set_grads(model, step)
+        optimizer.step()
 
-    on_ranks(script, 1)
 
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_gradients_set_by_hand_are_averaged_or_said_not_to_be(
-    dropped: bool, recwarn: pytest.WarningsRecorder
+@pytest.mark.parametrize(
+    ("script", "size", "told"),
+    [
+        (a_clip_that_is_lost, 1, "this clip is lost"),
+        (torchs_own_clip, 2, "use optimizer.clip_grad_norm_"),
+        (torchs_own_clip, 1, ""),
+        (set_after_a_backward_that_is_dropped, 2, "not averaged over ranks"),
+        (edited_through_data, 2, "edited in place"),
+        (with_a_graph, 1, "which has no graph"),
+        (with_a_graph, 2, "which has no graph"),
+        (own_clips_reads_and_gradients_by_hand, 2, ""),
+    ],
+)
+def test_what_trains_otherwise_than_it_seems_is_warned_of_once_on_each_rank(
+    script: Any, size: int, told: str
 ):
-    def script(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        params = list(model.parameters())
-        for _ in range(2):
-            if dropped:
-                loss_of(model, x).backward()
-                optimizer.zero_grad()
-            grads = torch.autograd.grad(loss_of(model, x), params)
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            optimizer.step()
-            optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(script, size)
+    messages = [str(w.message) for w in caught if "reference cycle" not in str(w.message)]
+    assert len(messages) == (size if told else 0), messages
+    assert all(told in message for message in messages)
 
-    if dropped:
-        on_ranks(script, 2)
-    else:
-        assert_as_plain(script, 2)
-    told = [w for w in recwarn.list if "not averaged over ranks" in str(w.message)]
-    assert bool(told) == dropped
+
+# -- several models -------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -188,9 +209,8 @@ class Net(nn.Module):
 
 def two_models(group: Any, size: int, fields: dict[str, Any]) -> list[Tensor]:
     """One backward through both; from the second step on a rank leaves out a layer."""
-    torch.set_num_threads(1)
     nets = Net(0), Net(1)
-    optimizers: list[Any] = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    optimizers: list[Any] = [sgd(net) for net in nets]
     if group is not None:
         config = {"param_dtype": torch.float32, "pack_params": 1, **fields}
         optimizers = [
@@ -210,9 +230,10 @@ def two_models(group: Any, size: int, fields: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"reduce": "reduce_scatter"}, {"grads": "sharded"}], ids=str
+    ("size", "fields"),
+    [(3, {}), (2, {"reduce": "reduce_scatter"}), (3, {"grads": "sharded"})],
+    ids=str,
 )
-@pytest.mark.parametrize("size", [2, 3])
 def test_two_models_in_one_backward_may_lack_gradients_on_one_rank(
     size: int, fields: dict[str, Any]
 ):
@@ -220,26 +241,3 @@ def test_two_models_in_one_backward_may_lack_gradients_on_one_rank(
     for params in ThreadedWorld(size).run(two_models, size, fields):
         for mine, plain in zip(params, expected, strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
-
-
-def edited_through_data(group: Any, edit: Callable[[Tensor], Any]) -> None:
-    model = mlp()
-    optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
-    for _ in range(2):
-        loss_of(model, torch.ones(2, 7) + group.rank()).backward()
-        for param in model.parameters():
-            edit(param.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("edit", "warned"), [(lambda grad: grad.data.mul_(0.5), 2), (lambda grad: grad.data.norm(), 0)]
-)
-def test_an_edit_that_no_version_counter_sees_is_warned_of_once(edit: Any, warned: int):
-    """DINO's clip and hand-made all-reduces write ``p.grad.data``; reading it is fine."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ThreadedWorld(2).run(edited_through_data, edit)
-    edits = [warning for warning in caught if "edited in place" in str(warning.message)]
-    assert len(edits) == warned, "once on each rank"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from models import (
     CASES,
     GPT,
     MLP,
-    adamw,
     assert_same_bits,
     install,
     parts,
@@ -29,7 +25,7 @@ from models import (
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.testing import ThreadedWorld, fake_world
+from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -111,24 +107,6 @@ def test_a_model_that_is_bf16_already_has_masters_of_what_it_holds():
         assert torch.equal(master, before[name.removesuffix("/master")].float().flatten())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_without_a_process_group_packing_and_the_update_work_just_the_same(dtype: torch.dtype):
-    assert not torch.distributed.is_initialized()
-    model = CASES["gpt"].build()
-    optimizer = shardcast.shard(model, adamw(model), param_dtype=dtype, max_grad_norm=0.5)
-    assert optimizer.layout.world_size == 1
-    assert len(optimizer.layout.packs) == 1
-    losses = []
-    for _ in range(15):
-        loss = CASES["gpt"].loss(model, CASES["gpt"].batch(0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert float(optimizer.grad_norm) > 0
-
-
 def test_a_group_of_one_rank_issues_no_collective():
     with fake_world(1, 0) as group:
         model = CASES["mlp"].build()
@@ -136,18 +114,6 @@ def test_a_group_of_one_rank_issues_no_collective():
         install(model, 0)
         optimizer.step()
         assert group.log == []
-
-
-def test_layouts_are_compared_before_any_tensor_of_the_model_is_sent():
-    def start_ops(group: Any) -> list[str]:
-        sharded(GPT(), group, pack_params=4)
-        return [call.op for call in group.log]
-
-    (ops, _), _ = run_world(2, start_ops)
-    first = ops.index("broadcast")
-    told = "that planning succeeded, the machines, and a digest of the layouts"
-    assert ops[:first] == ["all_gather_single"] * 3, told
-    assert set(ops[first:]) == {"broadcast"}
 
 
 def test_more_ranks_than_elements_leave_some_ranks_without_any():
@@ -197,97 +163,6 @@ def test_a_sharded_model_that_nobody_holds_is_freed(size: int, how: str):
     assert [name for name, item in left.items() if item() is not None] == []
 
 
-RANK = """
-import gc, json, resource, sys, torch, torch.distributed as dist, shardcast
-from torch import nn
-from shardcast.estimate import estimate
-
-store, rank, size, count = sys.argv[1], *map(int, sys.argv[2:])
-if size > 1:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
-    )
-kept = []
-
-def build(count):
-    return nn.ParameterList(torch.ones(2048, 2048) for _ in range(count))
-
-def start(count, hoard):
-    model = build(count)
-    if hoard:
-        kept.extend(param.data for param in model.parameters())
-    return model, shardcast.shard(model, torch.optim.AdamW(model.parameters()))
-
-def peak_of(hoard):
-    gc.collect()
-    open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
-    before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-    alive = start(count, hoard)
-    status = open("/proc/self/status").read()
-    return (int(status.split("VmHWM:")[1].split()[0]) << 10) - before
-
-with torch.device("meta"):
-    model = build(count)
-expected = estimate(model, torch.optim.AdamW(model.parameters()), size)
-start(1, False)  # imports and threads
-staged = 4 * max(pack.numel for pack in expected.layout.packs)
-print(json.dumps([peak_of(False), peak_of(True), expected.setup_peak, staged]))
-if size > 1:
-    dist.barrier()
-    dist.destroy_process_group()
-"""
-
-
-def resident_peaks(folder: Path, size: int, count: int) -> list[list[int]]:
-    """Of each rank that sets up ``count`` fp32 tensors of 16 MiB, as the system counts it.
-
-    Returns:
-        Per rank: the growth of resident memory at its peak, the model included; the same with a
-        reference to every fp32 original; the estimate; the bytes of one pack in fp32.
-    """
-    # glibc keeps freed blocks up to 32 MB for itself, which would be counted; these it gives back.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, folder / "store", *map(str, [rank, size, count])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for rank in range(size)
-    ]
-    try:
-        found = [process.communicate(timeout=50) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(ranks, found, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out) for out, _ in found]
-
-
-def granted(size: int, count: int, staged: int) -> float:
-    """The fp32 model, one pack and the shard of masters, and a twentieth."""
-    model = count * (16 << 20)
-    return 1.05 * (model + staged + model / size)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
-@pytest.mark.parametrize("size", [1, 2])
-def test_setting_up_takes_the_fp32_model_one_pack_and_the_shard_of_resident_memory(
-    size: int, tmp_path: Path
-):
-    """And the negative control: more, where originals stay alive."""
-    for peak, hoarding, expected, staged in resident_peaks(tmp_path, size, 16):
-        assert peak <= granted(size, 16, staged)
-        assert peak >= 0.99 * expected
-        # A thread of gloo lets go of what it broadcast when it next runs, maybe a pack later.
-        assert peak <= 1.01 * expected + (staged if size > 1 else 0)
-        assert hoarding > max(granted(size, 16, staged), 1.5 * expected)
-
-
 def test_the_other_public_modules_are_imported_when_they_are_used():
     code = (
         "import sys, shardcast\n"
@@ -299,30 +174,6 @@ def test_the_other_public_modules_are_imported_when_they_are_used():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout == "module 'shardcast' has no attribute 'chekpoint'\n", done.stderr
-
-
-@pytest.mark.parametrize("fault", ["refused by one rank", "another buffer"])
-def test_what_one_rank_alone_cannot_shard_is_refused_on_all(fault: str):
-    """Before anything is changed; a rank that raised alone would leave the others waiting."""
-
-    def run(group: Any) -> tuple[str, bool]:
-        model = nn.Linear(4, 4)
-        model.register_buffer("table", torch.zeros(3))
-        second = group.rank() == 1
-        if second and fault == "another buffer":
-            model.table = torch.zeros(5)
-        options: dict[str, Any] = {"lr": 0.1, "differentiable": False}
-        optimizer = torch.optim.SGD(model.parameters(), **options)
-        if second and fault == "refused by one rank":
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            shardcast.shard(model, optimizer, process_group=group, param_dtype="bf16")
-        return str(caught.value), model.weight.dtype == torch.float32
-
-    found = ThreadedWorld(2).run(run)
-    assert all(unchanged for _, unchanged in found)
-    wanted = "that is not one of the model's" if fault == "refused by one rank" else "table (5,)"
-    assert all(wanted in text for text, _ in found), found
 
 
 def test_a_further_group_of_several_stages_keeps_them_in_packs_apart():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from shardcast.comm import Comm
 from shardcast.memory import weight_edits
 from shardcast.memory.pack import Pack
 from shardcast.plan.algorithms import Topology
-from shardcast.testing import SpawnedWorld, fake_world
+from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -144,35 +142,6 @@ def test_whatever_waits_is_noticed(wait: Callable[[Tensor], Any]):
         wait(tensor)
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations: on an accelerator, kernel launches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_launches_of_a_step_on_a_device_do_not_grow_with_the_model(on_meta: None):
-    """Chunks are for the caches of a CPU; elsewhere a pack is one range."""
-    counts = []
-    for width in (5, 50_000):
-        with fake_world(2, 0) as group:
-            model = Odd(width=width)
-            optimizer = sharded(model, group, param_dtype=BF16, pack_mb=1000.0)
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            with Waits(raises=False), Launches() as mode:
-                optimizer.step()
-            counts.append(mode.count)
-    assert counts[0] == counts[1]
-
-
 class Passes(TorchDispatchMode):
     """Bytes that operations read and write in ``watched`` memory; views touch nothing."""
 
@@ -242,66 +211,3 @@ def test_a_pass_over_a_whole_buffer_is_noticed(slow: str, gloo: SpawnedWorld):
     for rank in gloo.run(passes_of_a_step, slow):
         assert rank[slow] >= 3
         assert "mul_" in rank["operations"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("fuse", ["eager", "compile"])
-@pytest.mark.parametrize(
-    ("dtype", "fields"),
-    [(BF16, {}), (FP16, {}), (BF16, {"master": "split16", "moments": "bf16"}),
-     (BF16, {"master": "split16", "moments": "int8"})],
-    ids=str,
-)  # fmt: skip
-def test_a_step_captured_in_a_cuda_graph_trains_as_one_that_is_not(
-    dtype: torch.dtype, fields: dict[str, Any], fuse: str
-):
-    """Replays read new gradients from the same memory and count steps, scale and skips on."""
-    losses = []
-    for captured in (False, True):
-        model = Odd("cuda")
-        optimizer = sharded(
-            model, param_dtype=dtype, fuse=fuse, max_grad_norm=1.0,
-            loss_scale="dynamic" if dtype == FP16 else None, **fields,
-        )  # fmt: skip
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        for step in range(6):
-            for position, param in enumerate(model.parameters()):
-                grad = torch.full_like(param, 0.1 * (step + 1) * (position + 1))
-                grad = grad * math.inf if step == 4 and position == 2 else grad
-                param.grad = grad if param.grad is None else param.grad.copy_(grad)
-            optimizer.scale_loss(torch.ones((), device="cuda"))
-            side.wait_stream(torch.cuda.current_stream())
-            if not captured or step < 2:  # on a side stream, as before every capture
-                with torch.cuda.stream(side) if captured else nullcontext():
-                    optimizer.step()
-            elif step == 2:
-                with torch.cuda.graph(graph, stream=side):
-                    optimizer.step()
-                graph.replay()
-            else:
-                graph.replay()
-            torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        losses.append(([p.detach().clone() for p in model.parameters()], optimizer.skipped_steps))
-    (plain, skipped), (replayed, also) = losses
-    assert skipped == also == 1
-    for left, right in zip(plain, replayed, strict=True):
-        assert torch.equal(left, right)
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_sync_leaves_out_the_spans_that_hold_nothing_but_padding(partition: str, size: int):
-    with fake_world(size, 0) as group:
-        optimizer = sharded(CASES["scalars"].build(), group, partition=partition, pack_params=2)
-        expected = [
-            (pack.index, span.owner)
-            for pack in optimizer.layout.packs
-            for span in pack.spans
-            if pack.fragments(span.owner)
-        ]
-        found = [
-            (pack.index, span.owner) for pack in optimizer.layout.packs for span in pack.owned_spans
-        ]
-        assert found == expected
-        assert size < 50 or len(expected) < size * len(optimizer.layout.packs)
