@@ -1,9 +1,12 @@
-"""Bytes of all tensors that are in memory."""
+"""Bytes of all tensors that are in memory, and of all that were at the most."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Memory = tuple[int, int]  # first address, one past the last
@@ -31,3 +34,16 @@ def live(threshold: int = 2048) -> dict[int, int]:
             found[max(start, end)] = stop - max(start, end)
             end = stop
     return found
+
+
+def peak_of(run: Callable[[], Any]) -> int:
+    """Largest sum of bytes allocated on CPU during ``run()``, above what was there before."""
+    gc.collect()  # what an earlier run left behind must not be freed, and counted, in this one
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak

@@ -10,7 +10,6 @@ import torch
 from models import CASES, adamw, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import Tensor, nn
 
-import shardcast
 from shardcast import checkpoint
 from shardcast.memory.chance import INDEX, name_hash, random_bits
 from shardcast.memory.codecs import Bf16, Codec, Encoded, Int8, Split16
@@ -131,8 +130,8 @@ def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any
 @pytest.mark.parametrize(
     ("kind", "other", "world", "steps", "fields"),
     [
-        ("split16", "", 2, 100, {"partition": "even"}),
-        ("offload", "", 2, 100, {"partition": "whole"}),
+        ("split16", "", 2, 20, {"partition": "even"}),
+        ("offload", "", 2, 20, {"partition": "whole"}),
         ("split16", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
         ("offload", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
         ("split16 bf16 offload", "bf16", 1, 20, {"partition": "whole"}),
@@ -276,18 +275,6 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "choose_executor", lambda *_: Executor(False, on_host=False))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_update_of_accelerators_gives_nearly_the_same(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-):
-    on_host = train(None, 5, **KINDS[kind])[1]
-    as_on_an_accelerator(monkeypatch)
-    found = train(None, 5, **KINDS[kind])[1]
-    for key, tensor in on_host.items():
-        steps = 2**-6 if "bf16" in kind or "int8" in kind else 1e-5
-        torch.testing.assert_close(found[key], tensor, rtol=0, atol=steps * tensor.abs().max())
-
-
 @pytest.mark.parametrize(("kind", "device"), zip(KINDS, ["cpu", "accelerator"] * 3, strict=True))
 def test_a_skipped_step_and_absent_gradients_change_nothing(
     kind: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -394,75 +381,7 @@ def test_state_dict_and_model_state_dict_come_back(kind: str):
     assert_same_bits(values(other), {name: value.to(BF16) for name, value in weights.items()})
 
 
-class OneAfterTheOther:
-    """Lanes of which each waits for the one before; counts what they were given."""
-
-    def __init__(self) -> None:
-        self.counts = {"fetch": 0, "update": 0, "send": 0}
-
-    def queue(self, lane: str, work: Any, after: Any) -> tuple[Any, None]:
-        self.counts[lane] += 1
-        return work(), None
-
-    def mark(self) -> None:
-        pass
-
-    def join(self, event: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-def test_windows_through_lanes_give_the_same_bits(moments: str, monkeypatch: pytest.MonkeyPatch):
-    expected = train(None, 5, moments=moments)
-    monkeypatch.setattr(update, "WINDOW", 64)
-    lanes = OneAfterTheOther()
-    monkeypatch.setattr(update, "make_lanes", lambda *_: lanes)
-    found = train(None, 5, moments=moments, offload=True)
-    assert_same_bits(found[1], expected[1])
-    assert len(set(lanes.counts.values())) == 1 and lanes.counts["send"] > 5 * 3
-
-
-def test_windows_that_are_not_written_back_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    """The negative control of offload: its windows are copies, here as on an accelerator."""
-    monkeypatch.setattr(Encoded, "send", lambda *_args: None)
-    with pytest.raises(RuntimeError, match="its fp32 master would undo it"):
-        train(None, 3, offload=True)
-
-
 # -- bytes --------------------------------------------------------------------------------------
-
-PER_PARAMETER = {  # of parameters, gradients, masters and state, two ranks
-    "fp32": ({}, 2 + 2 + 12 / 2),
-    "split16": (KINDS["split16"], 2 + 2 + 10.125 / 2),
-    "bf16": (KINDS["bf16"], 2 + 2 + 8.0625 / 2),
-    "split16 bf16": ({"master": "split16", "moments": "bf16"}, 2 + 2 + 6.1875 / 2),
-    "split16 int8": ({"master": "split16", "moments": "int8"}, 2 + 2 + 4.25 / 2),
-    "split16, sharded": ({"master": "split16", "grads": "sharded"}, 2 + 2 / 2 + 10.125 / 2),
-    "split16 bf16, sharded": (
-        {"master": "split16", "moments": "bf16", "grads": "sharded"},
-        2 + 2 / 2 + 6.1875 / 2,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PER_PARAMETER)
-def test_bytes_per_parameter_after_a_backward_are_those_of_the_formula(name: str):
-    fields, expected = PER_PARAMETER[name]
-
-    def run(group: Any) -> float:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
-        optimizer = sharded(model, group, param_dtype=BF16, **fields)
-        for _ in range(2):
-            model(torch.randn(4, 256, dtype=BF16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model(torch.randn(4, 256, dtype=BF16)).square().mean().backward()
-        optimizer.clip_grad_norm_(1.0)  # waits for the reduction
-        return sum(optimizer.memory_report().values()) / sum(p.numel() for p in model.parameters())
-
-    ranks, _ = run_world(2, run)
-    assert max(ranks) == pytest.approx(expected, rel=1e-3)
 
 
 def test_with_offload_nothing_but_windows_is_on_the_device():
@@ -485,18 +404,3 @@ def test_with_offload_nothing_but_windows_is_on_the_device():
 
 
 # -- refusals -----------------------------------------------------------------------------------
-
-
-def test_split_masters_need_bf16_parameters():
-    with pytest.raises(ValueError, match=r"master: split16 needs param_dtype .*float16"):
-        shardcast.ShardcastConfig(param_dtype=torch.float16, master="split16")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"master": "split16"}, {"moments": "int8"}, {"offload": True}], ids=str
-)
-def test_optimizers_that_keep_their_state_themselves_are_refused(fields: dict[str, Any]):
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=rf"{next(iter(fields))}: .* got RMSprop"):
-        sharded(model, None, lambda m: torch.optim.RMSprop(m.parameters()), **fields,
-                param_dtype=BF16)  # fmt: skip

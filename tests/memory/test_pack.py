@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, GPT, MLP, assert_same_bits, install, run_world, sharded, values
+from models import CASES, GPT, assert_same_bits, sharded, values
 from torch import Tensor, nn
 
 import shardcast
@@ -174,38 +174,6 @@ def test_packed_memory_outlives_the_pack_object():
     shardcast.pack_parameters(model)  # the result is dropped
     torch.zeros(1000), torch.ones(1000)
     assert_same_bits(values(model), expected)
-
-
-def test_gradients_of_a_sharded_model_are_views_of_one_memory():
-    model = CASES["gpt"].build()
-    sharded(model, param_dtype=torch.bfloat16, alignment=8)
-    CASES["gpt"].loss(model, CASES["gpt"].batch(0)).backward()
-    addresses = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-    sizes = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
-    assert max(addresses) - min(addresses) < sum(sizes) + 16 * len(sizes)
-
-
-def test_fp32_gradients_accumulate_in_place_beside_bf16_parameters():
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, param_dtype=torch.bfloat16, grad_dtype=torch.float32)
-    for micro in range(3):
-        CASES["mlp"].loss(model, CASES["mlp"].batch(micro)).backward()
-        grads = [param.grad for param in model.parameters()]
-        assert {grad.dtype for grad in grads} == {torch.float32}
-    (master,) = optimizer.shards
-    assert all(master.grads.holds(position) for position in range(len(grads)))
-
-
-def test_gradients_set_by_hand_are_adopted():
-    def run(group: Any) -> list[bool]:
-        model = MLP()
-        optimizer = sharded(model, group)
-        install(model, 0)
-        optimizer.step()
-        (master,) = optimizer.shards
-        return [master.grads.holds(position) for position in range(6)]
-
-    assert run_world(2, run)[0] == [[True] * 6] * 2
 
 
 def test_a_packed_model_that_nobody_holds_is_freed():
