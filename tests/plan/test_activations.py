@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GPT, assert_same_bits, run_world, sharded, values
+from models import GPT, sharded
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -365,8 +365,7 @@ def test_copies_keep_the_casts_and_a_closed_model_loses_them(autocast: bool):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["regression labels, bare tokens", "norms in fp32", "bare weights",
-                                  "fp32 residual stream, recomputed"])  # fmt: skip
+@pytest.mark.parametrize("name", ["bare weights", "fp32 residual stream, recomputed"])
 def test_a_compiled_model_has_the_loss_of_an_eager_one(name: str, autocast: bool):
     build, kind, fields = SCRIPTS[name]
     torch.manual_seed(1)
@@ -377,26 +376,6 @@ def test_a_compiled_model_has_the_loss_of_an_eager_one(name: str, autocast: bool
     torch._dynamo.utils.counters.clear()
     assert loss_and_norm(compiled, batches(0)[kind], False) == pytest.approx(expected, rel=1e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_sync_beside_the_forward_changes_no_bit(autocast: bool):
-    """Modules wait for their own parameters, also those that are called through a cast."""
-
-    def train(group: Any, overlap: bool) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        model = Residual(recompute=True)
-        optimizer = sharded(model, group, param_dtype=BF16, autocast=autocast, overlap_sync=overlap)
-        for step in range(3):
-            model(**batches(step + 10 * group.rank())["plain"]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.wait_sync()
-        return values(model)
-
-    plain, _ = run_world(2, train, False)
-    overlapped, _ = run_world(2, train, True)
-    assert_same_bits(plain[0], overlapped[0])
 
 
 def test_layers_of_torch_that_read_their_childrens_weights_work_in_evaluation():

@@ -55,7 +55,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(models(), st.integers(1, 9), st.sampled_from(["even", "whole"]), options)
 def test_every_layout_has_its_promised_properties(
     params: list[ParamInfo], size: int, partition: str, chosen: dict[str, Any]
@@ -100,7 +100,7 @@ def test_every_layout_has_its_promised_properties(
         assert [s.name for s in layout.packs[number].slots] == [f"p{number}"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(models(), st.integers(1, 9), options)
 def test_whole_is_balanced_to_within_the_largest_parameter(
     params: list[ParamInfo], size: int, chosen: dict[str, Any]
@@ -174,7 +174,7 @@ changes = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(models(), st.integers(1, 5), st.sampled_from(["even", "whole"]), options,
        st.integers(0, 100), changes)  # fmt: skip
 def test_the_digest_is_equal_for_equal_plans_and_different_after_any_change(
@@ -211,24 +211,6 @@ def test_ranks_on_different_gpus_of_one_kind_have_equal_digests():
     assert len(digests) == 1
 
 
-def shown(model: nn.Module, **fields: Any) -> list[str]:
-    layout: Layout = sharded(model, param_dtype=torch.bfloat16, **fields).layout
-    lines = repr(layout).splitlines()
-    assert f"{len(layout.packs)} packs" in lines[0]
-    return lines
-
-
-def packs_shown(lines: list[str]) -> list[list[str]]:
-    """Names of the slots under each ``pack`` line."""
-    packs: list[list[str]] = []
-    for line in lines[1:]:
-        if line.startswith("  pack "):
-            packs.append([])
-        else:
-            packs[-1].append(line.split()[0])
-    return packs
-
-
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"]
 
 
@@ -255,40 +237,17 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 def test_repr_shows_packs_and_what_makes_them(
     fields: dict[str, Any], packs: list[list[str]], told: str
 ):
-    lines = shown(MLP(), **fields)
-    assert packs_shown(lines) == packs and told in lines[1]
-
-
-def test_repr_shows_the_cap_in_megabytes():
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(5)))
-    lines = shown(model, pack_mb=0.25)  # 65,536 elements of bf16 are 128 KiB each
-    assert [len(names) for names in packs_shown(lines)] == [2, 2, 1]
-    assert "131072 elements (0 padding)" in lines[1]
-    assert [len(n) for n in packs_shown(shown(model_of_one_big(), pack_mb=0.01))] == [1, 2]
-
-
-def model_of_one_big() -> nn.Module:
-    """A matrix above the cap, and two small parameters that share the next pack."""
-    model = nn.Module()
-    model.big = nn.Parameter(torch.ones(100, 100))
-    model.small, model.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
-    return model
-
-
-@pytest.mark.parametrize("alignment", [8, 128, 1024])
-def test_repr_shows_the_alignment(alignment: int):
-    lines = [line for line in shown(MLP(), alignment=alignment) if "@" in line]
-    offsets = [int(line.split("@")[1]) for line in lines]
-    assert offsets[0] == 0
-    assert offsets[1] == -(-91 // (alignment // 2)) * (alignment // 2)
-    assert all(offset * 2 % alignment == 0 for offset in offsets)
+    layout = sharded(MLP(), param_dtype=torch.bfloat16, **fields).layout
+    assert [[slot.name for slot in pack.slots] for pack in layout.packs] == packs
+    first, second, *slots = repr(layout).splitlines()
+    assert f"{len(packs)} packs" in first and told in second
+    shown = [line.split()[0] for line in slots if not line.startswith("  pack ")]
+    assert shown == [name for names in packs for name in names]
 
 
 def test_repr_shows_dtypes_and_frozen_parameters():
     model = GPT()
     model.wpe.weight.requires_grad_(False)
-    lines = shown(model, keep_fp32="norms")
-    told = [line for line in lines if line.startswith("  pack ")]
-    assert sum("float32 on cpu" in line for line in told) == 1
-    assert sum("frozen" in line for line in told) == 1
-    assert sum("bfloat16 on cpu" in line for line in told) == 2
+    lines = repr(sharded(model, param_dtype=torch.bfloat16, keep_fp32="norms").layout).splitlines()
+    for told, count in {"float32 on cpu": 1, "frozen": 1, "bfloat16 on cpu": 2}.items():
+        assert sum(told in line for line in lines if line.startswith("  pack ")) == count
