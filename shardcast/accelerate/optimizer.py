@@ -37,19 +37,54 @@ class SaveNumbers:
         self._steps, self._calls = self._steps + 1, 0
 
 
-class ShardcastOptimizer(AcceleratedOptimizer):
+class PreparedOptimizer(AcceleratedOptimizer):
     """Steps and forgets gradients only where gradients are synchronised, as Accelerate's own does.
 
-    ``optimizer`` is the :class:`ShardedOptimizer` of ``model``. While it is there, what each of
-    ``models`` returns is fp32, as under Accelerate's autocast.
+    Args:
+        optimizer: what it steps.
+        sharded: the one that does so, of this optimizer alone or of several together.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> None:
+        # No device placement: the state is on its device, and is not copied out and in for it.
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._is_accelerate_prepared = True
+        self.sharded = sharded
+
+    def averaged(self, name: str) -> AbstractContextManager[None]:
+        """As of ShardedOptimizer: have an average in the model, on every rank."""
+        return self.sharded.averaged(name)
+
+    def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
+        """As of ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
+        return self.sharded.metrics(patterns)
+
+    def count(self, tokens: float | Tensor) -> None:
+        """As of ShardedOptimizer; the loss is then not divided by the accumulation steps.
+
+        Of several optimizers that are sharded together call it of one.
+        """
+        self.sharded.count(tokens)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, on all ranks.
+
+        Reading it waits for the device; a prepared scheduler reads it in every step.
+        """
+        return bool(self.sharded.last_step_skipped)
+
+
+class ShardcastOptimizer(PreparedOptimizer):
+    """The :class:`ShardedOptimizer` of ``model``, which is its ``optimizer``.
+
+    While it is there, what each of ``models`` returns is fp32, as under Accelerate's autocast.
     """
 
     def __init__(
         self, sharded: ShardedOptimizer, model: nn.Module, models: Sequence[nn.Module]
     ) -> None:
-        # No device placement: the state is on its device, and is not copied out and in for it.
-        super().__init__(sharded, device_placement=False, scaler=None)
-        self._is_accelerate_prepared = True
+        super().__init__(sharded, sharded)
         self.model, self._models = model, list(models)
         self._saves = SaveNumbers(str(broadcast_object_list([uuid.uuid4().hex])[0]))
         sharded.register_step_post_hook(self._saves.note_step)
@@ -62,7 +97,7 @@ class ShardcastOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None, loss: float | Tensor | None = None) -> None:
         """As Accelerate's; ``loss`` as of :meth:`ShardedOptimizer.step`, for a ``guard``."""
         if self.gradient_state.sync_gradients:
-            self.optimizer.step(closure, loss=loss)
+            self.sharded.step(closure, loss=loss)
 
     @property
     def params(self) -> set[nn.Parameter]:
@@ -74,59 +109,29 @@ class ShardcastOptimizer(AcceleratedOptimizer):
 
         Where only some do, a warning and ``state`` as it is.
         """
-        if self.optimizer.config.param_dtype == torch.float32:
+        if self.sharded.config.param_dtype == torch.float32:
             return state
         if not called_on_all_ranks(f"{call}/{self._saves.name()}"):
             warn(
                 f"{call} was not called on all ranks, so the fp32 masters could not be gathered: "
-                f"parameters are saved in {self.optimizer.config.param_dtype}. Call it on every "
+                f"parameters are saved in {self.sharded.config.param_dtype}. Call it on every "
                 "rank (rank 0 writes), or set accelerator.save_masters = False"
             )
             return state
         prefix = f"{self._models.index(model)}." if len(self._models) > 1 else ""
-        return exact_state(state, self.optimizer, prefix)
-
-    def averaged(self, name: str) -> AbstractContextManager[None]:
-        """As of ShardedOptimizer: have an average in the model, on every rank."""
-        return self.optimizer.averaged(name)  # type: ignore[no-any-return]
-
-    def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
-        """As of ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
-        return self.optimizer.metrics(patterns)  # type: ignore[no-any-return]
-
-    def count(self, tokens: float | Tensor) -> None:
-        """As of ShardedOptimizer; the loss is then not divided by the accumulation steps."""
-        self.optimizer.count(tokens)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, on all ranks.
-
-        Reading it waits for the device; a prepared scheduler reads it in every step.
-        """
-        return bool(self.optimizer.last_step_skipped)
+        return exact_state(state, self.sharded, prefix)
 
 
-class ShardcastHandle(AcceleratedOptimizer):
+class ShardcastHandle(PreparedOptimizer):
     """Stands for one of several optimizers that ``prepared`` steps together.
 
     ``optimizer`` is its :class:`~shardcast.optimizer.original.OptimizerHandle`.
     """
 
     def __init__(self, prepared: ShardcastOptimizer, handle: torch.optim.Optimizer) -> None:
-        super().__init__(handle, device_placement=False, scaler=None)
-        self._is_accelerate_prepared = True
+        super().__init__(handle, prepared.sharded)
         self.prepared = prepared
         self.close = prepared.close
-
-    def count(self, tokens: float | Tensor) -> None:
-        """As :meth:`ShardcastOptimizer.count`, for all of them: call it of one."""
-        self.prepared.count(tokens)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """As :attr:`ShardcastOptimizer.step_was_skipped`, of all of them."""
-        return self.prepared.step_was_skipped
 
 
 def _outputs_to_fp32(_module: nn.Module, _args: Any, output: Any) -> Any:

@@ -23,10 +23,10 @@ from accelerate import (
     GradScalerKwargs,
 )
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState
 from benchmarks.counters import Casts
 from models import CASES, MLP, parts
 from oracle import difference, mlp, pair
+from test_accelerate_processes import fresh
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -41,17 +41,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps its state in class attributes and reads ACCELERATE_* variables."""
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
-    reset()
+def fresh_state() -> Iterator[None]:
+    fresh()
     yield
-    reset()
+    fresh()
 
 
 def accelerator_of(precision: str = "no", config: Any = None, **options: Any) -> Any:
@@ -312,7 +305,7 @@ def test_a_model_without_its_optimizer_trains_in_one_process_only() -> None:
     with torch.no_grad():
         guards.refuse_training("no", 2, several, (x,))
     guards.refuse_training("no", 2, several.eval(), (x,))
-    AcceleratorState._reset_state(reset_partial_state=True)
+    fresh()
     model = accelerator_of("bf16").prepare(MLP())
     with pytest.warns(UserWarning, match="mixed_precision 'bf16' has no effect on a model that"):
         model(torch.randn(2, 7))
@@ -402,7 +395,7 @@ def test_unscale_gradients_says_that_the_step_does_it() -> None:
     prepared(accelerator)
     accelerator.unscale_gradients()  # without a loss scale there is nothing to do
     accelerator.free_memory()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    fresh()
     accelerator = accelerator_of("fp16")
     _, optimizer = prepared(accelerator)
     with pytest.raises(RuntimeError, match=r"inside optimizer\.step\(\).*remove the call"):
@@ -439,7 +432,7 @@ def casts_of(accelerator: Any, name: str) -> int:
 @pytest.mark.parametrize(("name", "layers"), [("mlp", 3), ("gpt", 9)])
 def test_forward_and_backward_cast_no_parameter(name: str, layers: int) -> None:
     assert casts_of(accelerator_of("bf16"), name) == 0
-    AcceleratorState._reset_state(reset_partial_state=True)
+    fresh()
     stock = casts_of(Accelerator(cpu=True, mixed_precision="bf16"), name)
     assert stock >= layers, "the control: autocast"
 
@@ -600,7 +593,8 @@ def train_two(it: ShardcastAccelerator, model: Any, optimizers: Any, schedulers:
 
 @pytest.mark.parametrize("micros", [1, 2])
 def test_two_prepared_optimizers_train_as_two_plain_ones(micros: int):
-    it = accelerator_of(gradient_accumulation_steps=micros)
+    config = {"averages": {"ema": 0.0}, "metrics": True}
+    it = accelerator_of("no", config, gradient_accumulation_steps=micros)
     model = mlp()
     muon, adamw = pair(model)
     first, model, second, one, other = it.prepare(muon, model, adamw, halving(muon), halving(adamw))
@@ -608,7 +602,11 @@ def test_two_prepared_optimizers_train_as_two_plain_ones(micros: int):
     assert it.sharded_optimizer.layout.partition == "mixed"
     train_two(it, model, [first, second], [one, other], 4 * micros)
     assert difference(model, two_plain(4, micros)) <= 1e-6
-    assert not first.step_was_skipped
+    for prepared in (first, second):
+        assert not prepared.step_was_skipped
+        assert len(prepared.metrics()) == len([*model.parameters()])
+        with prepared.averaged("ema"):
+            assert difference(model, two_plain(4, micros)) <= 1e-6
 
 
 def test_a_list_of_optimizers_is_prepared_as_one_that_a_scheduler_drives_whole():
