@@ -32,6 +32,7 @@ from shardcast.optimizer.frameworks import (
     clusters,
     divides_at_end,
     exact_state,
+    scale_loss,
     with_buffers,
 )
 from shardcast.optimizer.model_hooks import is_marked
@@ -108,8 +109,7 @@ class ShardcastPrecision(Precision):
         batches = module.trainer.accumulate_grad_batches
         if module.automatic_optimization and divides_at_end(self.sharded, batches):
             loss = loss * batches  # by which Lightning has divided it
-        scaled = [sharded.scale_loss(loss) for sharded in self.sharded]
-        return scaled[0] if scaled else loss  # all have one scale
+        return scale_loss(self.sharded, loss)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """As Lightning's; ``on_after_backward`` of the script sees the mean gradients of all."""

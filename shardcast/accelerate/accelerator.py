@@ -37,6 +37,7 @@ from shardcast.optimizer.frameworks import (
     clusters,
     divides_at_end,
     models_of,
+    scale_loss,
     with_buffers,
 )
 from shardcast.optimizer.model_hooks import is_marked
@@ -265,14 +266,14 @@ class ShardcastAccelerator(Accelerator):
         with ``reproducible`` the step divides.
         """
         optimizers = [prepared.optimizer for prepared in self.sharded]
-        scaled = [optimizer.scale_loss(loss) for optimizer in optimizers][:1] or [loss]  # one scale
+        scaled = scale_loss(optimizers, loss)
         if self.gradient_state.in_dataloader:
             data.check_dealt(self._dealt, self.gradient_state.active_dataloader)
         if divides_at_end(optimizers, self.gradient_accumulation_steps):
             kwargs.pop("learning_rate", None)  # which Accelerate takes for LOMO
-            scaled[0].backward(**kwargs)
+            scaled.backward(**kwargs)
         else:
-            super().backward(scaled[0], **kwargs)
+            super().backward(scaled, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

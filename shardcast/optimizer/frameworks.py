@@ -70,6 +70,12 @@ def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
         )
 
 
+def scale_loss(optimizers: Sequence[ShardedOptimizer], loss: Tensor) -> Tensor:
+    """``loss`` times the loss scale, which is one, see :func:`check_loss_scales`."""
+    scaled = [optimizer.scale_loss(loss) for optimizer in optimizers]
+    return scaled[0] if scaled else loss
+
+
 def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) -> bool:
     """Whether steps alone divide by the tokens or micro-batches, and a framework must not.
 
