@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 
@@ -72,11 +73,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     multiprocessing.set_forkserver_preload(modules)
 
 
+@contextmanager
+def started(world_size: int, timeout: float) -> Iterator[SpawnedWorld]:
+    """Real processes that are there before a test, whose time limit does not count set-up.
+
+    To start them takes a second, and more than a minute on a busy machine.
+    """
+    forkserver.ensure_running()  # now: it passes on the environment that it begins with
+    with spawn_world(world_size, timeout=timeout, start_method="forkserver") as world:
+        world.run(dist.get_rank, timeout=300.0)
+        yield world
+
+
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[SpawnedWorld]:
-    """Two real processes; they start with the first test that runs something in them."""
-    forkserver.ensure_running()  # now: it passes on the environment that it begins with
-    with spawn_world(2, timeout=60.0, start_method="forkserver") as world:
+    """Two real processes, for all tests that ask for them."""
+    with started(2, timeout=60.0) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[SpawnedWorld]:
+    """Four of them, for the tests of a file."""
+    with started(4, timeout=240.0) as world:
         yield world
 
 

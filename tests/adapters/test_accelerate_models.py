@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from test_accelerate_processes import fresh
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.optim.lr_scheduler import ExponentialLR
@@ -23,8 +23,7 @@ STEPS = 6
 
 
 def accelerator_of(kind: str, config: Any = None, **options: Any) -> Any:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    fresh()
     if kind == "ddp":
         return Accelerator(cpu=True, **options)
     return ShardcastAccelerator(cpu=True, shardcast_config=config or {}, **options)

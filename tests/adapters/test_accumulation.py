@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from shardcast.accelerate import ShardcastAccelerator
 from shardcast.accelerate.data import check_dealt, deal_consecutive
 from shardcast.lightning import ShardcastStrategy
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld
 from shardcast.transformers import ShardcastTrainer
 
 pytestmark = [
@@ -195,12 +194,6 @@ def test_a_step_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches(
     for _, weights in gloo.run(train, framework, {}, str(tmp_path), timeout=100)[:1]:
         for name, value in weights.items():
             torch.testing.assert_close(value, expected[name], atol=2e-6, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[SpawnedWorld]:
-    with spawn_world(4, timeout=100, start_method="forkserver") as world:
-        yield world
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

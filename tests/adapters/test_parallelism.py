@@ -27,17 +27,11 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shardcast.accelerate import ShardcastAccelerator
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 STEPS, ROWS, CLIP = 4, 8, 0.05  # rows of a global batch
 T = TypeVar("T")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[SpawnedWorld]:
-    with spawn_world(4, timeout=240.0, start_method="forkserver") as world:
-        yield world
 
 
 def as_on_accelerators(fn: Callable[..., T]) -> Callable[..., T]:
