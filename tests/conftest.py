@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def started(world_size: int, timeout: float) -> Iterator[SpawnedWorld]:
     """Real processes that are there before a test, whose time limit does not count set-up.
 
-    To start them takes a second, and more than a minute on a busy machine.
+    To start them takes a second, and nearly a minute on a busy machine.
     """
     forkserver.ensure_running()  # now: it passes on the environment that it begins with
     with spawn_world(world_size, timeout=timeout, start_method="forkserver") as world:

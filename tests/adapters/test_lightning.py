@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,10 +90,10 @@ def trainer_of(folder: str, devices: int = 2, **options: Any) -> Trainer:
 class Two(Net):
     """Muon on the matrices and AdamW on the rest, stepped by the module itself."""
 
-    def __init__(self, closes: bool = False) -> None:
+    def __init__(self, closes: bool = False, clips: bool = False, automatic: bool = False) -> None:
         super().__init__()
-        self.automatic_optimization = False
-        self.closes, self.clips = closes, False
+        self.automatic_optimization = automatic
+        self.closes, self.clips = closes, clips
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.dim() == 2]
@@ -387,11 +388,6 @@ def test_a_fit_after_a_validation_begins_from_exact_weights(tmp_path: Path):
     assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
 
 
-def test_other_precisions_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="expects 32-true, bf16-true, bf16-mixed, 16-true"):
-        trainer_of(str(tmp_path), 1, precision="64-true")
-
-
 class Monitored(Net):
     """Logs as many modules do."""
 
@@ -451,35 +447,35 @@ def test_a_module_without_an_optimizer_runs(tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_automatic_optimization_of_several_is_refused_and_manual_named(tmp_path: Path):
-    module = Two()
-    module.automatic_optimization = True
-    with pytest.raises(RuntimeError, match=r"Set `self.automatic_optimization = False`"):
-        trainer_of(str(tmp_path), 1).fit(module, loader())
+@pytest.mark.parametrize(
+    ("build", "options", "error", "message"),
+    [
+        (Net, {"precision": "64-true"}, ValueError, "expects 32-true, bf16-true, bf16-mixed, 16"),
+        (partial(Two, automatic=True), {}, RuntimeError, "`self.automatic_optimization = False`"),
+        (partial(Two, clips=True), MANUAL, RuntimeError, "clipped together, .* set max_grad_norm"),
+        (partial(Two, closes=True), MANUAL, TypeError, "handle of Muon takes no closure"),
+        (Gan, {**MANUAL, "precision": "16-true"}, ValueError, "loss_scale: expected one fixed num"),
+    ],
+    ids=["precision", "automatic", "clip of one", "closure of one", "loss scales"],
+)
+def test_what_cannot_work_is_refused_by_name(
+    tmp_path: Path, build: Any, options: dict[str, Any], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        trainer_of(str(tmp_path), 1, **options).fit(build(), loader())
 
 
-def test_clipping_by_one_of_several_says_where_the_bound_goes(tmp_path: Path):
-    module = Two()
-    module.clips = True
-    with pytest.raises(RuntimeError, match=r"clipped together, .* set max_grad_norm"):
-        trainer_of(str(tmp_path), 1, **MANUAL).fit(module, loader())
-    module.clips = False
-    strategy = ShardcastStrategy({"max_grad_norm": 0.01})
-    trainer = trainer_of(str(tmp_path), 1, strategy=strategy, max_steps=2, **MANUAL)
-    trainer.fit(module, loader())
-
-
-def test_a_closure_for_one_of_several_is_refused(tmp_path: Path):
-    with pytest.raises(TypeError, match="handle of Muon takes no closure"):
-        trainer_of(str(tmp_path), 1, **MANUAL).fit(Two(closes=True), loader())
-
-
-def test_a_gan_with_changing_loss_scales_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="loss_scale: expected one fixed number"):
-        trainer_of(str(tmp_path), 1, precision="16-true", **MANUAL).fit(Gan(), loader())
-    strategy = ShardcastStrategy({"loss_scale": 128.0})
-    options = {"precision": "16-true", "strategy": strategy, "max_steps": 4}
-    trainer_of(str(tmp_path), 1, **MANUAL, **options).fit(Gan(), loader())
+@pytest.mark.parametrize(
+    ("build", "precision", "config"),
+    [(Two, "32-true", {"max_grad_norm": 0.01}), (Gan, "16-true", {"loss_scale": 128.0})],
+)
+def test_the_remedies_that_are_named_train(
+    tmp_path: Path, build: Any, precision: str, config: dict[str, Any]
+):
+    options = {**MANUAL, "strategy": ShardcastStrategy(config), "precision": precision}
+    trainer = trainer_of(str(tmp_path), 1, max_steps=4, **options)
+    trainer.fit(build(), loader())
+    assert trainer.global_step == 4
 
 
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period"])

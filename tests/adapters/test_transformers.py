@@ -28,7 +28,7 @@ from shardcast.transformers import ShardcastTrainer, ShardcastTrainerMixin
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 HELPED = f"{ROOT}:{ROOT / 'launch'}:{ROOT / 'tests/helpers'}"
-STEPS = 6
+STEPS, STOCK = 6, {"kind": "stock"}
 
 
 class Text(Dataset[dict[str, Tensor]]):
@@ -116,7 +116,10 @@ def logged(trainer: Any) -> list[tuple[float, float]]:
     return [(r["loss"], r["grad_norm"]) for r in trainer.state.log_history if "loss" in r]
 
 
-def run(group: Any, folder: str, resume: str | None = None, **options: Any) -> dict[str, Any]:
+def run(
+    _group: Any, folder: str, resume: str | None = None, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    options = options or {}
     trainer = trainer_of(folder, **options)
     trainer.train(resume_from_checkpoint=resume)
     return {
@@ -192,7 +195,7 @@ def test_the_first_loss_in_bf16_is_that_of_the_stock_trainer(tmp_path: Path, aut
 
 
 def test_fp32_training_is_that_of_the_stock_trainer(tmp_path: Path, gloo: SpawnedWorld):
-    stock = gloo.run(stock_run, str(tmp_path / "stock"), timeout=100)
+    stock = gloo.run(run, str(tmp_path / "stock"), None, STOCK, timeout=100)
     ours = gloo.run(run, str(tmp_path / "ours"), timeout=100)
     for mine, theirs in zip(ours, stock, strict=True):
         assert len(mine["log"]) == STEPS
@@ -204,24 +207,17 @@ def test_fp32_training_is_that_of_the_stock_trainer(tmp_path: Path, gloo: Spawne
     assert equal(ours[0]["weights"], ours[1]["weights"])
 
 
-def stock_run(group: Any, folder: str) -> dict[str, Any]:
-    return run(group, folder, kind="stock")
-
-
-def low(group: Any, folder: str, kind: str, precision: str, resume: str | None = None) -> Any:
-    return run(group, folder, resume, kind=kind, **{precision: True})
-
-
 @pytest.mark.parametrize(
     ("kind", "precision"), [("sharded", "bf16"), ("sharded", "fp16"), ("creating", "bf16")]
 )
 def test_low_precision_ranks_are_equal_and_resume_is_exact(
     tmp_path: Path, gloo: SpawnedWorld, kind: str, precision: str
 ):
-    whole = gloo.run(low, str(tmp_path / "a"), kind, precision, timeout=100)
+    options = {"kind": kind, precision: True}
+    whole = gloo.run(run, str(tmp_path / "a"), None, options, timeout=100)
     assert equal(whole[0]["weights"], whole[1]["weights"])
     middle = str(tmp_path / "a" / "checkpoint-3")
-    again = gloo.run(low, str(tmp_path / "b"), kind, precision, middle, timeout=100)
+    again = gloo.run(run, str(tmp_path / "b"), middle, options, timeout=100)
     for mine, theirs in zip(again, whole, strict=True):
         assert equal(mine["weights"], theirs["weights"])
         assert equal(mine["masters"], theirs["masters"])
@@ -271,10 +267,6 @@ def test_a_scheduler_for_each_is_stepped_saved_and_loaded_and_one_for_all_refuse
         trainer_of(str(tmp_path), optimizers=one)
 
 
-def stock_resume(group: Any, folder: str, resume: str) -> list[Any]:
-    return run(group, folder, resume, kind="stock")["log"]
-
-
 def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
     tmp_path: Path, gloo: SpawnedWorld
 ):
@@ -289,8 +281,8 @@ def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
     line = line.replace("shardcast ", f"{sys.executable} -m shardcast ", 1)
     done = command("bash", "-c", f"cd {folder} && {line}")
     assert done.returncode == 0, done.stderr
-    log = gloo.run(stock_resume, str(tmp_path / "stock"), str(folder), timeout=100)[0]
-    for resumed, whole in zip(log, ours, strict=True):
+    stock = gloo.run(run, str(tmp_path / "stock"), str(folder), STOCK, timeout=100)[0]
+    for resumed, whole in zip(stock["log"], ours, strict=True):
         assert resumed == pytest.approx(whole, abs=1e-5, rel=1e-5)
 
 
@@ -440,26 +432,24 @@ class WithLoss(ShardcastTrainerMixin, transformers.Trainer):
         )
 
 
-def with_loss(_group: Any, folder: str, resume: str | None = None, **options: Any) -> Any:
-    trainer = trainer_of(folder, "loss", **options)
+def with_loss(
+    _group: Any, folder: str, resume: str | None = None, options: dict[str, Any] | None = None
+) -> Any:
+    trainer = trainer_of(folder, "loss", **(options or {}))
     trainer.train(resume_from_checkpoint=resume)
     return logged(trainer), weights(trainer.loss)
 
 
-def low_loss(group: Any, folder: str, resume: str | None = None) -> Any:
-    return with_loss(group, folder, resume, bf16=True)
-
-
 def test_weights_of_a_loss_train_beside_the_model(tmp_path: Path, gloo: SpawnedWorld):
-    whole = with_loss(None, str(tmp_path / "one"), per_device_train_batch_size=4)
+    whole = with_loss(None, str(tmp_path / "one"), None, {"per_device_train_batch_size": 4})
     for bf16, tolerance in ((False, 1e-5), (True, 0.2)):  # norms in bf16 part by 8 % in six steps
-        folder = str(tmp_path / f"{bf16}")
-        both = gloo.run(low_loss if bf16 else with_loss, folder, timeout=100)
+        folder, options = str(tmp_path / f"{bf16}"), {"bf16": bf16}
+        both = gloo.run(with_loss, folder, None, options, timeout=100)
         assert equal(both[0][1], both[1][1]), "the weights of the loss are averaged, too"
         for ours, one in zip(both[0][0], whole[0], strict=True):
             assert ours == pytest.approx(one, rel=tolerance)
         resume = f"{folder}/checkpoint-3"
-        again = gloo.run(low_loss if bf16 else with_loss, f"{folder}b", resume, timeout=100)
+        again = gloo.run(with_loss, f"{folder}b", resume, options, timeout=100)
         assert again[0][0] == both[0][0]  # of all steps, the first three from the checkpoint
         assert equal(again[0][1], both[0][1])
     names = load_file(tmp_path / "True" / "checkpoint-6" / "model.safetensors")
