@@ -182,6 +182,22 @@ def test_a_skip_names_the_rank_whose_gradient_was_not_finite(reduce: str, micro:
             assert "first: the sum over ranks, at its owner 0, parameter" in told
 
 
+def test_clearing_one_of_several_models_between_two_backwards_is_refused_by_name():
+    def run(group: Any) -> None:
+        nets = nn.ModuleList([mlp(), mlp()])
+        optimizer = shardcast.shard(
+            nets, adamw(nets), process_group=group, grads="sharded", param_dtype="fp32"
+        )
+        loss = nets[0](BATCH).sum() + nets[1](BATCH).sum()
+        loss.backward(retain_graph=True)
+        nets[0].zero_grad()
+        with pytest.raises(RuntimeError, match=r"\.grad of '0\.0\.weight' was cleared"):
+            loss.backward()
+        optimizer.zero_grad()
+
+    ThreadedWorld(2).run(run)
+
+
 def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next():
     """The operands of an update are kept between steps where gradients are; these are not."""
 

@@ -87,6 +87,23 @@ def test_keys_of_the_users_own_stay_and_are_saved():
     assert sorted(n for group in saved for n in group["params"]) == list(range(6))
 
 
+def two_layers(model: Any) -> torch.optim.Optimizer:
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def test_groups_that_are_assigned_are_used():
+    """As callbacks that unfreeze layers do when they resume: other dictionaries, and more."""
+
+    def assign(step: int, model: Any, optimizer: Any) -> None:
+        groups = [{**group, "lr": group["lr"] * 0.5} for group in optimizer.param_groups]
+        if step == 2:
+            groups.append({**groups[0], "params": list(model[4].parameters())})
+        optimizer.param_groups = groups
+
+    check(two_layers, steps(5, assign))
+
+
 def clears(optimizer: Any) -> None:
     optimizer.state.clear()
 

@@ -35,7 +35,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {  # and la
     ),
     "SGD": (
         torch.optim.SGD, {"lr": 0.1, "dampening": 0.25},
-        [{"momentum": 0.9}, {"momentum": 0.5}, {"momentum": 0.0}, {"weight_decay": 0.01}],
+        [
+            {"momentum": 0.9}, {"momentum": 0.0}, {"weight_decay": 0.01}, {"maximize": True},
+            {"momentum": 0.5, "nesterov": True, "dampening": 0.0},
+        ],
     ),
     "NAdam": (
         torch.optim.NAdam, {"lr": 1e-2},
