@@ -86,13 +86,16 @@ class Averages:
         def checked() -> None:
             self.check("load_average", name)
             optimizer.refuse_averaged("load_average")
-            for _, slot in optimizer.layout.slots():
-                given = weights.get(slot.name)
+            shapes = {slot.name: slot.shape for _, slot in optimizer.layout.slots()}
+            buffers = optimizer.buffer_averages.averaged().items()
+            shapes |= {key: tuple(buffer.shape) for key, buffer in buffers if key in weights}
+            for parameter, expected in shapes.items():
+                given = weights.get(parameter)
                 shape = None if given is None else tuple(_compat.local_tensor(given).shape)
-                if shape != slot.shape:
+                if shape != expected:
                     raise ValueError(
-                        f"load_average: parameter {slot.name!r} has shape {shape}, expected "
-                        f"{slot.shape}; give all parameters by the names of model.named_parameters"
+                        f"load_average: {parameter!r} has shape {shape}, expected {expected}; give "
+                        "all parameters by the names of model.named_parameters"
                     )
 
         optimizer.process_groups.everyone.together(checked, optimizer.device, "load_average")

@@ -129,6 +129,17 @@ class BufferAverages:
                 entries[AVERAGE + average + STEPS] = self._steps[average]
         return state
 
+    def check(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise ``ValueError`` where :meth:`load` would write values of another shape. Local."""
+        for name, entries in self.state().items():
+            for key, tensor in entries.items():
+                loaded = state.get(name, {}).get(key)
+                if loaded is not None and loaded.shape != tensor.shape:
+                    raise ValueError(
+                        f"state_dict: {key!r} of buffer {name!r} has shape {tuple(loaded.shape)}, "
+                        f"expected {tuple(tensor.shape)}"
+                    )
+
     @torch.no_grad()
     def begin(self, name: str, weights: Mapping[str, Tensor], steps: int) -> None:
         """Go on from an existing average, where it has all buffers; see ``load_average``. Local."""

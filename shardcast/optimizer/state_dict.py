@@ -119,11 +119,12 @@ class StateDict:
         loaded = plain_state(state_or_list, self._optimizer.originals.places)
         groups, head = loaded["param_groups"], loaded.get("shardcast")
         state = state_by_param(loaded, self._groups)
+        buffers = loaded.get(BUFFERS) if head is None else head.get("buffers", {})
+        self._optimizer.buffer_averages.check(buffers or {})
         if head is None:
-            return self.plan_plain(state)._replace(groups=groups, buffers=loaded.get(BUFFERS))
+            return self.plan_plain(state)._replace(groups=groups, buffers=buffers)
         self._check_head(head)
         fragments = self._fragments(state, is_local=True)
-        buffers = head.get("buffers", {})
         return LoadPlan(frozenset(head["active"]), fragments, head["scaler"], groups, True, buffers)
 
     def _head(self) -> dict[str, Any]:

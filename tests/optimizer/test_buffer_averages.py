@@ -204,3 +204,17 @@ def test_a_full_state_dict_has_the_averages_of_buffers(through: str):
         torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-7)
     if through != "a list":
         pair(build()).load_state_dict(state)
+
+
+def test_averages_of_buffers_of_another_shape_are_refused():
+    """One value for all channels would be taken for each of them."""
+    optimizer = sharded(build())
+    train(optimizer.model, optimizer, range(2))
+    before, state = optimizer.digest(), optimizer.full_state_dict()
+    state["shardcast_buffers"]["1.running_mean"]["average.ema"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"1\.running_mean"):
+        optimizer.load_state_dict(state)
+    weights = {**optimizer.model.state_dict(), "1.running_mean": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"1\.running_mean"):
+        optimizer.load_average("ema", weights)
+    assert optimizer.digest() == before
