@@ -27,7 +27,7 @@ from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
 from shardcast.plan.shard_ranks import shard_ranks
-from shardcast.step.reduce.tree import most_sums
+from shardcast.step.reduce.tree import most_bytes
 from shardcast.step.update import updates_of
 from shardcast.step.update.epilogues import epilogues_of
 from shardcast.step.update.rules import STATE_NAMES, NoRule, rule_of
@@ -275,7 +275,10 @@ def _share(
     if not pack.requires_grad:
         return _Share(*kept, normed=0, gradients=0, sent=0, setup=setup)
     grad, wire = grad_dtype(pack.dtype, config).itemsize, sent_dtype(pack, config).itemsize
-    sums = most_sums(config.reproducible // size) if config.reproducible > size else 0
+    local = grad
+    if config.reproducible > size:
+        dtypes = grad_dtype(pack.dtype, config), wire_dtype(pack.dtype, config)
+        local += most_bytes(config.reproducible // size, *dtypes)
     if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
         near, nodes = pack.algorithms.node, size // pack.algorithms.node
         sent = ((near - 1) * nodes + 2 * (nodes - 1)) * numel * wire
@@ -284,8 +287,7 @@ def _share(
     sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
     if trained or pack.algorithms.sync == "all_gather":
         sent += (size - 1) * numel * pack.dtype.itemsize
-    gradients = numel * (grad + sums * MASTER_DTYPE.itemsize)
-    return _Share(*kept, numel * grad if trained else 0, gradients, sent, setup)
+    return _Share(*kept, numel * grad if trained else 0, numel * local, sent, setup)
 
 
 def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:

@@ -59,9 +59,11 @@ class Gradients:
         """1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm."""
         return self._allocate() if self._data is None else self._data
 
-    def _allocate(self) -> Tensor:
+    def _allocate(self, data: Tensor | None = None) -> Tensor:
         numel, own = self.pack.layout.numel, self.pack.own
-        data = self._data = torch.zeros(numel, dtype=self.dtype, device=self._device)
+        if data is None:
+            data = torch.zeros(numel, dtype=self.dtype, device=self._device)
+        self._data = data
         slots, start = self.pack.layout.slots, data.data_ptr()
         self._addresses = [
             start + slot.offset * self.dtype.itemsize if slot.numel else 0 for slot in slots
@@ -137,12 +139,20 @@ class Gradients:
                 params[position].grad = view
         return bool(grads)
 
-    def take(self) -> None:
-        """Show no gradient any more; the next ones are not added to these."""
+    def take(self, memory: Tensor) -> None:
+        """Show no gradient any more; the next ones are not added to these.
+
+        Args:
+            memory: what they are in, padding zero; other than ``data`` if that is to stay.
+        """
         for position, param in enumerate(self.pack.params):
             if param.grad is not None:
                 self.taken.add(position)
                 param.grad = None
+        if memory is not self._data:
+            for position in range(len(self.pack.params)):
+                self._part_with(position)
+            self._allocate(memory)
 
     def show_taken(self) -> None:
         """Show zeros where a gradient was taken and none came since."""
@@ -203,16 +213,21 @@ class Gradients:
                 self.show(position)
 
     def _view(self, position: int) -> Tensor:
-        """A new view of one slot, for another gradient; whoever kept the last one gets a copy.
-
-        Gradients that a script keeps over a backward (PCGrad) must not change.
-        """
-        data, slot, last = self.data, self.pack.layout.slots[position], self._shown[position]()
-        if last is not None and last.data_ptr() == self._addresses[position]:
-            last.data = last.detach().clone()
+        """A new view of one slot, for another gradient."""
+        data, slot = self.data, self.pack.layout.slots[position]
+        self._part_with(position)
         view = data[slot.offset : slot.end].view(size=slot.shape)
         self._shown[position] = weakref.ref(view)
         return view
+
+    def _part_with(self, position: int) -> None:
+        """Whoever kept the view that was last shown gets a copy.
+
+        Gradients that a script keeps over a backward (PCGrad) must not change.
+        """
+        last = self._shown[position]()
+        if last is not None and last.data_ptr() == self._addresses[position]:
+            last.data = last.detach().clone()
 
 
 class ShardedGradients(Gradients):

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardcast.step.decide.norm import CHUNK, PNorm
+from shardcast.step.decide.norm import PNorm
 
+CHUNK = 1 << 17  # elements whose squares are added at a time
 ROWS = 30  # log2 of the rows that may be added
 BITS = 53 - ROWS - 1  # of a part
 # Exponents of the multiples. A row's sum is below 2**263, for 128 squares of fp32; what is below
@@ -43,14 +44,13 @@ class ExactNorm(PNorm):
         rows = -(-own.numel() // row)
         sums = torch.zeros(rows, dtype=torch.float64, device=own.device)
         count = max(1, CHUNK // row)  # rows at a time
+        scratch = torch.empty(min(count, rows) * row, dtype=torch.float64, device=own.device)
         for start in range(0, rows, count):
-            squares = own[start * row : (start + count) * row].double().square_()
-            target = sums[start : start + count]
-            if squares.numel() < target.numel() * row:  # alone on one rank a pack is not padded
-                squares = torch.cat(
-                    [squares, squares.new_zeros(target.numel() * row - len(squares))]
-                )
-            halves = squares.view(-1, row)
+            piece, target = own[start * row : (start + count) * row], sums[start : start + count]
+            squares = scratch[: target.numel() * row]
+            squares[: piece.numel()].copy_(piece)
+            squares[piece.numel() :].zero_()  # alone on one rank a pack is not padded
+            halves = squares.square_().view(-1, row)
             while halves.shape[1] > 1:
                 left, right = halves.chunk(2, 1)
                 halves = left + right

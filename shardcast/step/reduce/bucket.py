@@ -14,7 +14,7 @@ from shardcast.comm import REDUCTIONS, Comm, Reduction, ReplicaSumReduction
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
-from shardcast.step.reduce.tree import PartialSums
+from shardcast.step.reduce.tree import PartialSums, TreeReduction
 
 
 class State(Enum):
@@ -106,8 +106,7 @@ class Bucket:
         assert self.tree is not None
         if any(param.grad is not None for param in self.grads.pack.params):
             self.grads.collect()
-            self.tree.add(self.grads.data)
-            self.grads.take()
+            self.grads.take(self.tree.add(self.grads.data))
 
     def end_early(self) -> None:
         """The reduction of the step is here, for which it was sent early, or it is not to be."""
@@ -173,10 +172,14 @@ class Bucket:
         self.state = State.IN_FLIGHT
 
     def _buffer(self, spare: list[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
-        device = self.grads.data.device
+        device, small = self.grads.data.device, None
         for position, buffer in enumerate(spare):
-            if buffer.numel() >= numel and buffer.dtype == dtype and buffer.device == device:
-                return spare.pop(position)[:numel]
+            if buffer.dtype == dtype and buffer.device == device:
+                if buffer.numel() >= numel:
+                    return spare.pop(position)[:numel]
+                small = position
+        if small is not None:
+            del spare[small]  # a larger one takes its place
         return torch.empty(numel, dtype=dtype, device=device)
 
     @torch.no_grad()
@@ -199,8 +202,9 @@ class Bucket:
         if self.late:
             pieces = [self._summed(pieces)]
         usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
-        usual = usual and self.tree is None
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
+        if isinstance(reduction, TreeReduction):
+            mean = reduction.mean_
         mean(pieces, divisor, self.carry, grads.own)
         self._reduction = self.carry = None
         self.state = State.REDUCED

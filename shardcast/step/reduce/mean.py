@@ -7,7 +7,7 @@ memory traffic than the whole update; compiled, every piece is read once and the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,16 +108,37 @@ def mean_in_chunks_(
         # comes out may be NaN, which skips the step as an infinity does.
         torch.lerp(pieces[0], pieces[1], 0.5, out=out)
         return
-    chunk = CHUNK if out.device.type == "cpu" else PIECE
-    for start in range(0, out.numel(), chunk):
-        part = slice(start, start + chunk)
+
+    def total(part: slice) -> Tensor:
         total = pieces[0][part].to(sum_dtype(pieces[0].dtype), copy=True)
         for piece in pieces[1:]:
             total += piece[part]
-        total /= size
+        return total
+
+    divide_(total, size, carry, out)
+
+
+def divide_(
+    total: Callable[[slice], Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
+) -> None:
+    """``out = total / size + carry``, chunk by chunk.
+
+    Args:
+        total: gives those elements of the sum, which are overwritten.
+    """
+    for part in chunks(out):
+        mean = total(part)
+        mean /= size
         if carry is not None:
-            total += carry[part]
-        out[part].copy_(total)
+            mean += carry[part]
+        out[part].copy_(mean)
+
+
+def chunks(tensor: Tensor) -> Iterator[slice]:
+    """Ranges of a 1-d tensor whose fp32 copy stays in the cache of a CPU."""
+    chunk = CHUNK if _compat.is_host(tensor.device) else PIECE
+    for start in range(0, tensor.numel(), chunk):
+        yield slice(start, min(start + chunk, tensor.numel()))
 
 
 def _compiled(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:

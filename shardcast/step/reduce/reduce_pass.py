@@ -59,7 +59,9 @@ class ReducePass:
         self._inner = self.backward  # the last backward inside it that adds to gradients
         self._next = 0  # first bucket that was not sent yet
         self._flying: list[Bucket] = []
-        self._spare: list[Tensor] = []  # receive buffers to be used again
+        of_tree = reducer.micro_batches
+        # Buffers to be used again.
+        self._spare: list[Tensor] = [] if of_tree is None else of_tree.spare
         land_all(bucket for bucket in self._buckets if not bucket.early)  # where a backward failed
         reducer.drop_cleared(more_come=self.backward >= 0)
         for bucket in self._buckets:

@@ -16,19 +16,21 @@ most ``log2`` of their number and one more elsewhere.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardcast import _compat
 from shardcast.comm import Comm, Reduction
 from shardcast.messages import by_rank
 from shardcast.plan.layout import PackLayout
-from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.reduce.mean import CHUNK
+from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
+from shardcast.step.reduce.mean import chunks, divide_
+
+Sum: TypeAlias = "Tensor | tuple[Sum, Sum]"
 
 
 class Node(NamedTuple):
@@ -40,6 +42,18 @@ class Node(NamedTuple):
     @property
     def children(self) -> tuple[Node, Node]:
         return Node(self.level - 1, 2 * self.number), Node(self.level - 1, 2 * self.number + 1)
+
+    @property
+    def parent(self) -> Node:
+        return Node(self.level + 1, self.number // 2)
+
+    @property
+    def sibling(self) -> Node:
+        return Node(self.level, self.number ^ 1)
+
+    def covers(self, node: Node) -> bool:
+        """Whether ``node`` is this one or below it."""
+        return node.level <= self.level and node.number >> (self.level - node.level) == self.number
 
 
 class MicroBatches:
@@ -55,11 +69,14 @@ class MicroBatches:
         current: the one that the running backward is of, or the next one.
         begun: gradients of it have come.
         numbered: the script says which one each is.
+        first: those of this step were counted.
+        spare: buffers of messages: to allocate them anew costs a pass on a CPU.
     """
 
     def __init__(self, total: int, comm: Comm) -> None:
         self._comm, self._done = comm, set[int]()
         self.sums: list[PartialSums] = []  # of each pack
+        self.spare: list[Tensor] = []
         self._is_counted = total is True
         self._settle(0 if self._is_counted else total)
         self.reset()
@@ -94,7 +111,7 @@ class MicroBatches:
                 f"reproducible to their number over all ranks ({sum(counts)}), not to true"
             )
         self._settle(max(1, count) * size)
-        self._is_known = count > 0  # else it is a step without backwards
+        self._is_known = self.first = count > 0  # else it is a step without backwards
         self._done = {self.own.start + number for number in self._done}
         self.current += self.own.start
         for sums in self.sums:
@@ -105,6 +122,7 @@ class MicroBatches:
         if not self._is_known:
             self._settle(0)
         self.current, self.begun, self.numbered = self.own.start, False, False
+        self.first = False
         self._done.clear()
 
     @property
@@ -178,14 +196,17 @@ class MicroBatches:
 
 
 class PartialSums:
-    """The nodes of one pack that this rank has, each with a value for every element of the pack."""
+    """What this rank has of the tree in one pack: of nodes a value for each element of the pack.
+
+    Leaves stay what they are while they take no more memory than their sum: two leaves of 16 bits.
+    """
 
     def __init__(self, micro_batches: MicroBatches, wire: torch.dtype) -> None:
         self._micro_batches, self._wire = micro_batches, wire
         micro_batches.sums.append(self)
         self._sums: dict[Node, Tensor] = {}
         self._sent: list[Tensor] = []  # until they have arrived
-        self._free: list[Tensor] = []  # memory for sums: to allocate it anew costs a pass on a CPU
+        self._free: list[Tensor] = []  # to allocate it anew costs a pass on a CPU; padding is zero
 
     @property
     def nbytes(self) -> int:
@@ -194,11 +215,6 @@ class PartialSums:
     def clear(self) -> None:
         self._free += self._sums.values()
         self._sums.clear()
-
-    def landed(self) -> None:
-        """What was sent has arrived."""
-        self._free += self._sent
-        self._sent = []
 
     def shift(self, first: int) -> None:
         """Micro-batches that were counted from 0 were counted from ``first``."""
@@ -212,86 +228,147 @@ class PartialSums:
         for tensor in self._sums.values():
             tensor[elements].zero_()
 
-    def add(self, gradient: Tensor) -> None:
-        """The gradient of the current micro-batch, 1-d."""
-        node, total = Node(0, self._micro_batches.current), gradient.to(self._wire)
-        while (sibling := Node(node.level, node.number ^ 1)) in self._sums:
-            addend, total = total, self._sums.pop(sibling)
-            add_(total, addend)
-            if node.level:
-                self._free.append(addend)
-            node = Node(node.level + 1, node.number // 2)
-        if not node.level:  # the memory of the gradient is used again
-            total = self._room(gradient).copy_(total)
-        self._sums[node] = total
+    def add(self, gradient: Tensor) -> Tensor:
+        """The gradient of the current micro-batch, 1-d.
 
-    def _room(self, like: Tensor) -> Tensor:
-        return self._free.pop() if self._free else torch.empty_like(like, dtype=MASTER_DTYPE)
+        Returns:
+            Memory for the next one, padding zero: that of this one, unless it stays here.
+        """
+        node = self._add_leaf(gradient)
+        while _is_whole(self._sums, node.sibling):
+            node = node.parent
+        if self._wire.itemsize << node.level > MASTER_DTYPE.itemsize:
+            self._join(node, gradient)
+        stays = any(total is gradient for total in self._sums.values())
+        return self._room(gradient, gradient.dtype) if stays else gradient
+
+    def _add_leaf(self, gradient: Tensor) -> Node:
+        node, leaf = Node(0, self._micro_batches.current), gradient
+        if leaf.dtype != self._wire:
+            leaf = self._room(gradient, self._wire).copy_(gradient)
+        self._sums[node] = leaf
+        return node
+
+    def _join(self, node: Node, gradient: Tensor) -> None:
+        """Have ``node`` in place of all below it."""
+        parts = {below: self._sums.pop(below) for below in [*self._sums] if node.covers(below)}
+        rest = [total for total in parts.values() if total is not gradient]
+        room = next((total for total in rest if total.dtype == MASTER_DTYPE), None)
+        if room is None:
+            room = self._room(gradient, MASTER_DTYPE)
+        _write(room, _sum_of(parts, node))
+        self._sums[node] = room
+        self._free += [total for total in rest if total is not room]
+
+    def _room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        for position, tensor in enumerate(self._free):
+            if tensor.dtype == dtype:
+                return self._free.pop(position)
+        return torch.zeros_like(like, dtype=dtype)
 
     def send(
         self, comm: Comm, pack: PackLayout, gradient: Tensor,
         buffer: Callable[[int, torch.dtype], Tensor],
-    ) -> Reduction:  # fmt: skip
+    ) -> TreeReduction:  # fmt: skip
         """Send to each owner its part of this rank's nodes.
 
         Args:
             gradient: of the current micro-batch, or zeros.
         """
-        own, nodes = self._micro_batches.own, self._micro_batches.nodes
-        if len(own) == 1:
-            rows = [self._sums.pop(Node(0, own.start), gradient).to(self._wire)]
-        else:
-            if self._micro_batches.begun:
-                self.add(gradient)
-            rows = []
-            for node in nodes[comm.rank]:
-                total = _sum(self._sums, node)
-                rows.append(self._room(gradient).zero_() if total is None else total)
-            self._sums.clear()
-            self._sent = rows
-        depth = (self._micro_batches.total - 1).bit_length()
-        return _TreeReduction(comm, pack, rows, nodes, Node(depth, 0), buffer)
+        micro_batches, message = self._micro_batches, None
+        if len(micro_batches.own) == 1:
+            leaf = Node(0, micro_batches.own.start)
+            message = self._sums[leaf] = self._sums.get(leaf, gradient).to(self._wire)
+        elif micro_batches.begun:
+            self._add_leaf(gradient)
+        values, self._sums = self._sums, {}
+        self._sent = [
+            total for total in values.values() if total is not gradient and total is not message
+        ]
+        root = Node((micro_batches.total - 1).bit_length(), 0)
+        return TreeReduction(comm, pack, values, message, micro_batches.nodes, root, buffer)
+
+    def landed(self) -> None:
+        """What was sent has arrived."""
+        # A step that did not know which one is its last has made a sum more than others need.
+        self._free = [] if self._micro_batches.first else self._free + self._sent
+        self._sent = []
 
 
-class _TreeReduction(Reduction):
-    """By one all-to-all: the own span of all ranks' nodes comes here, and is added up."""
+class TreeReduction(Reduction):
+    """By one all-to-all: the own span of the other ranks' nodes comes here, and is added up.
+
+    Args:
+        values: what this rank has of the tree; overwritten by :meth:`mean_`.
+        message: what is sent, if it is there as it is.
+        nodes: of each rank.
+    """
 
     def __init__(
-        self, comm: Comm, pack: PackLayout, rows: Sequence[Tensor],
-        nodes: Sequence[Sequence[Node]], root: Node, buffer: Callable[[int, torch.dtype], Tensor],
+        self, comm: Comm, pack: PackLayout, values: Mapping[Node, Tensor], message: Tensor | None,
+        nodes: Sequence[Sequence[Node]], root: Node,
+        buffer: Callable[[int, torch.dtype], Tensor],
     ) -> None:  # fmt: skip
-        own = pack.spans[comm.rank]
-        self._nodes, self._root, self._rank, self._count = nodes, root, comm.rank, own.numel
-        self._own_rows = [row[own.start : own.stop] for row in rows]
-        # In the order of the owners they go to.
-        self._sent = rows[0]
-        if len(rows) > 1:
-            parts = [row[span.start : span.stop] for span in pack.spans for row in rows]
-            self._sent = torch.cat(parts)
-        self.received = buffer(own.numel * sum(map(len, nodes)), rows[0].dtype)
-        received = [own.numel * len(of_rank) for of_rank in nodes]
+        own, rows = pack.spans[comm.rank], nodes[comm.rank]
+        self._rank, self._nodes, self._root = comm.rank, nodes, root
+        self._values = _part_of(values, slice(own.start, own.stop))
+        self._lengths = [own.numel * len(of_rank) for of_rank in nodes]
         sent = [span.numel * len(rows) for span in pack.spans]
-        equal = len(set(received)) == 1 and len(set(sent)) == 1
-        splits: tuple[Any, Any] = (None, None) if equal else (received, sent)
-        self._work = comm.all_to_all(self.received, self._sent, *splits, about=pack)
+        splits: tuple[Any, Any] = None, None
+        if message is None:
+            self._lengths[comm.rank] = sent[comm.rank] = 0  # what stays here is added up later
+            start = sum(self._lengths)
+            self.received = buffer(start + sum(sent), MASTER_DTYPE)
+            message = self.received[start:]
+            for span, numel in zip(pack.spans, sent, strict=True):
+                part = _part_of(values, slice(span.start, span.stop))
+                for node in rows if numel else ():
+                    _write(self.received[start : start + span.numel], _sum_of(part, node))
+                    start += span.numel
+            splits = self._lengths, sent
+        else:
+            self.received = buffer(sum(self._lengths), message.dtype)
+            if len({*self._lengths}) > 1 or len({*sent}) > 1:
+                splits = self._lengths, sent
+        self._sent = message
+        received = self.received[: sum(self._lengths)]
+        self._work = comm.all_to_all(received, message, *splits, about=pack)
 
     def wait(self) -> list[Tensor]:
+        """What each rank sent, but for this one."""
         self._work.wait()
-        pieces: dict[Node, Tensor] = {}
-        start = 0
-        for rank, of_rank in enumerate(self._nodes):
-            for number, node in enumerate(of_rank):
-                piece = self.received[start : start + self._count]
-                pieces[node] = self._own_rows[number] if rank == self._rank else piece
-                start += self._count
-        total = _sum(pieces, self._root)
-        assert total is not None
-        return [total.to(MASTER_DTYPE).add_(0.0)]  # -0 becomes 0
+        return list(self.received[: sum(self._lengths)].split(self._lengths))
+
+    def mean_(
+        self, pieces: Sequence[Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
+    ) -> None:
+        """As :func:`.mean.mean_`, of ``pieces`` from :meth:`wait`."""
+        values = {**self._values}
+        for rank, (nodes, piece) in enumerate(zip(self._nodes, pieces, strict=True)):
+            if rank != self._rank and out.numel():
+                values.update(zip(nodes, piece.split(out.numel()), strict=True))
+        # A power of two divides exactly: fp32 gives the bits of fp64.
+        exact = carry is None and not isinstance(size, Tensor) and math.frexp(size)[0] == 0.5
+        dtype = MASTER_DTYPE if exact else sum_dtype(MASTER_DTYPE)
+
+        sum_of = _sum_of(values, self._root)
+
+        def total(part: slice) -> Tensor:
+            if sum_of is None:
+                return torch.zeros_like(out[part], dtype=dtype)
+            return _evaluate(sum_of, part).to(dtype).add_(0.0)  # -0 becomes 0
+
+        divide_(total, size, carry, out)
 
 
-def most_sums(count: int) -> int:
-    """How many sums a rank keeps at a time that has so many micro-batches in a step."""
-    return (count - 1).bit_length()
+def most_bytes(count: int, grad: torch.dtype, wire: torch.dtype) -> int:
+    """What a rank with so many micro-batches in a step keeps of them, per element, at most.
+
+    Besides the gradients of the current one, of dtype ``grad``.
+    """
+    depth, master = (count - 1).bit_length(), MASTER_DTYPE.itemsize
+    copy = 0 if grad == wire else wire.itemsize
+    return copy + (depth * master - (master - wire.itemsize) if depth else 0)
 
 
 def nodes_of(leaves: range) -> list[Node]:
@@ -306,22 +383,40 @@ def nodes_of(leaves: range) -> list[Node]:
     return nodes
 
 
-def _sum(sums: dict[Node, Tensor], node: Node) -> Tensor | None:
-    """The value of ``node`` from those of ``sums`` below it, which it overwrites; None of none."""
-    if node in sums:
-        return sums[node]
+def _is_whole(sums: Mapping[Node, Tensor], node: Node) -> bool:
+    return node in sums or (node.level > 0 and all(_is_whole(sums, n) for n in node.children))
+
+
+def _part_of(values: Mapping[Node, Tensor], part: slice) -> dict[Node, Tensor]:
+    return {node: value[part] for node, value in values.items()}
+
+
+def _sum_of(values: Mapping[Node, Tensor], node: Node) -> Sum | None:
+    """What ``node`` is the sum of, of those of ``values`` below it; None of none."""
+    if node in values:
+        return values[node]
     if not node.level:
         return None
-    left, right = (_sum(sums, child) for child in node.children)
+    left, right = (_sum_of(values, child) for child in node.children)
     if left is None or right is None:
         return right if left is None else left
-    total = left.to(MASTER_DTYPE)
-    add_(total, right)
-    return total
+    return left, right
 
 
-def add_(total: Tensor, addend: Tensor) -> None:
-    """``total += addend``, which may be of a lower dtype; 1-d."""
-    step = total.numel() if not _compat.is_host(total.device) else CHUNK
-    for start in range(0, total.numel(), max(1, step)):  # a CPU casts all of it before it adds
-        total[start : start + step].add_(addend[start : start + step])
+def _evaluate(sum_of: Sum, part: slice, out: Tensor | None = None) -> Tensor:
+    """Those elements of a sum; ``out``, fp32, may be an operand of the last addition."""
+    if isinstance(sum_of, Tensor):
+        return sum_of[part] if out is None else out.copy_(sum_of[part])
+    left, right = _evaluate(sum_of[0], part), _evaluate(sum_of[1], part)
+    if left.dtype != MASTER_DTYPE and out is None:
+        return left.to(MASTER_DTYPE).add_(right)
+    return torch.add(left.to(MASTER_DTYPE), right, out=out)
+
+
+def _write(out: Tensor, sum_of: Sum | None) -> None:
+    """The sum, or zeros of none; ``out`` may be part of it."""
+    if sum_of is None:
+        out.zero_()
+        return
+    for part in chunks(out):
+        _evaluate(sum_of, part, out[part])

@@ -465,19 +465,31 @@ def test_a_replay_on_other_ranks_finds_the_bit_that_was_flipped(
         checkpoint.replay(tmp_path, *linear(None), lambda step: None)
 
 
-@pytest.mark.parametrize("total", [2, 4, 8, 12])
-def test_the_estimate_knows_the_sums_that_a_rank_keeps(total: int):
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("total", "counted"), [(2, False), (4, False), (8, False), (12, False), (4, True), (8, True)]
+)
+def test_the_estimate_knows_the_sums_that_a_rank_keeps(
+    total: int, dtype: str, wire: str, counted: bool
+):
+    fields = {"param_dtype": dtype, "reduce_dtype": wire}
+
     def run(group: Any) -> int:
-        model, optimizer = linear(group, reproducible=total)
+        model, optimizer = linear(group, **fields, reproducible=counted or total)
         for index in range(total // 2):
             backward(model, index)
+        if counted:  # what its first step made too much of is gone in the second one
+            optimizer.step()
+            optimizer.zero_grad()
+            for index in range(total // 2):
+                backward(model, index)
         optimizer.step()
         return optimizer.memory_report()["gradients"]
 
     model = seeded(lambda: nn.Linear(3, 5))
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    fields = {"param_dtype": "fp32", "reproducible": total}
-    estimated = estimate(model, sgd, 2, fields)
+    estimated = estimate(model, sgd, 2, {**fields, "reproducible": total})
     assert max(run_world(2, run)[0]) == estimated.gradients, "on the rank that keeps most"
 
 
