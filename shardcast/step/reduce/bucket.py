@@ -101,9 +101,14 @@ class Bucket:
             self.tree.discard(slice(slot.offset, slot.end))
             self.grads.taken.discard(position)
 
-    def end_micro_batch(self) -> None:
-        """Add the gradients that are there to the tree; the next ones are of another one."""
+    def end_micro_batch(self, cleared: bool) -> None:
+        """Add the gradients that are there to the tree; the next ones are of another one.
+
+        Args:
+            cleared: see :meth:`reopen`.
+        """
         assert self.tree is not None
+        self.reopen(cleared)  # none came: what is shown are means of the step before
         if any(param.grad is not None for param in self.grads.pack.params):
             self.grads.collect()
             self.grads.take(self.tree.add(self.grads.data))

@@ -326,7 +326,7 @@ class Reducer:
         """Add the gradients that are here to the tree."""
         assert self.micro_batches is not None
         for bucket in self.buckets.values():
-            bucket.end_micro_batch()
+            bucket.end_micro_batch(self.spent)
         self.micro_batches.end()
 
     # -- the pass of the running backward -----------------------------------------------------

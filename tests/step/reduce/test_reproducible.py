@@ -310,6 +310,16 @@ class Noisy(torch.optim.SGD):
                 param.data += 1e-3 * torch.randn_like(param)
 
 
+def test_gradients_that_are_added_to_are_no_leaf_of_a_micro_batch_without_a_pack():
+    def run(group: Any) -> str:
+        model, optimizer = optimizer_of(group, pack_params=1)
+        for step in range(2):
+            make_step(model, optimizer, step, clears=step == 1)
+        return optimizer.digest()
+
+    assert len({digest for size in (1, 2, 4) for digest in run_world(size, run)[0]}) == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "option"),
     [
@@ -393,7 +403,7 @@ def optimizer_of(group: Any, **fields: Any) -> tuple[nn.Module, shardcast.Sharde
     return model, optimizer
 
 
-def make_step(model: nn.Module, optimizer: Any, step: int) -> None:
+def make_step(model: nn.Module, optimizer: Any, step: int, clears: bool = True) -> None:
     comm = optimizer.comm
     count = 4 // comm.size
     for index in range(comm.rank * count, (comm.rank + 1) * count):
@@ -401,7 +411,8 @@ def make_step(model: nn.Module, optimizer: Any, step: int) -> None:
         tokens = torch.randint(37, (2, 5), generator=generator)
         model(tokens, index).float().square().mean().backward()
     optimizer.step()
-    optimizer.zero_grad()
+    if clears:
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("counted", [False, True])
