@@ -2,8 +2,9 @@
 
 A rank cannot send a buffer whenever it writes it, as ranks may run different branches. So the
 buffers that travel are agreed on: in the first, second, 4th, 8th, ... step each rank says which of
-them were written, and all send from then on what any rank wrote. Causal masks, position numbers and
-the frequencies of rotary embeddings are never written, and cost nothing.
+them were written (through ``.data`` too, by their contents), and all send from then on what any
+rank wrote. Causal masks, position numbers and the frequencies of rotary embeddings are never
+written, and cost nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, copy_strided_, is_dense
+from shardcast.memory.checksum import checksum
 from shardcast.memory.gradients import nothing
 from shardcast.messages import warn
 
@@ -33,7 +35,7 @@ class Buffers:
         self._sent: dict[str, str] = {}  # name to kind
         self._places: list[tuple[nn.Module, str]] = []  # of those
         self._message: tuple[Tensor, ...] = ()  # the last one, in pieces
-        self._seen: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
+        self._seen: dict[str, tuple[Callable[[], Tensor | None], int, int]] = {}
         self._look()
 
     @torch.no_grad()
@@ -45,7 +47,7 @@ class Buffers:
             self._agree()
         if self._sent:
             self._broadcast()
-        if self._calls == 1:
+        if self._calls == 1 and not capturing:
             self._look()  # what was written so far, by loading weights and by us, counts no more
 
     def _named(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -61,15 +63,17 @@ class Buffers:
 
         A buffer that is not dense has an empty text. Running statistics count as written.
         """
-        seen: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
+        seen: dict[str, tuple[Callable[[], Tensor | None], int, int]] = {}
         kinds = {}
-        for name, module, _, buffer in self._named():
+        named = [*self._named()]
+        checksums = _checksums([buffer for *_, buffer in named])
+        for (name, module, _, buffer), content in zip(named, checksums, strict=True):
             version = 0 if buffer.is_inference() else buffer._version
-            last_buffer, last_version = self._seen.get(name, (nothing, 0))
-            written = last_buffer() is not buffer or version != last_version
+            last_buffer, *last_marks = self._seen.get(name, (nothing, 0, 0))
+            written = last_buffer() is not buffer or [version, content] != last_marks
             running = bool(getattr(module, "track_running_stats", False))
             kinds[name] = _kind(buffer), written or running
-            seen[name] = weakref.ref(buffer), version
+            seen[name] = weakref.ref(buffer), version, content
         self._seen = seen
         return kinds
 
@@ -116,6 +120,15 @@ class Buffers:
             for buffer, value in zip(buffers, dense, strict=True):
                 if value is not buffer:
                     copy_strided_(buffer, value)
+
+
+def _checksums(buffers: Sequence[Tensor]) -> list[int]:
+    """Of each buffer that is dense, for a write through ``.data`` is not counted; 0 of others."""
+    sums = {n: checksum(buffer) for n, buffer in enumerate(buffers) if is_dense(buffer)}
+    device = next((each.device for each in sums.values()), None)
+    values = torch.stack([each.to(device) for each in sums.values()]).tolist() if sums else []
+    known = dict(zip(sums, values, strict=True))
+    return [known.get(number, 0) for number in range(len(buffers))]
 
 
 def _kind(buffer: Tensor) -> str:

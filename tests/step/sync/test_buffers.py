@@ -28,9 +28,11 @@ class Net(nn.Module):
         self.register_buffer("frequencies", torch.arange(8.0), persistent=False)
         self.register_buffer("centre", torch.zeros(4))
 
-    def forward(self, x: Tensor, writes: bool = False) -> Tensor:
+    def forward(self, x: Tensor, writes: bool = False, through_data: bool = False) -> Tensor:
         y = self.norm(self.linear(x))
-        if writes:
+        if writes and through_data:
+            self.centre.data.mul_(0.5).add_(y.detach().mean(0))
+        elif writes:
             self.centre = 0.5 * self.centre + y.detach().mean(0)
         return y
 
@@ -108,6 +110,22 @@ def test_a_buffer_that_one_rank_alone_writes_is_agreed_on_in_the_next_meeting(ca
     assert all(torch.equal(centre, centres[0]) for centre in centres[1:])
     sent = [call for call in world.logs[1] if call.op == "broadcast" and call.dtype == torch.uint8]
     assert [call.shape for call in sent] == [(centres[0].nbytes,)] * 2, "in the 8th step, the 9th"
+
+
+def test_a_buffer_that_is_written_through_data_is_sent_too():
+    def centre(group: Any) -> Tensor:
+        model = Net(norm=False)
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+        for step in range(2):
+            output = model(batch(group.rank(), step), writes=True, through_data=True)
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.centre
+
+    first, second = threaded_world(2, centre)
+    assert first.abs().sum() > 0
+    assert torch.equal(first, second)
 
 
 def test_a_buffer_of_another_shape_on_one_rank_is_named_and_desynchronises_nothing():
