@@ -218,12 +218,18 @@ def check_groups(
 
 
 def check_bare(model: nn.Module) -> None:
-    """Raise ValueError for a model in DDP, which would reduce gradients a second time."""
+    """Raise ValueError for a model in DDP or with DDP in it, which would reduce gradients, too."""
     if _compat.is_ddp(model):
         raise ValueError(
             "model: expected the bare model, got one in DistributedDataParallel; pass "
             "model.module: shardcast averages gradients itself"
         )
+    for name, module in model.named_modules():
+        if _compat.is_ddp(module):
+            raise ValueError(
+                f"model: expected bare modules, got DistributedDataParallel in {name!r}; put its "
+                ".module in its place: shardcast averages gradients itself"
+            )
 
 
 def check_matched(unmatched: Sequence[str]) -> None:

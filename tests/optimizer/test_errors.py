@@ -189,6 +189,9 @@ def with_ddp(_group: Any) -> None:
     wrapped = DistributedDataParallel(MLP())
     with pytest.raises(ValueError, match=r"DistributedDataParallel; pass model\.module"):
         shardcast.shard(wrapped, adamw(wrapped))
+    inside = nn.Sequential(DistributedDataParallel(nn.Linear(4, 4)), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"DistributedDataParallel in '0'; put its \.module"):
+        shardcast.shard(inside, adamw(inside))
     model = MLP()
     shardcast.shard(model, adamw(model))
     with pytest.raises(RuntimeError, match="averaged twice"):
