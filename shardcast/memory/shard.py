@@ -51,6 +51,11 @@ class Shard:
         return self.pack.layout.dtype == MASTER_DTYPE
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the masters are fp32 values on the device."""
+        return self._codec.plain and not self._on_host
+
+    @property
     def data(self) -> Tensor:
         """1-d fp32, the memory of the masters; only of a plain codec."""
         return self.master.data
@@ -70,7 +75,7 @@ class Shard:
         own = source[self.pack.own.start : self.pack.own.stop]
         if self.in_place:
             self.master = self._encoded(self.published)
-        elif self._codec.plain and not self._on_host:
+        elif self.is_plain:
             # A clone, so that the source is freed; not where it has nothing else.
             self.master = self._encoded(own if own.numel() == source.numel() else own.clone())
         else:

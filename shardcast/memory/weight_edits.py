@@ -6,13 +6,15 @@ update, where it is not the cast of that master already: other elements keep the
 
 A write through ``param.data`` is not counted. To find it, packs are compared with the cast of
 their masters: in the first steps, after a forward that trains nothing (an average is usually
-switched in to be evaluated), and now and then.
+switched in to be evaluated), and now and then. In all other steps the first elements of each
+parameter are, which finds a layer that is initialised anew or a model that is rolled back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,19 @@ from shardcast.memory.shard import Shard
 
 FIRST = 16  # steps that are all compared
 PERIOD = 127  # a prime: meets a script that writes in every sixth step
+SAMPLE = 8  # elements of each parameter in other steps
+
+
+class Samples(NamedTuple):
+    """Views of the first elements of parameters in the own spans, and of their masters.
+
+    Attributes:
+        positions: of each element among those of all packs, counted from 1, fp64.
+    """
+
+    published: list[Tensor]
+    masters: list[Tensor]
+    positions: Tensor
 
 
 class WeightEdits:
@@ -40,6 +55,8 @@ class WeightEdits:
         self._marks: dict[Pack, list[int]] = {}
         self.steps = 0
         self._first = torch.zeros((), dtype=torch.float64, device=device)
+        self._samples: dict[torch.dtype, Samples] = {}
+        self._sampled: list[Shard] = []
         self.due = False
 
     def note(self) -> None:
@@ -66,24 +83,71 @@ class WeightEdits:
             self.note()
 
     def unseen(self) -> Tensor:
-        """Above 0 if there are writes that no counter saw, fp64, 1-d; compares in some steps only.
+        """Above 0 if there are writes that no counter saw, fp64, 1-d; compares all in some steps.
 
         Call it after :meth:`take`. Waits for no device.
         """
         self.steps += 1
         due = self.due or self.steps <= FIRST or self.steps % PERIOD == 0
         self.due = False
-        capturing = self._first.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._first.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._first.view(1)
+        if not due:
+            self._compare_samples()
+            return self._first.view(1)
+        for begin, shard in self._compared():
+            edited = shard.edited()
+            position = begin + shard.pack.own.start + edited.to(torch.uint8).argmax()
+            self._first = torch.where(edited.any(), position.double(), self._first)
+        return self._first.view(1)
+
+    def _compared(self) -> Iterator[tuple[int, Shard]]:
+        """Shards whose masters may differ from what is published, and where their packs begin."""
         begins = accumulate((shard.pack.layout.numel for shard in self._shards), initial=1)
-        for begin, shard in zip(
-            begins, self._shards if due and not capturing else (), strict=False
-        ):
+        for begin, shard in zip(begins, self._shards, strict=False):
             # A pack that is frozen is never written over.
             if shard.casts and shard.grads is not None and shard.published.numel():
-                edited = shard.edited()
-                position = begin + shard.pack.own.start + edited.to(torch.uint8).argmax()
-                self._first = torch.where(edited.any(), position.double(), self._first)
-        return self._first.view(1)
+                yield begin, shard
+
+    def _compare_samples(self) -> None:
+        shards = [shard for _, shard in self._compared()]
+        if shards != self._sampled:
+            self._sampled = shards
+            self._samples = self._sample()
+        for dtype, samples in self._samples.items():  # packs that are cast have 16 bits
+            cast = torch.cat(samples.masters).to(dtype).view(torch.int16)
+            edited = torch.cat(samples.published).view(torch.int16) != cast
+            self._first = torch.maximum(self._first, (samples.positions * edited).amax())
+
+    def close(self) -> None:
+        """Hold no memory of packs any more."""
+        self._samples, self._sampled = {}, []
+
+    def _sample(self) -> dict[torch.dtype, Samples]:
+        """By dtype of the packs; of masters that are fp32 on the device alone."""
+        views: dict[torch.dtype, list[tuple[Tensor, Tensor, int]]] = {}
+        for begin, shard in self._compared():
+            for fragment in shard.fragments if shard.is_plain else ():
+                if not fragment.numel:
+                    continue
+                stop = min(fragment.start + SAMPLE, fragment.stop)
+                part = shard.local(fragment.start, stop)
+                views.setdefault(shard.published.dtype, []).append(
+                    (shard.published[part], shard.data[part], begin + fragment.start)
+                )
+        return {
+            dtype: Samples(
+                [published for published, _, _ in of_dtype],
+                [master for _, master, _ in of_dtype],
+                torch.cat(
+                    [
+                        torch.arange(begin, begin + len(master), dtype=torch.float64)
+                        for _, master, begin in of_dtype
+                    ]
+                ).to(self._first.device),
+            )
+            for dtype, of_dtype in views.items()
+        }
 
     def first_name(self) -> str | None:
         """The parameter in which :meth:`unseen` found a write; waits for the device. Forgets it."""

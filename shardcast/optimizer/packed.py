@@ -283,6 +283,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for shard in self.shards:
             shard.restore([dtype or original for original in shard.given_dtypes])
         self.shards.clear()
+        self.edits.close()
         self.updates.clear()  # operands and state, which a script that keeps this would keep
         restore_rest(self.stages, self._given_dtypes)
 

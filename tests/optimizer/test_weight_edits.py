@@ -206,24 +206,36 @@ def test_a_write_through_data_is_refused_by_name_on_all_ranks(
         assert ("'c.bias'" if write is write_one else ".") in message
 
 
-@pytest.mark.parametrize("evaluated", [False, True])
-def test_an_average_switched_in_through_data_is_found_after_its_evaluation(evaluated: bool):
-    """Of a run's many steps only some are compared; a forward without gradients makes one so."""
-    model = CASES["mlp"].build()
-    optimizer = shardcast.shard(model, adamw(model))
-    for step in range(20):
-        install(model, step)
-        optimizer.step()
-    write_data(model)
-    if evaluated:
-        with torch.no_grad():
-            model(torch.ones(1, 7, dtype=BF16))
-    install(model, 20)
-    if evaluated:
-        with pytest.raises(RuntimeError, match="resync_masters"):
+def write_late(model: nn.Module) -> None:
+    model.a.weight.data[-1, -1] = 3.0  # none of the elements that are compared in every step
+
+
+@pytest.mark.parametrize(
+    ("write", "evaluated", "seen"),
+    [(write_data, False, True), (write_late, False, False), (write_late, True, True)],
+)
+def test_one_write_through_data_late_in_a_run_is_found(write: Any, evaluated: bool, seen: bool):
+    """The first elements are compared in all steps; after an evaluation all others are, too."""
+
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = shardcast.shard(model, adamw(model), process_group=group)
+        for step in range(20):
+            install(model, step)
             optimizer.step()
-    else:
-        optimizer.step()
+        write(model)
+        if evaluated:
+            with torch.no_grad():
+                model(torch.ones(1, 7, dtype=BF16))
+        install(model, 20)
+        if seen:
+            with pytest.raises(RuntimeError, match="resync_masters") as error:
+                optimizer.step()
+            assert "parameter 'a.weight'" in str(error.value) or write is write_data
+        else:
+            optimizer.step()
+
+    ThreadedWorld(2).run(run)
 
 
 @pytest.mark.parametrize("period", [5, 6, 8])
