@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,6 +191,70 @@ def test_what_trains_otherwise_than_it_seems_is_warned_of_once_on_each_rank(
 
 
 # -- several models -------------------------------------------------------------------------------
+
+
+def sam(model: nn.Module, optimizer: Any, x: Tensor, through_data: bool, gathers: bool) -> None:
+    """Weights are moved along the gradient, for a second backward, and back."""
+    loss_of(model, x).backward()
+    if gathers:
+        optimizer.gather_gradients()
+    with torch.no_grad():
+        before = [param.clone() for param in model.parameters()]
+        for param in model.parameters():
+            assert param.grad is not None
+            (param.data if through_data else param).add_(param.grad)
+    optimizer.zero_grad()
+    loss_of(model, x).backward()
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), before, strict=True):
+            (param.data if through_data else param).copy_(value)
+
+
+def fisher(model: nn.Module, optimizer: Any, x: Tensor, gathers: bool) -> None:
+    """Squares of the gradients of several batches."""
+    for _ in range(2):
+        loss_of(model, x).backward()
+        if gathers:
+            optimizer.gather_gradients()
+        optimizer.zero_grad()
+    loss_of(model, x).backward()
+
+
+def several(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    """An accumulation, and before it gradients that are dropped, as a critic's by a generator."""
+    loss_of(model, x).backward()
+    optimizer.zero_grad()
+    loss_of(model, x).backward()
+    loss_of(model, x).backward()
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (partial(sam, through_data=False, gathers=False), "SAM"),
+        (partial(sam, through_data=True, gathers=False), "SAM"),
+        (partial(sam, through_data=False, gathers=True), None),
+        (partial(sam, through_data=True, gathers=True), None),
+        (partial(fisher, gathers=False), "Fisher"),
+        (partial(fisher, gathers=True), None),
+        (several, None),
+    ],
+)
+def test_gradients_that_a_script_must_have_read_before_they_were_gathered_are_warned_of(
+    script: Script, told: str | None, recwarn: pytest.WarningsRecorder
+):
+    def run(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+        for _ in range(2):
+            script(model, optimizer, x)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    on_ranks(run, 2)
+    messages = [str(each.message) for each in recwarn.list]
+    assert [told] * bool(told) == [
+        word for word in ("SAM", "Fisher") if any(word in message for message in messages)
+    ]
+    assert all("gather_gradients" in message for message in messages)
 
 
 class Net(nn.Module):

@@ -269,6 +269,7 @@ class Reducer:
     def used(self) -> None:
         """A step used the gradients: the next one needs a pass of its own."""
         self.due, self.spent, self.backwards = True, True, 0
+        self.edits.used()
         if self.micro_batches is not None:
             self.micro_batches.reset()
         for grads in self.grads:
@@ -277,13 +278,19 @@ class Reducer:
     def cleared(self, set_to_none: bool = True) -> None:
         """Gradients were cleared. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
-        self.spent = True
+        self._spend()
         self.edits.changed()
         if self.micro_batches is not None:
             self.micro_batches.reset()
         for bucket in self.buckets.values():
             bucket.forget()
             bucket.grads.zero(set_to_none)
+
+    def _spend(self) -> None:
+        """Means, if there are any, were cleared."""
+        if not (self.spent or self.due or self.alone):
+            self.edits.dropped()
+        self.spent = True
 
     def _cleared_in(self, model: nn.Module, set_to_none: bool) -> None:
         """As :meth:`cleared`, of a model that may be one of several whose gradients are here."""
@@ -361,7 +368,7 @@ class Reducer:
             for bucket in begun:
                 bucket.drop_cleared(of_all_ranks=False)
         elif False in names:
-            self.spent = True
+            self._spend()
             for bucket in begun:
                 bucket.forget()
 
