@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import subprocess
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -382,6 +383,20 @@ def compile_errors() -> tuple[type[Exception], ...]:
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     """Set the flag without which schedulers warn that they step before ``optimizer``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def calling_module() -> nn.Module | None:
+    """The module whose call runs the forward that asks for it, if nothing stands between."""
+    frame = sys._getframe(2)
+    if frame.f_code is not nn.Module._call_impl.__code__:
+        return None
+    caller: nn.Module | None = frame.f_locals.get("self")
+    return caller
+
+
+def gradient_hooks(tensor: Tensor) -> list[Any]:
+    """What ``tensor.register_hook`` was given."""
+    return list((tensor._backward_hooks or {}).values())
 
 
 def is_ddp(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from shardcast.memory.weight_edits import WeightEdits
 from shardcast.messages import warn
 from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.model_hooks import ModelCopy, ModelHooks, mark, unmark
+from shardcast.optimizer.outside_edits import OutsideEdits
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
 from shardcast.optimizer.stages import called_by_script
 from shardcast.plan.activations import install_casts
@@ -90,6 +91,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._add(shards)
         self.edits.note()
         self._copies: list[ModelCopy] = []  # of the model
+        given = {name: dtype for of_stage in dtypes for name, dtype in of_stage.items()}
+        self._outside_edits = OutsideEdits(plan.outside, given, self.comm.size == 1)
         for module in {*self.stages, *self._called}:
             mark(module, copies=self._copies)
             self.reduce.watch(module)

@@ -166,6 +166,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._last_norm, self._last_skip = decision.norm, decision.skip
         if self._copies:
             watch_copies(self._copies)
+        self._outside_edits()
         self.decider.conclude(decision)
         self.reduce.show(decision.present)
         self.reduce.used()

@@ -408,6 +408,11 @@ class Reducer:
             raise
 
 
+def is_reduced(param: Tensor) -> bool:
+    """Whether the gradients of ``param`` are reduced, for whichever optimizer."""
+    return any(getattr(it, "__module__", "") == __name__ for it in _compat.gradient_hooks(param))
+
+
 def _hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """``param.register_hook``, also of a frozen one, which torch refuses: it may be unfrozen."""
     requires_grad = param.requires_grad
