@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.plan.precision import MASTER_DTYPE, NORMS, Precision, is_packable
 
 MATMULS = (  # autocast casts what they take
@@ -24,6 +25,8 @@ MATMULS = (  # autocast casts what they take
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+
+LOOKS = 8  # calls of a forward of which it is seen whose they are
 
 
 class ComputeMode(Enum):
@@ -63,9 +66,13 @@ class CastForward:
         self._module, self._low, self._device_type = module, low, device_type
         self._inputs, self._outputs, self._compute = inputs, outputs, compute
         self._replaced = "forward" in vars(module)
+        self._looks = LOOKS
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and self._looks:  # in this order: it is no guard then
+            self._looks -= 1
+            self._refuse_copies(_compat.calling_module())
         if (inputs := self._inputs) is not None:
             dtype = inputs.dtype if isinstance(inputs, Tensor) else inputs
             args = tuple(_cast(value, dtype) for value in args)
@@ -82,6 +89,18 @@ class CastForward:
             ):
                 output = self.__wrapped__(*args, **kwargs)
         return output if self._outputs is None else _cast(output, self._outputs)
+
+    def _refuse_copies(self, caller: nn.Module | None) -> None:
+        """Raise for a copy that has this forward and other weights, which it would not see."""
+        shared = caller is None or caller is self._module
+        if shared or getattr(caller, "_parameters", None) is self._module._parameters:
+            return
+        raise RuntimeError(
+            f"model: a copy of the attributes of a {type(self._module).__name__} was called, as "
+            "higher and learn2learn make them, whose forward would compute with the weights of the "
+            "original; use copy.deepcopy, torch.func.functional_call, or "
+            "shardcast.shard(..., param_dtype='fp32')"
+        )
 
     def _switches(self) -> bool:
         enabled = torch.is_autocast_enabled(self._device_type)

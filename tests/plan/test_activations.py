@@ -364,6 +364,24 @@ def test_copies_keep_the_casts_and_a_closed_model_loses_them(autocast: bool):
     assert model.forward == forward and "forward" not in vars(model.last)
 
 
+def cloned(module: nn.Module) -> nn.Module:
+    """As learn2learn and higher do it: new parameters in a copy of all attributes."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = {**vars(module)}
+    clone._parameters = {name: 2 * param for name, param in module._parameters.items()}
+    clone._modules = {name: cloned(child) for name, child in module._modules.items()}
+    return clone
+
+
+def test_a_copy_of_the_attributes_with_other_weights_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    sharded(model, param_dtype=BF16)
+    expected = model[0](torch.ones(2, 4))
+    assert torch.equal(copy.copy(model[0])(torch.ones(2, 4)), expected), "of the same weights"
+    with pytest.raises(RuntimeError, match="copy of the attributes of a Linear"):
+        cloned(model)(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["bare weights", "fp32 residual stream, recomputed"])
 def test_a_compiled_model_has_the_loss_of_an_eager_one(name: str, autocast: bool):
