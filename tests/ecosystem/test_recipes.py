@@ -9,13 +9,14 @@ import loops
 import mistakes
 import optimizers
 import patterns
+import published
 import pytest
 import resuming
 import trainers
 from harness import compare, difference, run
 from recipes import ENTRIES, Entry, Row
 
-assert all((frameworks, loops, mistakes, optimizers, patterns, resuming, trainers))  # they enter
+assert all((frameworks, loops, mistakes, optimizers, patterns, published, resuming, trainers))
 pytestmark = pytest.mark.timeout(240)
 
 

@@ -10,7 +10,7 @@ transformers.trainer transformers.models.bert.modeling_bert transformers.models.
 transformers.models.llama.modeling_llama trl.trainer.dpo_trainer trl.trainer.grpo_trainer
 trl.trainer.reward_trainer trl.trainer.sft_trainer peft datasets
 shardcast.accelerate shardcast.lightning shardcast.transformers shardcast.testing
-frameworks loops mistakes optimizers patterns resuming trainers
+frameworks loops mistakes optimizers patterns published resuming trainers
 """
 
 with warnings.catch_warnings():
