@@ -30,6 +30,9 @@ class OutsideEdits:
         outside: by name, parameters of the model that no optimizer holds.
         given: dtypes by name, as they were given to ``shard``.
         alone: there are no other ranks.
+
+    Attributes:
+        params: that are looked at, by name; none after the warning.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class OutsideEdits:
             for name, param in outside.items()
             if given.get(name) == MASTER_DTYPE and param.dtype != MASTER_DTYPE
         }
-        self._params = {
+        self.params = {
             name: param
             for name, param in outside.items()
             if (name in lowered or (param.requires_grad and not alone)) and is_dense(param)
@@ -55,9 +58,9 @@ class OutsideEdits:
         """After a step."""
         self._steps += 1
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if not self._params or self._steps.bit_count() != 1 or capturing:
+        if not self.params or self._steps.bit_count() != 1 or capturing:
             return
-        params = self._params.values()
+        params = self.params.values()
         marks = [(param._version, param.data_ptr()) for param in params]
         device = next(iter(params)).device
         sums = torch.stack([checksum(_compat.local_tensor(param)).to(device) for param in params])
@@ -75,9 +78,9 @@ class OutsideEdits:
     def _warn(self) -> None:
         """Of the first one, once its number is here."""
         writes = None if self._copy is None else self._copy.read()
-        for (name, param), count in zip(self._params.items(), writes or (), strict=False):
+        for (name, param), count in zip(self.params.items(), writes or (), strict=False):
             if count >= WRITES and not is_reduced(param):  # by the optimizer of another model
-                self._params = {}
+                self.params = {}
                 warn(self._message(name, param))
                 return
 

@@ -166,7 +166,8 @@ class ShardedOptimizer(StatefulOptimizer):
         self._last_norm, self._last_skip = decision.norm, decision.skip
         if self._copies:
             watch_copies(self._copies)
-        self._outside_edits()
+        if self._outside_edits.params:
+            self._outside_edits()
         self.decider.conclude(decision)
         self.reduce.show(decision.present)
         self.reduce.used()

@@ -193,6 +193,10 @@ def test_what_trains_otherwise_than_it_seems_is_warned_of_once_on_each_rank(
 # -- several models -------------------------------------------------------------------------------
 
 
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
 def sam(model: nn.Module, optimizer: Any, x: Tensor, through_data: bool, gathers: bool) -> None:
     """Weights are moved along the gradient, for a second backward, and back."""
     loss_of(model, x).backward()
@@ -241,7 +245,7 @@ def several(model: nn.Module, optimizer: Any, x: Tensor) -> None:
     ],
 )
 def test_gradients_that_a_script_must_have_read_before_they_were_gathered_are_warned_of(
-    script: Script, told: str | None, recwarn: pytest.WarningsRecorder
+    script: Any, told: str | None, recwarn: pytest.WarningsRecorder
 ):
     def run(model: nn.Module, optimizer: Any, x: Tensor) -> None:
         for _ in range(2):
