@@ -25,6 +25,8 @@ from shardcast.memory.shard import Shard
 FIRST = 16  # steps that are all compared
 PERIOD = 127  # a prime: meets a script that writes in every sixth step
 SAMPLE = 8  # elements of each parameter in other steps
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_WORD = torch.int64
 
 
 class Samples(NamedTuple):
@@ -168,3 +170,19 @@ def unseen_error(names: Sequence[str | None]) -> RuntimeError:
         "its fp32 master would undo it: write `with torch.no_grad(): param.copy_(...)`, without "
         ".data, or call optimizer.resync_masters() after the write"
     )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a dense tensor, 0-dim int64; the order of words does not count.
+
+    It tells of writes that torch does not count. Waits for no device, and copies no tensor that is
+    contiguous.
+    """
+    flat = tensor.detach().reshape(-1)
+    size = flat.element_size()
+    if size >= _WORD.itemsize:
+        return flat.view(_WORD).sum()
+    per_word = _WORD.itemsize // size
+    # A sum of smaller integers would copy them to int64 first.
+    whole = 0 if flat.storage_offset() % per_word else flat.numel() // per_word * per_word
+    return flat[:whole].view(_WORD).sum() + flat[whole:].view(_INTEGERS[size]).sum()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import is_dense
-from shardcast.memory.checksum import checksum
+from shardcast.memory.weight_edits import checksum
 from shardcast.messages import warn
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.skip_report import HostCopy

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.memory.checksum import checksum
 from shardcast.memory.gradients import Gradients, nothing
+from shardcast.memory.weight_edits import checksum
 from shardcast.messages import warn
 from shardcast.step.decide.skip_report import HostCopy
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, copy_strided_, is_dense
-from shardcast.memory.checksum import checksum
 from shardcast.memory.gradients import nothing
+from shardcast.memory.weight_edits import checksum
 from shardcast.messages import warn
 
 
