@@ -153,7 +153,8 @@ class ShardcastTrainerMixin:
         Raises:
             ValueError: options of the shardcast configuration that Trainer would leave unused.
         """
-        self._check_config(self.accelerator.shardcast_config)
+        if isinstance(self.accelerator, ShardcastAccelerator):
+            self._check_config(self.accelerator.shardcast_config)
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         loss, accelerator = getattr(self, "loss", None), self.accelerator
         model_params = set(self.model.parameters())

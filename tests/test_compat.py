@@ -237,6 +237,19 @@ def test_the_host_reads_its_own_values_alone_without_waiting():
     assert [_compat.is_host(torch.device(kind)) for kind in kinds] == [True, False, False]
 
 
+def test_a_forward_knows_the_module_that_calls_it_and_a_tensor_its_hooks():
+    class Asks(nn.Module):
+        def forward(self) -> Any:
+            return _compat.calling_module()
+
+    module = Asks()
+    assert module() is module and module.forward() is None
+    weight = nn.Parameter(torch.ones(1))
+    assert _compat.gradient_hooks(weight) == []
+    weight.register_hook(print)
+    assert _compat.gradient_hooks(weight) == [print]
+
+
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):
