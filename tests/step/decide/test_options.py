@@ -87,6 +87,15 @@ def change_and_freeze(optimizer: Any, model: nn.Module, rank: int) -> None:
     change(lr=0.02)(optimizer, model, rank)
 
 
+def fill_in_place(optimizer: Any, _model: nn.Module, rank: int) -> None:
+    """A rate that is the same object as in a step before, which has no gradients."""
+    rate = torch.tensor(1e-2)
+    optimizer.param_groups[1]["lr"] = rate
+    optimizer.zero_grad()
+    optimizer.step()
+    rate.fill_(0.5 if rank == 1 else 1e-2)
+
+
 DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
     "plateau": (scheduled, ["lr of group 0", "lr of group 1", "rank 0: 0.01", "ranks 1, 2: 0.005"]),
     "lr": (change(lr=0.02), ["lr of group 1", "ranks 0, 2: 0.01", "rank 1: 0.02"]),
@@ -96,6 +105,7 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
     "a flag": (change(amsgrad=True), ["amsgrad of group 1", "rank 1: True"]),
     "a bound": (change(max_grad_norm=0.5), ["max_grad_norm of group 1", "rank 1: 0.5"]),
     "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1", "rank 1: 0.5"]),
+    "a tensor in place": (fill_in_place, ["lr of group 1", "rank 1: 0.5"]),
     "a clip": (at_step(lambda o, rank: o.clip_grad_norm_(2.0 if rank == 1 else 1.0)),
                ["max_norm", "ranks 0, 2: 1.0", "rank 1: 2.0"]),
     "a value": (at_step(lambda o, rank: o.clip_grad_value_(1.0) if rank != 1 else None),
