@@ -127,6 +127,7 @@ class WeightEdits:
 
     def _sample(self) -> dict[torch.dtype, Samples]:
         """By dtype of the packs; of masters that are fp32 on the device alone."""
+        device = self._first.device
         views: dict[torch.dtype, list[tuple[Tensor, Tensor, int]]] = {}
         for begin, shard in self._compared():
             for fragment in shard.fragments if shard.is_plain else ():
@@ -143,10 +144,10 @@ class WeightEdits:
                 [master for _, master, _ in of_dtype],
                 torch.cat(
                     [
-                        torch.arange(begin, begin + len(master), dtype=torch.float64)
+                        torch.arange(begin, begin + len(master), dtype=torch.float64, device=device)
                         for _, master, begin in of_dtype
                     ]
-                ).to(self._first.device),
+                ),
             )
             for dtype, of_dtype in views.items()
         }

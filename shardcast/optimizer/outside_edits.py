@@ -17,6 +17,7 @@ from shardcast.comm import is_dense
 from shardcast.memory.weight_edits import checksum
 from shardcast.messages import warn
 from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.step.decide.options import to_device
 from shardcast.step.decide.skip_report import HostCopy
 from shardcast.step.reduce.reducer import is_reduced
 
@@ -69,7 +70,7 @@ class OutsideEdits:
         else:
             self._warn()
             seen = [now != before for now, before in zip(marks, self._marks, strict=True)]
-            written = (sums != self._sums) | torch.tensor(seen).to(device)
+            written = (sums != self._sums) | to_device(seen, torch.bool, device)
             self._writes = torch.where(written, self._writes + 1, 0)
             self._copy.send(self._writes)
         self._marks, self._sums = marks, sums
