@@ -252,9 +252,9 @@ class ShardcastAccelerator(Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As ``Accelerator.prepare_scheduler``; a skip of its own optimizer alone holds it back."""
         prepared = super().prepare_scheduler(scheduler)
-        for one in self.sharded:
-            if getattr(scheduler, "optimizer", None) in one.optimizer.originals.optimizers:
-                prepared.optimizers = [one]
+        for optimizer in self.sharded:
+            if getattr(scheduler, "optimizer", None) in optimizer.optimizer.originals.optimizers:
+                prepared.optimizers = [optimizer]
         return prepared
 
     # -- backward and step --------------------------------------------------------------------

@@ -95,13 +95,13 @@ def check_dealt(dealt: Sequence[ConsecutiveBatches], loader: Any) -> None:
     Raises:
         RuntimeError: all began as for an evaluation, or this is a step that was filled up.
     """
-    begun = [it.trains for it in dealt if it.trains is not None]
+    begun = [batches.trains for batches in dealt if batches.trains is not None]
     if begun and not any(begun):
         raise RuntimeError(
             "reproducible: the loop over the DataLoader began while the model was in eval mode, so "
             "its batches are in the order of an evaluation; call model.train() before the loop"
         )
-    if loader.end_of_dataloader and any(it.trains and it.filled_up for it in dealt):
+    if loader.end_of_dataloader and any(batches.trains and batches.filled_up for batches in dealt):
         raise RuntimeError(
             "reproducible: the last step of the epoch lacks batches or samples, which Accelerate "
             "takes from the first ones, and on another number of ranks takes others; expected a "

@@ -410,7 +410,8 @@ class Reducer:
 
 def is_reduced(param: Tensor) -> bool:
     """Whether the gradients of ``param`` are reduced, for whichever optimizer."""
-    return any(getattr(it, "__module__", "") == __name__ for it in _compat.gradient_hooks(param))
+    hooks = _compat.gradient_hooks(param)
+    return any(getattr(hook, "__module__", "") == __name__ for hook in hooks)
 
 
 def _hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> Any:

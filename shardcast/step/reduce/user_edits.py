@@ -113,7 +113,7 @@ class GradientEdits:
         self._weights = [checksum(pack.data) for pack in packs]
         if len(before) == len(packs) > 0:
             pairs = zip(self._weights, before, strict=True)
-            if self._perturbed.look(torch.stack([one != other for one, other in pairs]).any()):
+            if self._perturbed.look(torch.stack([now != last for now, last in pairs]).any()):
                 self._warn_once(PERTURBED)
 
     def check_in_place(self) -> None:

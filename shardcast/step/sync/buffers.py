@@ -125,8 +125,8 @@ class Buffers:
 def _checksums(buffers: Sequence[Tensor]) -> list[int]:
     """Of each buffer that is dense, for a write through ``.data`` is not counted; 0 of others."""
     sums = {n: checksum(buffer) for n, buffer in enumerate(buffers) if is_dense(buffer)}
-    device = next((each.device for each in sums.values()), None)
-    values = torch.stack([each.to(device) for each in sums.values()]).tolist() if sums else []
+    device = next((total.device for total in sums.values()), None)
+    values = torch.stack([total.to(device) for total in sums.values()]).tolist() if sums else []
     known = dict(zip(sums, values, strict=True))
     return [known.get(number, 0) for number in range(len(buffers))]
 
