@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class Gradients:
             for _, _, offset, numel in pack.layout.slots
         )
         self._device = pack.params[0].device
+        empty = partial(torch.empty, device="meta")
+        self._strides = [empty(slot.shape).stride() for slot in pack.layout.slots]
         self._data: Tensor | None = None
         # The view of each slot that was last shown as ``.grad``. Weakly: a script may keep it.
         self._shown: list[Callable[[], Tensor | None]] = []
@@ -216,7 +219,9 @@ class Gradients:
         """A new view of one slot, for another gradient."""
         data, slot = self.data, self.pack.layout.slots[position]
         self._part_with(position)
-        view = data[slot.offset : slot.end].view(size=slot.shape)
+        start = data.storage_offset() + slot.offset
+        # One call: a slice and a view of it take twice as long, for each parameter of each step.
+        view = data.as_strided(slot.shape, self._strides[position], start)
         self._shown[position] = weakref.ref(view)
         return view
 

@@ -75,8 +75,9 @@ class CastForward:
             self._refuse_copies(_compat.calling_module())
         if (inputs := self._inputs) is not None:
             dtype = inputs.dtype if isinstance(inputs, Tensor) else inputs
-            args = tuple(_cast(value, dtype) for value in args)
-            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
+            args = tuple([_cast(value, dtype) for value in args])
+            if kwargs:
+                kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
         if self._compute is None or not self._switches():
             output = self.__wrapped__(*args, **kwargs)
         else:
