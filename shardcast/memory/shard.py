@@ -138,10 +138,10 @@ class Shard:
         return own
 
     @torch.no_grad()
-    def edited(self) -> Tensor:
-        """Which published values are not the cast of their masters, 1-d bool."""
-        published = self.published
-        cast = self.master.read(slice(None)).to(published.dtype)
+    def edited(self, part: slice = slice(None)) -> Tensor:
+        """Which published values of a part are not the cast of their masters, 1-d bool."""
+        published = self.published[part]
+        cast = self.master.read(part).to(published.dtype)
         return (cast != published) & ~(cast.isnan() & published.isnan())
 
     @torch.no_grad()

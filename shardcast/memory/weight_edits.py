@@ -24,6 +24,7 @@ from shardcast.memory.shard import Shard
 
 FIRST = 16  # steps that are all compared
 PERIOD = 127  # a prime: meets a script that writes in every sixth step
+PIECE = 1 << 20  # elements that are compared at once: six bytes of memory for each
 SAMPLE = 8  # elements of each parameter in other steps
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _WORD = torch.int64
@@ -98,9 +99,11 @@ class WeightEdits:
             self._compare_samples()
             return self._first.view(1)
         for begin, shard in self._compared():
-            edited = shard.edited()
-            position = begin + shard.pack.own.start + edited.to(torch.uint8).argmax()
-            self._first = torch.where(edited.any(), position.double(), self._first)
+            own = shard.pack.own
+            for start in range(0, own.numel, PIECE):
+                edited = shard.edited(slice(start, start + PIECE))
+                position = begin + own.start + start + edited.view(torch.uint8).argmax()
+                self._first = torch.where(edited.any(), position.double(), self._first)
         return self._first.view(1)
 
     def _compared(self) -> Iterator[tuple[int, Shard]]:

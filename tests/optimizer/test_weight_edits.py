@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
+from shardcast.memory import weight_edits
 from shardcast.testing import ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(120)
@@ -185,8 +186,10 @@ def write_one(model: nn.Module) -> None:
 @pytest.mark.parametrize("write", [write_data, write_one])
 @pytest.mark.parametrize("kind", ["bf16", "offload", "overlap", "whole"])
 def test_a_write_through_data_is_refused_by_name_on_all_ranks(
-    kind: str, write: Callable[[nn.Module], None]
+    kind: str, write: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(weight_edits, "PIECE", 8)  # several in a span
+
     def run(group: Any) -> str:
         model = CASES["mlp"].build()
         optimizer = shardcast.shard(model, adamw(model), process_group=group, **KINDS[kind])
@@ -275,7 +278,7 @@ def test_weights_that_become_nan_are_no_edits():
     model = CASES["mlp"].build()
     optimizer = shardcast.shard(model, adamw(model))
     optimizer.param_groups[0]["lr"] = float("nan")
-    for step in range(3):
+    for step in range(weight_edits.FIRST + 2):
         install(model, step)
         optimizer.step()
     assert model.a.weight.isnan().all()
