@@ -15,7 +15,7 @@ from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import chosen, new_name
 from shardcast.checkpoint.region import KeyPath
-from shardcast.optimizer.state_dict import split_state
+from shardcast.optimizer.state_dict import plain_dict
 from shardcast.step.update.epilogues import AVERAGE
 
 EXPORTING = ".exporting-"
@@ -91,10 +91,13 @@ def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str
         state.setdefault(name, {}).update(values)
     groups = reader.object(("optimizer", "param_groups"))
     places = head.get("places", [0] * len(groups))  # as before there were several
-    numbered = split_state({"state": state, "param_groups": groups}, places)
-    if len(numbered) == 1:
-        return {"optimizer.pt": numbered[0]}
-    return {f"optimizer-{place}.pt": state for place, state in enumerate(numbered)}
+    by_place: list[list[Any]] = [[] for _ in range(max(places) + 1)]
+    for group, place in zip(groups, places, strict=True):
+        by_place[place].append(group)
+    names = [f"optimizer-{place}.pt" for place in range(len(by_place))]
+    if len(names) == 1:
+        names = ["optimizer.pt"]
+    return {name: plain_dict(state, own) for name, own in zip(names, by_place, strict=True)}
 
 
 def _model_paths(reader: Reader, average: str | None) -> Paths:

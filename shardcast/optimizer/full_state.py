@@ -24,9 +24,7 @@ from shardcast.optimizer.state_dict import (
     MASTER,
     StateDict,
     copied,
-    numbered,
-    plain_groups,
-    split_state,
+    plain_dict,
 )
 from shardcast.plan.layout import Slot
 from shardcast.plan.precision import MASTER_DTYPE
@@ -51,12 +49,9 @@ class FullState:
             place: of one of several optimizers, whose state alone is wanted.
         """
         optimizer = self._optimizer
-        shards = [s for s in optimizer.shards if place in (None, s.pack.layout.group.optimizer)]
-        state = self._full_state(shards, self._state_of, on_all=False)
+        state = self._full_state(self._state_of, on_all=False, place=place)
         if optimizer.process_groups.everyone.rank != 0:
             return {}
-        if place is not None:
-            state = split_state(state, optimizer.originals.places)[place]
         if optimizer.buffer_averages.active and not place:  # of several optimizers with the first
             state[BUFFERS] = StateDict(optimizer).buffers("cpu")
         return state
@@ -70,7 +65,7 @@ class FullState:
         optimizer.process_groups.everyone.together(
             optimizer.resync_masters, optimizer.device, "state_dict"
         )
-        return self._full_state(optimizer.shards, self._state_and_master, on_all=True)
+        return self._full_state(self._state_and_master, on_all=True)
 
     def _state_of(self, shard: Shard, number: int) -> Mapping[str, Any]:
         return self._optimizer.update_of(shard).fragment_state(shard, number)
@@ -189,18 +184,17 @@ class FullState:
         return {name: masters[names[p]] for name, p in every if names[p] in masters}
 
     def _full_state(
-        self, shards: Sequence[Shard], values: ValuesOf, on_all: bool
+        self, values: ValuesOf, on_all: bool, place: int | None = None
     ) -> dict[str, Any]:
         """As ``state_dict()`` of a plain optimizer; without state on ranks that receive none."""
-        optimizer = self._optimizer
+        optimizer, originals = self._optimizer, self._optimizer.originals
         optimizer.process_groups.everyone.together(
-            optimizer.originals.check, optimizer.device, "full_state_dict"
+            originals.check, optimizer.device, "full_state_dict"
         )
-        groups = optimizer.originals.groups
-        index = numbered(groups)
+        groups = originals.groups if place is None else originals.optimizers[place].param_groups
+        shards = [s for s in optimizer.shards if place in (None, s.pack.layout.group.optimizer)]
         gathered = self._gathered("full_state_dict", shards, values, on_all=on_all)
-        state = {index[param]: values for _, param, values in gathered if values}
-        return {"state": dict(sorted(state.items())), "param_groups": plain_groups(groups)}
+        return plain_dict({param: state for _, param, state in gathered if state}, groups)
 
     def _gathered(
         self, call: str, shards: Sequence[Shard], values: ValuesOf, on_all: bool

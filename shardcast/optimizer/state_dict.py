@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast import _compat
 from shardcast.memory.shard import Shard
@@ -69,18 +69,18 @@ class StateDict:
     def dump(self) -> dict[str, Any]:
         """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
         optimizer = self._optimizer
-        index = numbered(self._groups)
+        groups = self._groups
         optimizer.resync_masters()
+        state = {
+            param: {
+                "master": shard.exact(fragment).clone(),
+                **copied(optimizer.update_of(shard).fragment_state(shard, number)),
+            }
+            for shard in optimizer.shards
+            for number, fragment, param in shard.owned()
+        }
         return {
-            "state": {
-                index[param]: {
-                    "master": shard.exact(fragment).clone(),
-                    **copied(optimizer.update_of(shard).fragment_state(shard, number)),
-                }
-                for shard in optimizer.shards
-                for number, fragment, param in shard.owned()
-            },
-            "param_groups": plain_groups(self._groups),
+            **plain_dict(state, groups),
             "shardcast": {
                 **self._head(),
                 "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
@@ -196,33 +196,16 @@ class StateDict:
         load_groups(self._groups, plan.groups)
 
 
-def numbered(groups: Groups) -> dict[nn.Parameter, int]:
-    """torch's index of each parameter in a state dict."""
-    params = (param for group in groups for param in group["params"])
-    return {param: number for number, param in enumerate(params)}
-
-
-def plain_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Groups with indices in place of parameters, as in torch's state dict."""
-    index = numbered(groups)
-    return [{**group, "params": [index[param] for param in group["params"]]} for group in groups]
-
-
-def split_state(state: Mapping[str, Any], places: Sequence[int]) -> list[dict[str, Any]]:
-    """A plain state of several optimizers as one of each, numbered as torch does.
-
-    Args:
-        places: of each group, the place of its optimizer.
-    """
-    states = []
-    for place in range(max(places) + 1):
-        owners = zip(state["param_groups"], places, strict=True)
-        groups = [group for group, owner in owners if owner == place]
-        index = {old: new for new, old in enumerate(n for g in groups for n in g["params"])}
-        values = {new: state["state"][old] for old, new in index.items() if old in state["state"]}
-        numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
-        states.append({"state": values, "param_groups": numbered})
-    return states
+def plain_dict(state: Mapping[Any, Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
+    """A state by what ``groups`` have as parameters, numbered as torch does."""
+    params = chain.from_iterable(group["params"] for group in groups)
+    number = {param: place for place, param in enumerate(params)}
+    return {
+        "state": {place: state[param] for param, place in number.items() if param in state},
+        "param_groups": [
+            {**group, "params": [number[param] for param in group["params"]]} for group in groups
+        ],
+    }
 
 
 def plain_state(
