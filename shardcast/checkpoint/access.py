@@ -21,6 +21,7 @@ from shardcast.checkpoint.source import StateSource, model_path, state_path
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
+from shardcast.optimizer.state_view import is_elementwise
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import MASTER_DTYPE
@@ -154,12 +155,10 @@ class Snapshot:
             yield ShardView(model_path(name), region, start, shard.exact(fragment))
             for key, value in update.fragment_state(shard, number).items():
                 path = state_path(name, key)
-                if not isinstance(value, Tensor):
-                    continue  # among the objects
                 if is_elementwise(value, fragment, update.elementwise):
                     yield ShardView(path, region, start, value.detach().reshape(-1))
-                elif start == 0 and region.is_first:
-                    yield ShardView.whole(path, value)
+                elif isinstance(value, Tensor) and start == 0 and region.is_first:
+                    yield ShardView.whole(path, value)  # others are among the objects
         for number, (name, param) in enumerate(self._outside.items()):
             pack_groups = self._process_groups.parallel_dims.pack_groups_of(name, param)
             comm = self._process_groups.comm(pack_groups.shard)
@@ -310,16 +309,6 @@ class Snapshot:
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
         self._optimizer.publish()
-
-
-def is_elementwise(value: Tensor, fragment: Fragment, flat: bool) -> bool:
-    """Whether a fragment's state tensor has one value per element of the fragment.
-
-    Args:
-        flat: the optimizer keeps such state flat, whatever the shape of the parameter.
-    """
-    shapes = (fragment.shape, (fragment.numel,)) if flat else (fragment.shape,)
-    return value.dim() > 0 and tuple(value.shape) in shapes
 
 
 def state_key(name: str) -> str:

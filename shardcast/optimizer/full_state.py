@@ -26,7 +26,8 @@ from shardcast.optimizer.state_dict import (
     copied,
     plain_dict,
 )
-from shardcast.plan.layout import Slot
+from shardcast.optimizer.state_view import is_elementwise
+from shardcast.plan.layout import Fragment, Slot
 from shardcast.plan.precision import MASTER_DTYPE
 
 ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # of a fragment, by its number
@@ -247,10 +248,7 @@ def _pickled(shard: Shard, values: ValuesOf, failure: Exception | None) -> bytes
     """What ``values`` gives of this rank's fragments, on the host."""
     _raise(failure)
     return pickle.dumps(
-        [
-            (fragment.slot.name, fragment.param_range, copied(values(shard, number), "cpu"))
-            for number, fragment, _ in shard.owned()
-        ]
+        [(fragment, copied(values(shard, number), "cpu")) for number, fragment, _ in shard.owned()]
     )
 
 
@@ -258,26 +256,21 @@ def _joined_states(
     by_rank: Sequence[bytes], slots: Sequence[Slot], elementwise: bool
 ) -> list[dict[str, Any]]:
     """The full state of each parameter of a pack, from what all ranks pickled."""
-    fragments: dict[str, list[tuple[tuple[int, int], dict[str, Any]]]] = defaultdict(list)
-    for name, element_range, state in chain.from_iterable(map(pickle.loads, by_rank)):
+    parts: dict[Slot, list[tuple[Fragment, dict[str, Any]]]] = defaultdict(list)
+    for fragment, state in chain.from_iterable(map(pickle.loads, by_rank)):
         if state:
-            fragments[name].append((element_range, state))
-    return [_joined(fragments[slot.name], slot, elementwise) for slot in slots]
+            parts[fragment.slot].append((fragment, state))
+    return [_joined(parts[slot], elementwise) for slot in slots]
 
 
-def _joined(
-    fragments: list[tuple[tuple[int, int], dict[str, Any]]], slot: Slot, elementwise: bool
-) -> dict[str, Any]:
+def _joined(parts: list[tuple[Fragment, dict[str, Any]]], elementwise: bool) -> dict[str, Any]:
     """One parameter's full state from its fragments' states."""
-    fragments.sort(key=lambda fragment: fragment[0])
+    parts.sort(key=lambda part: part[0])
     joined: dict[str, Any] = {}
-    for name, first in fragments[0][1].items() if fragments else ():
-        start, stop = fragments[0][0]
-        per_element = isinstance(first, Tensor) and first.dim() and first.numel() == stop - start
-        own_shape = not elementwise and stop - start == slot.numel and name != MASTER
-        if per_element and not own_shape:
-            flat = torch.cat([values[name].reshape(-1) for _, values in fragments])
-            joined[name] = flat.view(slot.shape)
-        else:
-            joined[name] = first
+    for name, value in parts[0][1].items() if parts else ():
+        fragment = parts[0][0]
+        if is_elementwise(value, fragment, elementwise or name == MASTER):
+            value = torch.cat([state[name].reshape(-1) for _, state in parts])
+            value = value.view(fragment.slot.shape)
+        joined[name] = value
     return joined

@@ -117,6 +117,16 @@ def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: value.clone() if isinstance(value, Tensor) else value for n, value in values.items()}
 
 
+def is_elementwise(value: Any, fragment: Fragment, flat: bool) -> bool:
+    """Whether a fragment's state is a tensor with one value per element of the fragment.
+
+    Args:
+        flat: the optimizer keeps such state flat, whatever the shape of the parameter.
+    """
+    shapes = (fragment.shape, (fragment.numel,)) if flat else (fragment.shape,)
+    return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
+
+
 def check_sizes(elementwise: bool, fragment: Fragment, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Tensor) and value.dim() and elementwise:
