@@ -39,20 +39,12 @@ class _OwnWorld:
     def __init__(self, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
         self.make, self.number = make, next(_worlds)
         self.default_pg: dist.ProcessGroup | None = None
-        self.pg_map: dict[Any, Any] = {}
-        self.pg_names: dict[Any, Any] = {}
-        self.pg_group_ranks: dict[Any, Any] = {}
-        self.pg_backend_config: dict[Any, Any] = {}
-        self.pg_coalesce_state: dict[Any, Any] = {}
-        self.tags_to_pg: dict[Any, Any] = {}
-        self.pg_to_tag: dict[Any, Any] = {}
-        self.comms: list[Any] = []
         # Names that no other world has had: what finds a group by its name, such as a DTensor,
         # never finds that of another rank.
         self.group_count = self.number * NAMES
 
     def __getattr__(self, name: str) -> Any:
-        """What this torch records besides, such as hooks of groups: its own are none yet."""
+        """What else this torch records, by group and by name: of its own there is nothing yet."""
         c10d: Any = dist.distributed_c10d
         value = type(getattr(c10d._world.shared, name))()
         setattr(self, name, value)

@@ -258,35 +258,34 @@ class RecordedGroup(dist.ProcessGroup):
     # What functional collectives call, with one tensor or several: collectives of one launch.
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        self._check_dtypes("all_reduce", tensors)
-        return self._together([partial(self.allreduce, [tensor], opts) for tensor in tensors])
+        launches = [partial(self.allreduce, [tensor], opts) for tensor in tensors]
+        return self._together("all_reduce", tensors, launches)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        self._check_dtypes("all_gather_single", outputs)
         pairs = zip(outputs, inputs, strict=True)
-        return self._together([partial(self.all_gather_single, *pair, opts) for pair in pairs])
+        launches = [partial(self.all_gather_single, *pair, opts) for pair in pairs]
+        return self._together("all_gather_single", outputs, launches)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        self._check_dtypes("reduce_scatter_single", outputs)
         pairs = zip(outputs, inputs, strict=True)
-        return self._together([partial(self.reduce_scatter_single, *pair, opts) for pair in pairs])
+        launches = [partial(self.reduce_scatter_single, *pair, opts) for pair in pairs]
+        return self._together("reduce_scatter_single", outputs, launches)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
-    def _check_dtypes(self, op: str, tensors: Sequence[Tensor]) -> None:
-        """Refuse what NCCL does: tensors of several dtypes in one call."""
+    def _together(
+        self, op: str, tensors: Sequence[Tensor], launches: Sequence[Callable[[], dist.Work]]
+    ) -> dist.Work:
         dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:
+        if len(dtypes) > 1:  # as NCCL
             names = ", ".join(sorted(map(str, dtypes)))
             self._refuse(op, f"a launch of several needs tensors of one dtype, got {names}")
-
-    def _together(self, launches: Sequence[Callable[[], dist.Work]]) -> dist.Work:
         if len(launches) == 1:
             return launches[0]()
         device = torch.device("cpu")
@@ -368,9 +367,7 @@ class RecordedGroup(dist.ProcessGroup):
             self._refuse(op, "tensors must be contiguous")
         if tensor.numel() % world:
             self._refuse(op, f"{tensor.numel()} elements do not divide by {world} ranks")
-        size = tensor.numel() // world
-        flat = tensor.detach().view(-1)
-        return [flat.narrow(0, rank * size, size) for rank in range(world)]
+        return list(tensor.detach().view(-1).tensor_split(world))
 
     def _split(self, side: str, tensor: Tensor, splits: Sequence[int]) -> list[Tensor]:
         """Cut a tensor's rows by ``splits``, evenly where there are none."""
