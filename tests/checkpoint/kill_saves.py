@@ -20,15 +20,13 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # run as a script, not by pytest
 from faults import Counting, at_each_point
-from models import CASES, parts, sharded
+from models import job, parts
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory
@@ -41,19 +39,13 @@ def killing(at: int = -1, everybody: bool = False) -> Counting:
     return Counting(at, lambda: os.kill(0 if everybody else os.getpid(), signal.SIGKILL))
 
 
-def job(group: Any) -> tuple[nn.Module, Any]:
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, group, param_dtype=torch.bfloat16)
-    return model, optimizer
-
-
 def save_steps(folder: Path, rank: int, steps: range, points: Counting) -> None:
     """One rank: save ``steps``; from the second one on ``points`` counts."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}.store", rank=rank, world_size=RANKS
     )
-    model, optimizer = job(dist.group.WORLD)
+    model, optimizer = job(dist.group.WORLD, steps=0)
     for step in steps:
         with torch.no_grad():
             for master in optimizer.shards:
@@ -96,7 +88,7 @@ def finish(ranks: list[int]) -> None:
 
 def whole_step(folder: Path) -> int:
     """The step that is loaded; every master must be of that one."""
-    model, optimizer = job(None)
+    model, optimizer = job(steps=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing that is committed may be damaged
         step = checkpoint.load(folder, model, optimizer).step
@@ -172,7 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--points", type=int, default=0, metavar="EVERY")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # a fork has none of its parent's threads
-    job(None)  # so that no fork has to import what torch imports late
+    job(steps=0)  # so that no fork has to import what torch imports late
     with tempfile.TemporaryDirectory() as name:
         if args.random:
             found = at_random_times(Path(name), args.random)

@@ -6,19 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import CASES, advance, everything, run_world, sharded
+from models import advance, everything, job, run_world
+from torch import nn
 
 from shardcast import checkpoint
 
 DATA, METADATA = "__0_0.distcp", ".metadata"
 
 
-def job(group: Any = None, steps: int = 1, case: str = "mlp", seed: int = 0, **fields: Any) -> Any:
-    """A bf16 model and its sharded optimizer after some steps."""
-    model = CASES[case].build(seed)
-    optimizer = sharded(model, group, **{"param_dtype": torch.bfloat16, **fields})
-    advance(model, optimizer, 0, steps)
-    return model, optimizer
+def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """A plain optimizer; of AdamW groups as those of the files of DeepSpeed."""
+    params = list(model.parameters())
+    if kind == "sgd":
+        return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+    if kind == "rmsprop":
+        return torch.optim.RMSprop(params, lr=1e-2, momentum=0.5)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(params, lr=1e-2)
+    groups = [{"params": params[3:], "weight_decay": 0.0}, {"params": params[:3]}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, amsgrad=kind == "amsgrad")
 
 
 def loaded(folder: Path, **options: Any) -> tuple[int, Any]:

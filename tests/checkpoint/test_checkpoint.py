@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from faults import watch
 from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
+from runs import make
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -25,19 +26,6 @@ from shardcast.testing import SpawnedWorld
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    params = list(model.parameters())
-    if kind == "sgd":
-        return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
-    if kind == "rmsprop":
-        return torch.optim.RMSprop(params, lr=1e-2, momentum=0.5)
-    if kind == "adafactor":
-        return torch.optim.Adafactor(params, lr=1e-2)
-    half = len(params) // 2
-    groups = [{"params": params[half:], "weight_decay": 0.0}, {"params": params[:half]}]
-    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, amsgrad=kind == "amsgrad")
 
 
 def start(group: Any, case: str, kind: str, fields: dict[str, Any], seed: int = 0) -> Any:

@@ -14,8 +14,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
-import runs
 from faults import no_space, watch
 from models import advance, assert_same_bits, parts, run_world, values, whole
 
@@ -49,7 +49,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return gate
 
 
-job = functools.partial(runs.job, steps=0, case="gpt")
+job = functools.partial(models.job, steps=0, case="gpt")
 
 
 def saving_beside(group: Any, folder: str, gate: Gate) -> Any:

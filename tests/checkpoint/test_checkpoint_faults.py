@@ -21,8 +21,8 @@ import kill_saves
 import pytest
 import torch
 from faults import Counting, at_each_point, no_space
-from models import advance, assert_same_bits, everything, install, parts, run_world, sharded
-from runs import DATA, METADATA, flip, job, loaded, truncate
+from models import advance, assert_same_bits, everything, install, job, parts, run_world, sharded
+from runs import DATA, METADATA, flip, loaded, truncate
 from torch import nn
 
 from shardcast import checkpoint

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
+from runs import make
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,23 +22,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
 
 
-def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    params = list(model.parameters())
-    if kind == "adafactor":
-        return torch.optim.Adafactor(params, lr=1e-2)
-    if kind == "sgd":
-        return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
-    groups = [{"params": params[3:], "weight_decay": 0.0}, {"params": params[:3]}]
-    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
-
-
 def trained(kind: str, case: str = "gpt", steps: int = 3) -> tuple[nn.Module, Any]:
     """A plain model and optimizer after some steps."""
     model = CASES[case].build(seed=0)
     optimizer = make(kind, model)
-    for step in range(steps):
-        install(model, step)
-        optimizer.step()
+    advance(model, optimizer, 0, steps)
     return model, optimizer
 
 
@@ -48,14 +37,10 @@ def fresh(group: Any, kind: str, case: str = "gpt", **fields: Any) -> tuple[nn.M
 
 def taking(group: Any, kind: str, weights: Any, state: Any, fields: dict[str, Any]) -> Any:
     model, optimizer = fresh(group, kind, **fields)
-    install(model, 7)  # state that must go
-    optimizer.step()
+    advance(model, optimizer, 7, 8)  # state that must go
     load_plain(model, optimizer, weights, state)
     loaded = parts(optimizer)
-    for step in (3, 4):
-        install(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    advance(model, optimizer, 3, 5)
     return loaded, values(model)
 
 
@@ -79,9 +64,7 @@ def test_a_plain_checkpoint_goes_on_as_if_it_had_been_sharded_before(
     assert_same_bits(
         masters(ranks), {name: named[name].detach().reshape(-1) for name in masters(ranks)}
     )
-    for step in (3, 4):
-        install(model, step)
-        optimizer.step()
+    advance(model, optimizer, 3, 5)
     for _, after in ranks:
         assert_same_bits(after, values(model))
 
@@ -98,10 +81,7 @@ def test_low_precision_weights_and_other_forms_are_taken(tmp_path: Path):
 
 def exporting(group: Any, folder: str) -> Any:
     model, optimizer = fresh(group, "adamw", param_dtype=BF16)
-    for step in range(3):
-        install(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    advance(model, optimizer, 0, 3)
     save(folder, model, optimizer, step=3)
     return parts(optimizer), None
 

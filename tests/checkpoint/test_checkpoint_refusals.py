@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, adamw, advance, assert_same_bits, everything, install, run_world, sharded
-from runs import DATA, METADATA, job, truncate
+from models import (
+    CASES,
+    adamw,
+    advance,
+    assert_same_bits,
+    everything,
+    install,
+    job,
+    run_world,
+    sharded,
+)
+from runs import DATA, METADATA, truncate
 from torch import nn
 
 from shardcast.checkpoint import (

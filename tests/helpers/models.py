@@ -210,6 +210,14 @@ def advance(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
         optimizer.zero_grad()
 
 
+def job(group: Any = None, steps: int = 1, case: str = "mlp", seed: int = 0, **fields: Any) -> Any:
+    """A bf16 model of :data:`CASES` and its sharded optimizer after some steps."""
+    model = CASES[case].build(seed)
+    optimizer = sharded(model, group, **{"param_dtype": torch.bfloat16, **fields})
+    advance(model, optimizer, 0, steps)
+    return model, optimizer
+
+
 def values(model: nn.Module) -> Tensors:
     """Copies of all parameters and buffers."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, adamw, assert_same_bits, install, parts, run_world, sharded, values, whole
+from models import (
+    CASES,
+    adamw,
+    assert_same_bits,
+    install,
+    job,
+    parts,
+    run_world,
+    sharded,
+    values,
+    whole,
+)
 from torch import Tensor, nn
 
 from shardcast import checkpoint
@@ -117,8 +128,7 @@ def test_weights_set_to_zero_by_hand_have_masters_near_zero(zero: float):
 
 
 def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any, Any]:
-    model = CASES[case].build()
-    optimizer = sharded(model, group, param_dtype=BF16, pack_params=2, **fields)
+    model, optimizer = job(group, 0, case, pack_params=2, **fields)
     rank = 0 if group is None else group.rank()
     for step in range(steps):
         CASES[case].loss(model, CASES[case].batch(97 * rank + step)).backward()
@@ -281,11 +291,7 @@ def test_a_skipped_step_and_absent_gradients_change_nothing(
 ):
     if device == "accelerator":
         as_on_an_accelerator(monkeypatch)
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, param_dtype=BF16, **KINDS[kind])
-    for step in range(3):
-        install(model, step)
-        optimizer.step()
+    model, optimizer = job(steps=3, **KINDS[kind])
     before = parts(optimizer)
     install(model, 3)
     assert model.b.weight.grad is not None
@@ -341,16 +347,11 @@ def test_worlds_of_one_two_and_three_have_the_same_bits_also_from_a_checkpoint(
 
 @pytest.mark.parametrize("source", ["fp32", "int8"])
 def test_a_checkpoint_loads_whatever_way_it_was_kept(source: str, tmp_path: Path):
-    model = CASES["gpt"].build()
-    optimizer = sharded(model, param_dtype=BF16, **KINDS.get(source, {}))
-    for step in range(3):
-        install(model, step)
-        optimizer.step()
+    model, optimizer = job(steps=3, case="gpt", **KINDS.get(source, {}))
     checkpoint.save(tmp_path, model, optimizer, step=3)
     saved = parts(optimizer)
     for kind in ({}, *KINDS.values()):
-        other = CASES["gpt"].build(seed=1)
-        loaded = sharded(other, param_dtype=BF16, **kind)
+        other, loaded = job(steps=0, case="gpt", seed=1, **kind)
         checkpoint.load(tmp_path, other, loaded)
         assert_same_bits(values(other), values(model))
         kept = {key[-1] for key in saved}
@@ -363,19 +364,14 @@ def test_a_checkpoint_loads_whatever_way_it_was_kept(source: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_dict_and_model_state_dict_come_back(kind: str):
-    model = CASES["mlp"].build()
-    optimizer = sharded(model, param_dtype=BF16, **KINDS[kind])
-    for step in range(3):
-        install(model, step)
-        optimizer.step()
+    model, optimizer = job(steps=3, **KINDS[kind])
     state, weights, before = optimizer.state_dict(), optimizer.full_parameters(), parts(optimizer)
     install(model, 3)
     optimizer.step()
     optimizer.load_state_dict(state)
     assert_same_bits(parts(optimizer), before)
 
-    other = CASES["mlp"].build(seed=1)
-    fresh = sharded(other, param_dtype=BF16, **KINDS[kind])
+    other, fresh = job(steps=0, seed=1, **KINDS[kind])
     other.load_state_dict(weights)  # fp32: masters take all of it
     assert_same_bits(fresh.full_parameters(), weights)
     assert_same_bits(values(other), {name: value.to(BF16) for name, value in weights.items()})
@@ -401,6 +397,3 @@ def test_with_offload_nothing_but_windows_is_on_the_device():
     assert all(host for host, _ in asked)
     report = optimizer.memory_report()
     assert sum(size for _, size in asked) == report["masters"] + report["state"]
-
-
-# -- refusals -----------------------------------------------------------------------------------
