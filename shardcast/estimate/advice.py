@@ -11,10 +11,10 @@ from torch import nn
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.memory import Estimate, estimate, state_tensors
 from shardcast.estimate.peers import peer_times, peers, units_of
-from shardcast.estimate.time import StepTime, step_time
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.costs import Machine
 from shardcast.plan.originals import OptimizerList
+from shardcast.plan.step_time import StepTime, step_time
 
 ROOM = 0.7  # of a device's memory that a rank may take, so that activations have the rest
 GAIN = 0.003  # of a step, below which an option is not worth its name

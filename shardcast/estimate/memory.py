@@ -19,14 +19,15 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, Shard
 from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.setup import Plan, plan_for
-from shardcast.plan.algorithms import GROUPED, Topology, syncs_at_once
+from shardcast.plan.algorithms import GROUPED, Topology
 from shardcast.plan.costs import PRESETS, Machine
-from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
+from shardcast.plan.layout import GroupId, PackLayout, Slot, Span
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
 from shardcast.plan.shard_ranks import shard_ranks
+from shardcast.plan.step_time import Work, sent_dtype, sync_launches
 from shardcast.step.reduce.tree import most_bytes
 from shardcast.step.update import updates_of
 from shardcast.step.update.epilogues import epilogues_of
@@ -37,12 +38,10 @@ KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known befo
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Work):
     """Bytes of the rank that holds most, after the first step; per kind as in ``memory_report()``.
 
     Attributes:
-        world_size: data-parallel ranks.
-        layout: the packs that ``shard()`` would make, and how many of the ranks share them.
         averages: bytes of averages of weights, on the fullest rank.
         outside: parameters that the optimizer does not hold, and buffers; not in the report.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
@@ -55,13 +54,8 @@ class Estimate:
             mean of all ranks; 1 at best.
         cost_imbalance: the same of what the update computes, as owners of whole parameters are
             chosen by it (the units of ``cost_fn``, or operations).
-        updated: bytes that the update reads and writes on the rank that updates most.
-        normed: bytes that the norm reads there.
-        products: per rank, floating-point operations of Muon's matrix products.
     """
 
-    world_size: int
-    layout: Layout
     parameters: int
     gradients: int
     masters: int
@@ -75,14 +69,6 @@ class Estimate:
     collectives: int
     imbalance: float
     cost_imbalance: float
-    updated: int
-    normed: int
-    products: tuple[float, ...]
-
-    @property
-    def copies(self) -> int:
-        """How many runs of ranks hold masters and state."""
-        return self.world_size // self.layout.world_size
 
     @property
     def packs(self) -> int:
@@ -134,23 +120,26 @@ def estimate(
     plan = plan_for(model, originals, config, world_size)
     peak, live = _convert_outside(plan)
     topology = Topology(topology.backend, min(world_size, topology.node))
-    free, joined = machine.capacity - live, topology._replace(between=machine.between)
-    size, why = shard_ranks(config, plan.layout, joined, free, plan.operations)
-    if size < world_size:
-        plan = plan_for(model, originals, config, size)
-        topology = topology._replace(node=min(size, topology.node))
-    layout = dataclasses.replace(with_algorithms(plan.layout, config, topology), sharding=why)
+    size, why = shard_ranks(
+        config, plan.layout, plan.over, topology, machine.between, machine.capacity - live,
+        plan.operations,
+    )  # fmt: skip
+    layout = plan.layout if size == world_size else plan.over(size)
+    topology = topology._replace(node=min(size, topology.node))
+    layout = dataclasses.replace(with_algorithms(layout, config, topology), sharding=why)
+    plan = dataclasses.replace(plan, layout=layout)
     copies, allocated = world_size // size, cache(partial(_allocated, originals, config))
-    costs, products, masters = [0.0] * size, [0.0] * size, [0] * size
+    costs, products = dict[str, float](), dict[str, float]()
+    masters = [0] * size
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
         optimizer, group = originals.owner(pack.group), originals.group(pack.group)
         trained = [0] * size
-        for owner, slot, count in pack.parts() if pack.requires_grad else ():
+        for owner, _, count in pack.parts() if pack.requires_grad else ():
             trained[owner] += count
-            part = count / slot.numel
-            costs[owner] += plan.costs.get(slot.name, ELEMENT * slot.numel) * part
-            products[owner] += matrix_products(optimizer, group, slot.shape) * part
+        for slot in pack.slots:
+            costs[slot.name] = plan.costs.get(slot.name, ELEMENT * slot.numel)
+            products[slot.name] = matrix_products(optimizer, group, slot.shape)
         share_of = cache(partial(_share, plan, copies, allocated, pack))
         for owner, start, stop in pack.spans:
             share = share_of(stop - start, trained[owner])
@@ -178,14 +167,12 @@ def estimate(
         setup_peak=peak,
         sent=max(sent),
         sender=sent.index(max(sent)),
-        collectives=_collectives(
-            layout.trained, topology.backend, config.overlap_sync, size, copies
-        ),
+        collectives=_collectives(layout.trained, topology.backend, config, size, copies),
         imbalance=_over_mean(owned),
-        cost_imbalance=_over_mean(costs),
+        cost_imbalance=_over_mean(layout.by_owner(costs)),
         updated=max(rank.updated for rank in ranks),
         normed=max(rank.normed for rank in ranks),
-        products=tuple(products),
+        products=layout.by_owner(products),
     )
 
 
@@ -311,42 +298,22 @@ def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
     return staged + max(0, pack.nbytes + beside - sum(param.nbytes for param in params))
 
 
-def sync_launches(
-    packs: Sequence[PackLayout], backend: str, overlaps: bool
-) -> list[list[PackLayout]]:
-    """Packs that are synced in one launch, see ``Comm.all_gather_all``."""
-    launches: dict[Any, list[PackLayout]] = {}
-    for pack in packs:
-        sync = pack.algorithms.sync
-        kind = sync, pack.dtype if sync == "all_gather" else None
-        together = syncs_at_once(sync, backend, overlaps)
-        launches.setdefault(kind if together else pack.index, []).append(pack)
-    return list(launches.values())
-
-
 def _collectives(
-    packs: Sequence[PackLayout], backend: str, overlaps: bool, size: int, copies: int
+    packs: Sequence[PackLayout], backend: str, config: ShardcastConfig, size: int, copies: int
 ) -> int:
     """Launches of a step, the small all-reduce included."""
     launches = int(size * copies > 1) + len(packs) * (copies > 1)
     if size == 1:
         return launches
     launches += sum(1 + (pack.algorithms.reduce == "two_level") for pack in packs)
-    for synced in sync_launches(packs, backend, overlaps):
-        sync = synced[0].algorithms.sync
+    for sync, synced in sync_launches(packs, backend, config):
         if sync == "all_gather" or backend in GROUPED:
             launches += 1
-        elif sync == "messages" and not overlaps:
+        elif sync == "messages":
             launches += len(synced)
-        else:  # see Comm.broadcast_all, and Sync.begin
+        else:  # see Comm.broadcast_all
             launches += sum(len(pack.owned_spans) for pack in synced)
     return launches
-
-
-def sent_dtype(pack: PackLayout, config: ShardcastConfig) -> torch.dtype:
-    """Of gradients as they travel: sums of several micro-batches do so in fp32."""
-    several = config.reproducible > len(pack.spans)
-    return MASTER_DTYPE if several else wire_dtype(pack.dtype, config)
 
 
 def _over_mean(values: Sequence[float]) -> float:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardcast.estimate.time import StepTime
-from shardcast.plan.costs import Group, arrivals, compute_times, hidden
+from shardcast.plan.costs import Group
+from shardcast.plan.step_time import StepTime, arrivals, compute_times, hidden
 
 DDP_BUCKET = 25 * 2**20  # bytes; torch's default bucket_cap_mb
 FP32, LOW = 4, 2  # bytes

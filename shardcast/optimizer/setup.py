@@ -47,6 +47,7 @@ class Plan:
         stages: what is called: that module, or the stages.
         originals: the optimizers.
         layout: all packs of the optimizer.
+        over: plans them over another number of ranks, where there is no mesh.
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
         outside: those that the optimizer does not hold.
@@ -63,6 +64,7 @@ class Plan:
     config: ShardcastConfig
     precision: Precision
     layout: Layout
+    over: Callable[[int], Layout]
     new: tuple[PackLayout, ...]
     params: Mapping[str, nn.Parameter]
     outside: Mapping[str, nn.Parameter]
@@ -153,13 +155,14 @@ def plan_for(
     begun = (n for n, param in params.items() if originals.owner(groups[n]).state.get(param))
     old = before.packs if before else ()
     layout = plan_packs(infos, parallel_dims, partitions, config, len(old))
+    over = partial(plan_packs, infos, partition=partitions, config=config)
     new = layout.packs
     if before is not None:
         layout = dataclasses.replace(before, packs=old + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += parallel_dims.options() + validate.describe_groups(originals, added)
     return Plan(
-        inner, tuple(stages) or (inner,), originals, config, precision, layout, new, params,
+        inner, tuple(stages) or (inner,), originals, config, precision, layout, over, new, params,
         outside, pack_groups_by_name, costs, tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
 
@@ -275,8 +278,10 @@ def over_fewer_ranks(
     if plan.config.shard_ranks == "auto" and backend == "nccl" and 1 < node < comm.size:
         facts = comm.exchange((free_bytes(device), network_bytes() / node), device)
         free, between = (min(of_ranks) for of_ranks in zip(*facts, strict=True))
-    topology = Topology(backend, node, device.type == "cpu", between)
-    ranks, why = shard_ranks(plan.config, plan.layout, topology, free, plan.operations)
+    ranks, why = shard_ranks(
+        plan.config, plan.layout, plan.over, Topology(backend, node, device.type == "cpu"),
+        between, free, plan.operations,
+    )  # fmt: skip
     return process_groups if ranks == comm.size else ProcessGroups.replicated(comm, ranks), why
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from shardcast.config import ShardcastConfig
-from shardcast.plan.costs import PRESETS, Group, Machine
+from shardcast.plan.costs import PRESETS, Machine
 from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
 
 GROUPED = ("nccl", "fake", "strict")  # backends that launch a group of calls as one; mocks too
@@ -42,19 +42,23 @@ class Topology(NamedTuple):
         backend: of the process group, by name.
         node: ranks of each node, numbered one after another; 1 where that is not so, or not known.
         on_host: whether packs are in host memory.
-        between: bytes per second of a rank's share of its node's network cards; a guess, unless
-            it is about ``shard_ranks``.
     """
 
     backend: str = "none"
     node: int = 1
     on_host: bool = True
-    between: float = PRESETS["h100"].between
 
     @classmethod
     def of(cls, machine: Machine) -> Topology:
         """That of ranks that fill the nodes of ``machine``."""
         return cls(machine.backend, machine.ranks_per_node)
+
+    @property
+    def machine(self) -> Machine:
+        """H100 nodes: a choice needs the order of magnitude, and to be one everywhere."""
+        h100 = PRESETS["h100"]
+        call = h100.call if self.backend in GROUPED else h100.launch
+        return replace(h100, ranks_per_node=self.node, call=call)
 
     @property
     def sends_messages(self) -> bool:
@@ -95,12 +99,13 @@ def choose(
     if size == 1:
         return Algorithms()
     equal = len(set(lengths)) == 1
-    wire = wire_dtype(storage, config)
+    several = 1 < topology.node < size and size % topology.node == 0  # ranks on several nodes
+    group, wire = topology.machine.group(size), wire_dtype(storage, config)
     if config.reproducible:
         reduce, why = "all_to_all", "adds in a fixed order"
     elif config.reduce == "two_level" and topology.node >= size:
         reduce, why = "all_to_all", "there is one node"
-    elif config.reduce == "two_level" and not (equal and can_two_level(size, topology)):
+    elif config.reduce == "two_level" and not (equal and several):
         needs = "several ranks on every node, the same number on each, numbered one after another"
         needs = needs if equal else "equal spans, which partition 'whole' does not have"
         raise ValueError(
@@ -112,17 +117,20 @@ def choose(
     elif equal and wire == MASTER_DTYPE and topology.backend == "nccl":
         reduce, why = "reduce_scatter", "NCCL sums fp32 in fp32"
     else:
-        possible = reduce_costs(numel * wire.itemsize, size, equal, topology)
-        reduce, why = _cheapest(possible, "rounded once")
-    itemsize = storage.itemsize
-    costs = sync_costs(numel * itemsize, sum(owned) * itemsize, len(owned), size, equal, topology)
+        names = ["all_to_all", "two_level"] if equal and several else ["all_to_all"]
+        costs = {name: group.reduce(name, numel * wire.itemsize) for name in names}
+        reduce, why = _cheapest(costs, "rounded once")
+    sends = topology.sends_messages
+    spans = "messages" if sends else "broadcast"
     if config.sync == "auto":
-        sends = topology.sends_messages
+        costs = {spans: group.sync(spans, sum(owned) * storage.itemsize, len(owned))}
+        # Messages to each rank of another node leave this one as often; a ring leaves it once.
+        if equal and (several or not sends):
+            costs["all_gather"] = group.gather(numel * storage.itemsize)
         alone = "gloo copies what it gathers" if sends else "spans are not equal"
         sync, because = _cheapest(costs, alone)
     else:
-        messages = config.sync == "broadcast" and topology.sends_messages
-        sync, because = "messages" if messages else config.sync, "as asked"
+        sync, because = spans if config.sync == "broadcast" else config.sync, "as asked"
     return Algorithms(reduce, sync, why, because, topology.node)
 
 
@@ -135,60 +143,3 @@ def _cheapest(costs: Mapping[str, float], alone: str) -> tuple[str, str]:
     names = sorted(costs, key=costs.__getitem__)
     times = [f"{name} {1e3 * costs[name]:.2f} ms" for name in names]
     return names[0], " < ".join(times) if len(times) > 1 else alone
-
-
-def sync_costs(
-    nbytes: float, owned: float, owners: int, world_size: int, equal: bool, topology: Topology
-) -> dict[str, float]:
-    """Seconds of each algorithm that can sync a pack on ``topology``.
-
-    Args:
-        nbytes: of the pack.
-        owned: bytes of the spans that hold anything but padding.
-        owners: the number of those spans.
-        equal: whether all spans have one length.
-    """
-    group, sends = group_of(world_size, topology), topology.sends_messages
-    # Messages to each rank of another node leave this one as often; a ring leaves it once.
-    gathers = equal and (not sends or can_two_level(world_size, topology))
-    costs = {"all_gather": group.gather(nbytes)} if gathers else {}
-    alone = {"messages": group.exchange(owned)} if sends else {}
-    return costs | (alone or {"broadcast": group.broadcasts(owned, owners)})
-
-
-def reduce_costs(
-    nbytes: float, world_size: int, equal: bool, topology: Topology
-) -> dict[str, float]:
-    """Seconds of each algorithm that can reduce a pack, and round once, on ``topology``.
-
-    Args:
-        nbytes: of the pack on the wire.
-        equal: whether all spans have one length.
-    """
-    group = group_of(world_size, topology)
-    costs = {"all_to_all": group.exchange(nbytes)}
-    if equal and can_two_level(world_size, topology):
-        costs["two_level"] = group.two_level(nbytes)
-    return costs
-
-
-def group_of(world_size: int, topology: Topology) -> Group:
-    """The ranks on H100 nodes: a choice needs the order of magnitude, and to be one everywhere."""
-    machine = PRESETS["h100"]
-    call = machine.call if topology.backend in GROUPED else machine.launch
-    machine = replace(machine, ranks_per_node=topology.node, call=call, between=topology.between)
-    return machine.group(world_size)
-
-
-def syncs_at_once(algorithm: str, backend: str, overlaps: bool) -> bool:
-    """Whether packs of one algorithm are synced in one launch, or by messages at the same time.
-
-    Args:
-        overlaps: beside the next forward, which waits for each pack by itself.
-    """
-    return not overlaps and (algorithm == "messages" or backend in GROUPED)
-
-
-def can_two_level(world_size: int, topology: Topology) -> bool:
-    """Whether there are several nodes of several ranks each."""
-    return 1 < topology.node < world_size and world_size % topology.node == 0

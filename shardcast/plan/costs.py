@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -255,6 +255,20 @@ class Group:
         leaving = self.per_node * self.machine.between
         return min(self.machine.inside, leaving) if self.per_node > 1 else leaving
 
+    def reduce(self, algorithm: str, nbytes: float) -> float:
+        """A pack's gradients to their owners; algorithms as in :mod:`shardcast.plan.algorithms`."""
+        if algorithm == "reduce_scatter":
+            return self.gather(nbytes)
+        return self.two_level(nbytes) if algorithm == "two_level" else self.exchange(nbytes)
+
+    def sync(self, algorithm: str, nbytes: float, owners: int, packs: int = 1) -> float:
+        """The values of so many owners' spans to everybody, in one launch."""
+        if algorithm == "all_gather":
+            return self.gather(nbytes, packs)
+        if algorithm == "broadcast":
+            return self.broadcasts(nbytes, owners)
+        return self.exchange(nbytes)
+
     def gather(self, nbytes: float, packs: int = 1) -> float:
         """An all-gather or a reduce-scatter, as a ring; of several packs in one launch.
 
@@ -332,43 +346,3 @@ class Group:
         protocols = (p for p in self.machine.protocols if trees or not p.tree)
         device = min(p.begin + seconds(p) for p in protocols)
         return max(self.machine.launch, device)
-
-
-# -- what runs beside the backward, or beside the next forward --------------------------------
-# Forward and backward take 6 operations for each parameter and token at the rate of the machine;
-# nothing that depends on the model's architecture is known. Gradients are taken to arrive evenly
-# over the backward, last pack first.
-
-FORWARD, BACKWARD = 2.0, 4.0  # operations per parameter and token
-TOKENS = 8192  # of one rank in a step, where nobody says how many
-
-
-def compute_times(numel: int, tokens: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of forward and of backward for ``tokens`` of one rank."""
-    return FORWARD * numel * tokens / machine.flops, BACKWARD * numel * tokens / machine.flops
-
-
-def arrivals(sizes: Sequence[int], seconds: float) -> list[float]:
-    """When the gradients of each pack, in their order, are complete."""
-    total, so_far, times = sum(sizes) or 1, 0, []
-    for size in sizes:
-        so_far += size
-        times.append(seconds * so_far / total)
-    return times
-
-
-def hidden(works: Sequence[float], ready: Sequence[float], end: float) -> float:
-    """What of ``works`` is done before ``end``; see :func:`exposed`."""
-    return max(0.0, sum(works) - exposed(works, ready, end))  # above 0 but for rounding
-
-
-def exposed(works: Iterable[float], ready: Iterable[float], end: float) -> float:
-    """How long after ``end`` the last of ``works`` ends, each beginning when it is ready.
-
-    One after another, in their order. Read backwards in time, it is also by how much a forward of
-    ``end`` seconds is delayed that needs each of ``works`` done before a deadline.
-    """
-    clock = 0.0
-    for seconds, begin in zip(works, ready, strict=True):
-        clock = max(clock, begin) + seconds
-    return max(0.0, clock - end)

@@ -7,29 +7,31 @@ sums of these between the runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-import torch
-
 from shardcast.config import ShardcastConfig
-from shardcast.plan.algorithms import Topology, group_of, reduce_costs, sync_costs, syncs_at_once
-from shardcast.plan.costs import TOKENS, arrivals, compute_times, exposed
+from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import Layout
-from shardcast.plan.packing import pack_bytes
-from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
+from shardcast.plan.packing import with_algorithms
+from shardcast.plan.step_time import StepTime, Work, step_time
 
 HELD = 12  # bytes per element of which each rank of a run has a part: a master and two moments
 MOVED = 28  # and that an update reads and writes, the gradient and the parameter included
+NORMED = 2  # and that the norm reads
 PART = 8  # of the free memory these may take one part in so many, where nobody asked for it
 GAIN = 0.02  # of a step that copies must save, likewise
 FEWEST = 8  # ranks of a run, likewise: 4 + 12 / 8 bytes are a third of DDP's 16
+TOKENS = 8192  # of one rank in a step, which is not known when a job is set up
 
 
 def shard_ranks(
     config: ShardcastConfig,
     layout: Layout,
+    over: Callable[[int], Layout],
     topology: Topology,
+    between: float,
     free: float,
     costs: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[int, str]:
@@ -37,7 +39,9 @@ def shard_ranks(
 
     Args:
         layout: of a plan over all ranks.
-        topology: of all ranks; with a network of 0 bytes per second it is not known.
+        over: plans one over so many ranks.
+        topology: of all ranks.
+        between: bytes per second of a rank's share of its node's network cards; 0: not known.
         free: bytes of device memory, on the rank that has least.
         costs: operations of the updates that are no elementwise ones.
 
@@ -56,88 +60,33 @@ def shard_ranks(
                 "'auto', or the number of ranks of a node"
             )
         return asked, f"sharded over {asked} of {size} ranks (as asked)"
-    several = topology.backend == "nccl" and 1 < topology.node < size and topology.between > 0
+    several = topology.backend == "nccl" and 1 < topology.node < size and between > 0
     lean = (config.grads, config.offload, config.moments, config.master)
     saves = lean != ("full", False, "fp32", "fp32")
     exact = bool(config.reproducible)  # sums between copies are in no order of ours
     if asked != "auto" or not several or size % topology.node or saves or exact:
         return size, ""
-    return _fastest(config, layout, topology, free, costs)
+    numel = sum(pack.numel for pack in layout.trained)
+    elements = {slot.name: slot.numel for _, slot in layout.slots()}
+    machine = dataclasses.replace(topology.machine, between=between)
 
+    def step_of(layout: Layout) -> StepTime:
+        near = topology._replace(node=min(topology.node, layout.world_size))
+        layout, owned = with_algorithms(layout, config, near), max(layout.by_owner(elements))
+        work = Work(size, layout, MOVED * owned, NORMED * owned, layout.by_owner(costs))
+        return step_time(work, config, machine, numel, TOKENS)
 
-def _fastest(
-    config: ShardcastConfig, layout: Layout, topology: Topology, free: float,
-    costs: Mapping[str, float],
-) -> tuple[int, str]:  # fmt: skip
-    """What ``auto`` takes on several nodes; arguments as of :func:`shard_ranks`."""
-    size = layout.world_size
-    numel = sum(pack.numel for pack in layout.packs if pack.requires_grad)
-    seconds, ranks = dict[int, float](), topology.node
+    steps, ranks = dict[int, StepTime](), topology.node
     while ranks < size:
         fits = HELD * numel / ranks * PART <= free
         if ranks >= FEWEST and size % ranks == 0 and fits:
-            seconds[ranks] = sharding_cost(config, layout, ranks, topology, costs)
+            steps[ranks] = step_of(over(ranks))
         ranks *= 2
-    if not seconds:
+    if not steps:
         return size, f"sharded over {size} of {size} ranks (fewer would take too much memory)"
-    fastest = min(seconds, key=seconds.__getitem__)
-    over_all = sharding_cost(config, layout, size, topology, costs)
-    step = over_all + sum(compute_times(numel, TOKENS, group_of(size, topology).machine))
-    gains = over_all - seconds[fastest] >= GAIN * step
-    why = f"{1e3 * seconds[fastest]:.1f} ms over {fastest}, {1e3 * over_all:.1f} ms over all"
-    why += "" if gains else f": not {GAIN:.0%} of a step"
-    best = fastest if gains else size
+    best = min(steps, key=lambda ranks: steps[ranks].added)
+    over_best, over_all = steps[best], step_of(layout)
+    why = f"{1e3 * over_best.added:.1f} ms over {best}, {1e3 * over_all.added:.1f} ms over all"
+    if over_all.step - over_best.step < GAIN * over_all.step:
+        best, why = size, f"{why}: not {GAIN:.0%} of a step"
     return best, f"sharded over {best} of {size} ranks ({why})"
-
-
-def sharding_cost(
-    config: ShardcastConfig, layout: Layout, ranks: int, topology: Topology,
-    costs: Mapping[str, float],
-) -> float:  # fmt: skip
-    """Seconds that a step takes beyond forward and backward: what is not hidden of the reduce,
-    the update and the sync.
-
-    On H100s, with :data:`TOKENS` of a rank in a step: neither is known when a job is set up. The
-    network is, more or less.
-
-    Args:
-        layout: for its bytes; its packs may be of another size.
-        ranks: that share masters and state.
-        costs: operations of updates; those of a parameter have one owner.
-    """
-    size = layout.world_size
-    near = topology._replace(node=min(topology.node, ranks))
-    copies = group_of(size // ranks, topology._replace(node=max(1, topology.node // ranks)))
-    reduced, synced = list[float](), list[float]()
-    by_dtype: dict[tuple[torch.dtype, bool], int] = {}
-    for pack in layout.packs:
-        if pack.requires_grad:
-            kind = pack.dtype, pack.partition == "even"
-            by_dtype[kind] = by_dtype.get(kind, 0) + pack.numel
-    for (dtype, equal), numel in by_dtype.items():
-        wire, stored = numel * wire_dtype(dtype, config).itemsize, numel * dtype.itemsize
-        packs = max(1, round(stored / pack_bytes(ranks)))
-        ways = reduce_costs(wire / packs, ranks, equal, near)
-        if equal and wire_dtype(dtype, config) == MASTER_DTYPE:
-            ways["reduce_scatter"] = group_of(ranks, near).gather(wire / packs)
-        sums = copies.all_reduce(numel * MASTER_DTYPE.itemsize / ranks / packs)
-        reduced += [min(ways.values()) + sums] * packs
-        syncs = sync_costs(stored / packs, stored / packs, ranks, ranks, equal, near)
-        if syncs_at_once("all_gather", topology.backend, config.overlap_sync):
-            group = group_of(ranks, near)
-            whole = (
-                group.gather(stored, packs) if equal else group.broadcasts(stored, packs * ranks)
-            )
-            synced.append(whole)
-        else:
-            synced += [min(syncs.values())] * packs
-    numel, machine = sum(by_dtype.values()), copies.machine
-    forward, backward = compute_times(numel, TOKENS, machine)
-    updated = (MOVED * numel / machine.memory + sum(costs.values()) / machine.flops) / ranks
-    updated = max(updated, max(costs.values(), default=0.0) / machine.flops)
-    update_and_sync = updated + (
-        exposed(synced, arrivals([1] * len(synced), forward), forward)  # read backwards in time
-        if config.overlap_sync
-        else sum(synced)
-    )
-    return update_and_sync + exposed(reduced, arrivals([1] * len(reduced), backward), backward)

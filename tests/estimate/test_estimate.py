@@ -271,7 +271,7 @@ PAGE = """
 import torch
 from gpt import *
 
-def wide(): return torch.nn.Linear(30000, 30000)
+def wide(): return torch.nn.Sequential(*(torch.nn.Linear(3000, 3000) for _ in range(100)))
 def gpt(): return GPT(GPTConfig())
 def layers(): return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(24)))
 
@@ -296,17 +296,17 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_prints_a_table_and_json(command: Command):
     words = "estimate built:wide --world_size 1 1024".split()
     short, printed = command(*words), command(*words, "--details")
-    assert "1 rank: 14.4 GB per rank" in short and "1,024 ranks: 5.0 GB per rank" in short
+    assert "1 rank: 14.4 GB per rank" in short and "1,024 ranks: 4.3 GB per rank" in short
     assert short in printed
     figures = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
-    assert figures["world_size"][:2] == ["1", "1,024"] and figures["masters"] == ["3.6", "0.4500"]
+    assert figures["world_size"][:2] == ["1", "1,024"] and figures["masters"] == ["3.6", "0.2251"]
     assert {"ZeRO-1, GB", "packs", "FSDP2, step", "Megatron, step"} <= figures.keys()
     for name, text in _estimate_command.LEGEND.items():
         assert figures[name][2:] == text.split(), "every figure that is no plain word is explained"
     first, last = json.loads(command(*words, "--json"))
     assert (first["sent"], first["collectives"], first["imbalance"]) == (0, 0, 1.0)
-    assert 0 <= first["state"] - 8 * 900_030_000 < 10_000, "padding aside"
-    assert last["masters"] == pytest.approx(first["masters"] / 8, rel=0.01), "over a node"
+    assert 0 <= first["state"] - 8 * 900_300_000 < 10_000, "padding aside"
+    assert last["masters"] == pytest.approx(first["masters"] / 16, rel=0.01), "over two nodes"
     assert last["total"] < first["total"]
 
 
@@ -324,7 +324,8 @@ def test_advice_makes_a_step_faster_and_names_nothing_that_does_not():
         changes = advise(job, size, config)
         assert changes["overlap_sync"] is True
         before, after = (figures(job, size, it) for it in (config, config.replace(**changes)))
-        assert after.ratio < before.ratio and after.held.total <= before.held.total
+        assert after.ratio < before.ratio
+        assert after.held.total <= 1.001 * before.held.total, "padding aside"
         for option in changes:  # each of them is worth its name
             others = {name: value for name, value in changes.items() if name != option}
             assert figures(job, size, config.replace(**others)).time.step > after.time.step
