@@ -203,7 +203,8 @@ def test_plain_states_go_in_and_out_with_an_identical_next_step(kind: Any, size:
     assert equal(plain.parameters(), twin.parameters())
 
 
-def test_loaded_weights_become_masters_in_full_precision():
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])
+def test_loaded_weights_become_masters_in_full_precision(kind: Any):
     other = mlp()
     with torch.no_grad():
         for param in other.parameters():
@@ -216,7 +217,8 @@ def test_loaded_weights_become_masters_in_full_precision():
         optimizer.step()
         return optimizer.full_parameters()
 
-    assert_same_bits(on_ranks(script, param_dtype=BF16)[0], values(other))
+    loaded, _ = on_ranks(script, 2, lambda model: kind(model.parameters()), param_dtype=BF16)
+    assert_same_bits(loaded, values(other))
 
 
 # -- numbers --------------------------------------------------------------------------------------

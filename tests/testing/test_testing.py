@@ -228,6 +228,7 @@ def test_what_one_rank_sends_must_be_what_the_other_expects() -> None:
         ("not divide", lambda g: reduce_scatter_single(torch.ones(2), torch.ones(5), group=g)),
         ("expected 2", lambda group: dist.all_gather([X.clone()], X, group=group)),
         ("to itself", lambda g: dist.all_to_all_single(X.clone(), X, [3, 1], [1, 3], group=g)),
+        ("one dtype", lambda group: group.allreduce_coalesced([X.clone(), X.half()])),
         ("do not cut", lambda g: dist.all_to_all_single(X.clone(), X, [3, 2], [3, 2], group=g)),
     ],
 )
