@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from faults import watch
-from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
+from models import CASES, advance, assert_same_bits, job, parts, run_world, sharded, values, whole
 from runs import make
 from safetensors.torch import load_file
 from torch import nn
@@ -215,15 +215,10 @@ def test_what_a_checkpoint_wrapper_holds_has_state_dicts_keys_outside(tmp_path: 
         assert_same_bits(fresh[0].state_dict(), model.state_dict())
 
 
-def over_gloo(group: Any, fn: Any, *args: Any) -> Any:
-    torch.set_num_threads(1)
-    return fn(group, *args)
-
-
 def test_two_processes_save_and_load(tmp_path: Path, gloo: SpawnedWorld):
     fields = {"param_dtype": BF16, "partition": "even"}
-    saved = gloo.run(over_gloo, saving, str(tmp_path), "gpt", "adamw", fields)
-    loaded = gloo.run(over_gloo, loading, str(tmp_path), "gpt", "adamw", fields)
+    saved = gloo.run(saving, str(tmp_path), "gpt", "adamw", fields)
+    loaded = gloo.run(loading, str(tmp_path), "gpt", "adamw", fields)
     compare(saved, loaded)
     compare(saved, [loading(None, str(tmp_path), "gpt", "adamw", fields)])
 
@@ -265,10 +260,7 @@ def test_an_export_goes_on_in_the_plain_optimizer(tmp_path: Path, kind: str):
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = CASES["mlp"].build()
-    optimizer = sharded(model)
-    advance(model, optimizer, 0, 1)
-    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+    checkpoint.save(tmp_path / "run", *job(), step=1)
 
     def full(point: str, path: str) -> None:
         if point == "create" and path.endswith("optimizer.pt"):
@@ -280,12 +272,15 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def with_table(dtype: torch.dtype) -> Any:
+    model = nn.Linear(3, 3)
+    model.register_buffer("table", torch.arange(3).to(dtype))
+    return model, sharded(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64])
 def test_an_export_has_buffers_of_rare_dtypes(tmp_path: Path, dtype: torch.dtype):
-    model = nn.Sequential(nn.Linear(3, 3))
-    model[0].register_buffer("table", torch.arange(3).to(dtype))
-    optimizer = sharded(model)
-    advance(model, optimizer, 0, 1)
+    model, optimizer = with_table(dtype)
     checkpoint.save(tmp_path / "run", model, optimizer, step=1)
     checkpoint.export(tmp_path / "run", tmp_path / "new" / "out")
     exported = load_file(tmp_path / "new" / "out" / "model.safetensors")
@@ -293,22 +288,15 @@ def test_an_export_has_buffers_of_rare_dtypes(tmp_path: Path, dtype: torch.dtype
 
 
 def test_an_export_names_buffers_of_dtypes_that_safetensors_lacks(tmp_path: Path):
-    model = nn.Linear(3, 3)
-    model.register_buffer("table", torch.arange(3).to(torch.complex128))
-    checkpoint.save(tmp_path / "run", model, sharded(model), step=1)
+    checkpoint.save(tmp_path / "run", *with_table(torch.complex128), step=1)
     with pytest.raises(ValueError, match=r"\['table'\] have torch.complex128.*view_as_real"):
         checkpoint.export(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_run_with_a_loss_scale_goes_on_with_its_own_from_one_without(tmp_path: Path):
-    def job(**fields: Any) -> Any:
-        model = CASES["mlp"].build()
-        return model, sharded(model, **fields)
-
-    dynamic = {"param_dtype": FP16, "loss_scale": "dynamic"}
-    plain, scaled = job(param_dtype=BF16), job(**dynamic, loss_scale_init=2.0**10)
-    fresh = job(**dynamic)
+    dynamic = {"steps": 0, "param_dtype": FP16, "loss_scale": "dynamic"}
+    plain, scaled, fresh = job(steps=0), job(**dynamic, loss_scale_init=2.0**10), job(**dynamic)
     checkpoint.save(tmp_path, *plain, step=1)
     checkpoint.load(tmp_path, *scaled)
     checkpoint.save(tmp_path, *scaled, step=2)
