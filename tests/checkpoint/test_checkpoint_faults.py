@@ -21,7 +21,7 @@ import kill_saves
 import pytest
 import torch
 from faults import Counting, at_each_point, no_space
-from models import advance, assert_same_bits, everything, install, job, parts, run_world, sharded
+from models import advance, assert_same_bits, everything, job, parts, run_world, sharded
 from runs import DATA, METADATA, flip, loaded, truncate
 from torch import nn
 
@@ -260,8 +260,7 @@ def test_a_disk_that_cannot_be_written_to_is_named_on_all_ranks_and_the_old_chec
         world.run(fail)
     assert checkpoint.latest(run) == run / "step-000000001"
     model, optimizer = wide()
-    install(model, 0)
-    optimizer.step()
+    advance(model, optimizer, 0, 1)
     checkpoint.load(run, model, optimizer)
     assert_same_bits(parts(optimizer), parts(wide()[1]))
     world.run(save, 3)

@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    CASES,
-    adamw,
-    advance,
-    assert_same_bits,
-    everything,
-    install,
-    job,
-    run_world,
-    sharded,
-)
+from models import CASES, adamw, advance, assert_same_bits, everything, job, run_world, sharded
 from runs import DATA, METADATA, truncate
 from torch import nn
 
@@ -68,8 +58,7 @@ def plain(weights: dict[str, Any] | None = None, state: dict[str, Any] | None = 
     def act(run: Path, rank: int, *pair: Any) -> None:
         model = CASES["mlp"].build()
         optimizer = adamw(model)
-        install(model, 0)
-        optimizer.step()
+        advance(model, optimizer, 0, 1)
         changes = (weights or {}, state or {}) if rank == 1 else ({}, {})
         right = zip((model.state_dict(), optimizer.state_dict()), changes, strict=True)
         edited = [{**values, **change} for values, change in right]
