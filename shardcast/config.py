@@ -36,6 +36,7 @@ from shardcast.option_values import (
     one_of,
     option,
     parse_yaml,
+    read_yaml,
 )
 
 # Codecs of masters, with the param_dtype that a codec needs because it has the published parameter.
@@ -272,8 +273,11 @@ class ShardcastConfig(ValidatedOptions):
         values = (named or {}) if source is None else source
         where = "config"
         if isinstance(values, (str, os.PathLike)):
-            where = str(values)
-            values = _read_yaml(Path(values))
+            where, path = str(values), Path(values)
+            if not path.exists():
+                given = f"given in code or by {CONFIG_VARIABLE}"
+                raise FileNotFoundError(f"config: no file {where!r} ({given}) in {os.getcwd()!r}")
+            values = read_yaml(path)
         if not isinstance(values, Mapping):
             raise TypeError(
                 "config: expected a ShardcastConfig, a mapping, a path or None, got "
@@ -281,7 +285,7 @@ class ShardcastConfig(ValidatedOptions):
             )
         check_names(cls, values, where)
         check_names(cls, keywords, "keyword")
-        return cls(**{**values, **_from_environment(os.environ), **keywords})
+        return cls(**{**values, **_from_environment(), **keywords})
 
     def replace(self, **changes: Any) -> ShardcastConfig:
         """A copy with some fields changed, checked as a new one is."""
@@ -318,20 +322,10 @@ class ShardcastConfig(ValidatedOptions):
         return {each.name: as_yaml(getattr(self, each.name)) for each in fields(self)}
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
-    if not path.exists():
-        source = f"given in code or by {CONFIG_VARIABLE}"
-        raise FileNotFoundError(f"config: no file {str(path)!r} ({source}) in {os.getcwd()!r}")
-    content = parse_yaml(path.read_text(), str(path)) or {}
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
-    return content
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment() -> dict[str, Any]:
     names = {ENV_PREFIX + each.name.upper(): each.name for each in fields(ShardcastConfig)}
     values: dict[str, Any] = {}
-    for variable, text in environ.items():
+    for variable, text in os.environ.items():
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
             continue
         if variable not in names:

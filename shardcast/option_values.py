@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -241,6 +242,14 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {error}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, empty if nothing is there; ValueError for anything else."""
+    content = parse_yaml(path.read_text(), str(path)) or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
+    return content
 
 
 def as_yaml(value: Any) -> Any:

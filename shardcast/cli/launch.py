@@ -14,6 +14,7 @@ import yaml
 
 from shardcast.config import CONFIG_VARIABLE
 from shardcast.launched import STORE
+from shardcast.option_values import read_yaml
 
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"
@@ -56,9 +57,7 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
     """
     if path is None:
         return None, {}
-    content = yaml.safe_load(Path(path).read_text()) or {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
+    content = read_yaml(Path(path))
     if SECTION not in content:
         return None, content
     ours = content.pop(SECTION) or {}

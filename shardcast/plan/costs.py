@@ -15,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from shardcast.option_values import read_yaml
 
 US, GB = 1e-6, 1e9
 
@@ -140,15 +142,7 @@ class Machine:
             raise ValueError(
                 f"machine: expected one of {', '.join(PRESETS)} or a YAML file, got {str(source)!r}"
             )
-        import yaml  # not needed without a file
-
-        try:
-            values = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: expected YAML; {error}") from error
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{path}: expected a mapping, got {type(values).__name__}")
-        base, *numbers = {"base": "h100", **values}.items()
+        base, *numbers = {"base": "h100", **read_yaml(path)}.items()
         if base[1] not in PRESETS:
             raise ValueError(f"{path}: base: expected one of {', '.join(PRESETS)}, got {base[1]!r}")
         for key, value in numbers:
@@ -247,14 +241,6 @@ class Group:
         """Nodes that the ranks are on."""
         return math.ceil(self.size / self.per_node)
 
-    @property
-    def ring(self) -> float:
-        """Bytes per second that flow from a rank of a ring to the next."""
-        if self.nodes == 1:
-            return self.machine.inside
-        leaving = self.per_node * self.machine.between
-        return min(self.machine.inside, leaving) if self.per_node > 1 else leaving
-
     def reduce(self, algorithm: str, nbytes: float) -> float:
         """A pack's gradients to their owners; algorithms as in :mod:`shardcast.plan.algorithms`."""
         if algorithm == "reduce_scatter":
@@ -338,7 +324,9 @@ class Group:
 
     def _flow(self, protocol: Protocol) -> float:
         """Bytes per second from a rank of a ring to the next."""
-        return min(self.ring * protocol.share, protocol.most[min(self.nodes, 3) - 1])
+        inside = self.machine.inside if self.per_node > 1 else math.inf
+        leaving = self.per_node * self.machine.between if self.nodes > 1 else math.inf
+        return min(min(inside, leaving) * protocol.share, protocol.most[min(self.nodes, 3) - 1])
 
     def _fastest(self, seconds: Callable[[Protocol], float], trees: bool = False) -> float:
         if self.size == 1:

@@ -378,7 +378,7 @@ def test_a_file_changes_a_preset(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("- h100", "expected a mapping, got list"),
+        ("- h100", "expected a mapping of options, got list"),
         ("base: v100", "base: expected one of h100, a100"),
         ("speed: 3", "unknown key 'speed'; known: base, ranks_per_node"),
         ("inside: fast", "inside: expected a number above 0, got 'fast'"),
