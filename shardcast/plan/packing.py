@@ -107,7 +107,8 @@ def plan_packs(
     pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
     bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
-    most = pack_bytes(parallel_dims.world_size) if pack_mb is None else int(pack_mb * MIB)
+    grown = min(max(PACK, PIECE * parallel_dims.world_size), MOST)
+    most = grown if pack_mb is None else int(pack_mb * MIB)
     open_bins: dict[tuple[object, ...], list[ParamInfo]] = {}  # the last pack of each kind
     filled: dict[tuple[object, ...], int] = {}  # its bytes
     remaining: dict[tuple[object, ...], int] = {}  # of parameters that are in no pack yet
@@ -140,32 +141,18 @@ def plan_packs(
         owners |= assign_owners(of_group, parallel_dims.ranks(of_group[0].pack_groups))
     packs = []
     for index, members in enumerate(bins, first):
-        size = parallel_dims.ranks(members[0].pack_groups)
-        mode = by_group[members[0].group]
-        packs.append(_plan_pack(index, members, size, mode, config.alignment, owners))
+        first_param = members[0]
+        size, mode = parallel_dims.ranks(first_param.pack_groups), by_group[first_param.group]
+        align = max(1, config.alignment // first_param.dtype.itemsize)
+        if mode == "whole":
+            slots, spans = plan_whole(members, size, align, owners)
+        else:
+            slots, spans = plan_even(members, size, align)
+        packs.append(
+            PackLayout(
+                index, first_param.device, first_param.dtype, first_param.requires_grad,
+                first_param.group, first_param.key, spans[-1].stop, slots, spans, partition=mode,
+                pack_groups=first_param.pack_groups,
+            )
+        )  # fmt: skip
     return Layout(parallel_dims.world_size, tuple(packs))
-
-
-def pack_bytes(ranks: int) -> int:
-    """The least bytes of a pack that so many ranks cut, without ``pack_mb``."""
-    return min(max(PACK, PIECE * ranks), MOST)
-
-
-def _plan_pack(
-    index: int,
-    members: list[ParamInfo],
-    world_size: int,
-    partition: str,
-    alignment: int,
-    owners: Mapping[str, int],
-) -> PackLayout:
-    first = members[0]
-    align = max(1, alignment // first.dtype.itemsize)
-    if partition == "whole":
-        slots, spans = plan_whole(members, world_size, align, owners)
-    else:
-        slots, spans = plan_even(members, world_size, align)
-    return PackLayout(
-        index, first.device, first.dtype, first.requires_grad, first.group, first.key,
-        spans[-1].stop, slots, spans, partition=partition, pack_groups=first.pack_groups,
-    )  # fmt: skip
