@@ -29,7 +29,6 @@ from benchmarks.systems import DDP, LOCAL, Build, Shardcast, System, TorchZeRO
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import Machine, Protocol, estimate, peer_times, step_time, units_of
-from shardcast.plan.algorithms import Topology
 
 WORKLOAD = Workload(
     "GPT",
@@ -184,7 +183,7 @@ def predictions(machine: Machine) -> dict[str, float]:
     for name, fields in OWN.items():
         config = ShardcastConfig(**fields)
         inner = torch.optim.AdamW(model.parameters())
-        parts = estimate(model, inner, group.size, config, topology=Topology.of(machine))
+        parts = estimate(model, inner, group.size, config, machine)
         found[name] = step_time(parts, config, machine, numel, tokens).added
     ddp = peer_times(units_of(model), 2, group, tokens)["DDP + autocast"]
     found["DDP + autocast"] = ddp.added

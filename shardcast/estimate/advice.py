@@ -11,7 +11,6 @@ from torch import nn
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.memory import Estimate, estimate, state_tensors
 from shardcast.estimate.peers import peer_times, peers, units_of
-from shardcast.plan.algorithms import Topology
 from shardcast.plan.costs import Machine
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.step_time import StepTime, step_time
@@ -52,10 +51,9 @@ class TrainingJob:
         Raises:
             TypeError, ValueError: what ``shard()`` refuses too.
         """
-        topology = Topology.of(self.machine)
         return max(
             (
-                (model, originals, estimate(model, originals, size, config, topology, self.machine))
+                (model, originals, estimate(model, originals, size, config, self.machine))
                 for model, originals in self.stages
             ),
             key=lambda stage: stage[2].total,

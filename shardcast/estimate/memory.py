@@ -87,7 +87,6 @@ def estimate(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerList,
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
-    topology: Topology = Topology("nccl", 8),  # noqa: B008, it is a constant
     machine: Machine = PRESETS["h100"],
 ) -> Estimate:
     """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
@@ -97,8 +96,8 @@ def estimate(
         optimizer: an elementwise one of torch over its parameters, or Muon, or a list of them;
             unchanged.
         config: a config or a mapping; ``None`` reads the environment.
-        topology: for which algorithms are chosen: the backend, and how many ranks share a node.
-        machine: for ``shard_ranks: auto``, its network and how much memory a device has.
+        machine: for the choice of algorithms and ``shard_ranks: auto``: its backend, nodes, network
+            and how much memory a device has.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -119,7 +118,7 @@ def estimate(
     updates_of(originals, config, Comm(None))  # refuses what shard() does
     plan = plan_for(model, originals, config, world_size)
     peak, live = _convert_outside(plan)
-    topology = Topology(topology.backend, min(world_size, topology.node))
+    topology = Topology(machine.backend, min(world_size, machine.ranks_per_node))
     size, why = shard_ranks(
         config, plan.layout, plan.over, topology, machine.between, machine.capacity - live,
         plan.operations,
@@ -191,20 +190,12 @@ def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     return sum(value.dim() > 0 for value in state)
 
 
-class _Allocated(NamedTuple):
-    """Bytes that a rank keeps of a span, and how many of them each update reads and writes."""
-
-    masters: int
-    state: int = 0
-    averages: int = 0
-    updated: int = 0
-
-
 def _allocated(
     originals: OptimizerList, config: ShardcastConfig, dtype: torch.dtype, group: GroupId,
     numel: int, trained: int,
-) -> _Allocated:  # fmt: skip
-    """What a run allocates for a span, here on ``meta``.
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Bytes that a run allocates for a span, here on ``meta``: masters, state and averages, and
+    how many an update reads and writes.
 
     Args:
         dtype, group: of its pack.
@@ -220,7 +211,7 @@ def _allocated(
     shard.master = Encoded(master_codec(config, dtype), numel, row, pack.data.device)
     masters = 0 if shard.in_place else shard.master.nbytes
     if not trained:
-        return _Allocated(masters)
+        return masters, 0, 0, 0
     optimizer, options = originals.owner(group), originals.group(group)
     is_fused, epilogues = type(optimizer) in STATE_NAMES, epilogues_of(config)
     shard_state = ShardState(shard, config, epilogues, 0)
@@ -231,7 +222,7 @@ def _allocated(
         state = state_tensors(optimizer, options) * trained * MASTER_DTYPE.itemsize
     # A pack that is its own master, or half of it, is read too; else it is only written.
     moved = numel * grad_dtype(dtype, config).itemsize + pack.data.nbytes * (2 - shard.casts)
-    return _Allocated(masters, state, averages, moved + 2 * (masters + state + averages) - keys)
+    return masters, state, averages, moved + 2 * (masters + state + averages) - keys
 
 
 class _Share(NamedTuple):
@@ -252,13 +243,13 @@ class _Share(NamedTuple):
 
 
 def _share(
-    plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout, numel: int,
-    trained: int,
+    plan: Plan, copies: int, allocated: Callable[..., tuple[int, int, int, int]],
+    pack: PackLayout, numel: int, trained: int,
 ) -> _Share:  # fmt: skip
     """Of a span of so many elements, see :func:`_allocated`."""
     config, size = plan.config, plan.layout.world_size
     kept = allocated(pack.dtype, pack.group, numel, trained)
-    setup = _staged(plan, pack, numel, kept.masters)
+    setup = _staged(plan, pack, numel, kept[0])
     if not pack.requires_grad:
         return _Share(*kept, normed=0, gradients=0, sent=0, setup=setup)
     grad, wire = grad_dtype(pack.dtype, config).itemsize, sent_dtype(pack, config).itemsize

@@ -48,11 +48,6 @@ class Topology(NamedTuple):
     node: int = 1
     on_host: bool = True
 
-    @classmethod
-    def of(cls, machine: Machine) -> Topology:
-        """That of ranks that fill the nodes of ``machine``."""
-        return cls(machine.backend, machine.ranks_per_node)
-
     @property
     def machine(self) -> Machine:
         """H100 nodes: a choice needs the order of magnitude, and to be one everywhere."""

@@ -193,7 +193,7 @@ def stages(size: int, machine: Machine = PLAIN, **fields: Any) -> tuple[Any, Any
     model = Two()
     config = ShardcastConfig(pack_params=1, alignment=8, **fields)
     optimizer = torch.optim.AdamW(model.parameters())
-    found = estimate(model, optimizer, size, config, Topology.of(machine))
+    found = estimate(model, optimizer, size, config, machine)
     return found, step_time(found, config, machine, 2000, tokens=1)
 
 
@@ -272,7 +272,11 @@ def test_owners_that_cannot_be_grouped_launch_one_by_one():
     model = CASES["gpt"].build()
     optimizer = torch.optim.AdamW(model.parameters())
     config = ShardcastConfig(sync="broadcast", pack_params=4)
-    found = [estimate(model, optimizer, 3, config, Topology(b, 1)) for b in ("nccl", "mpi")]
+    apart = replace(H100, ranks_per_node=1)
+    found = [
+        estimate(model, optimizer, 3, config, replace(apart, backend=backend))
+        for backend in ("nccl", "mpi")
+    ]
     packs = len(found[0].layout.packs)
     owners = sum(len(pack.owned_spans) for pack in found[1].layout.packs)
     assert [one.collectives for one in found] == [1 + packs + 1, 1 + packs + owners]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast import ShardcastConfig, checkpoint
 from shardcast.comm import network, network_bytes
-from shardcast.estimate import estimate
+from shardcast.estimate import PRESETS, estimate
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import ParamInfo
 from shardcast.plan.packing import plan_packs
@@ -29,6 +30,7 @@ from shardcast.testing import (
 
 WORLD = {"runs": 2, "within": 2}
 COPIES = "dp_replicate"
+MOCKED = replace(PRESETS["h100"], backend="strict", ranks_per_node=4)
 
 
 class Trained(NamedTuple):
@@ -70,7 +72,7 @@ def test_each_rank_holds_one_part_of_so_many(ranks: int | str):
     model = CASES["gpt"].build()
     numel = sum(param.numel() for param in model.parameters())
     options = {"shard_ranks": ranks, "pack_params": 4}
-    found = estimate(model, adamw(model), 4, options, Topology("strict", 4))
+    found = estimate(model, adamw(model), 4, options, MOCKED)
     for trained in threaded_world(WORLD, train, {"shard_ranks": ranks}):
         assert trained.held["masters"] == pytest.approx(4 * numel / shared, rel=0.35)
         assert ("sharded over" in trained.layout) == (shared < 4)
