@@ -37,9 +37,10 @@ def rows(machines: Sequence[str], sizes: Sequence[int], tokens: int) -> list[tup
                 config = ShardcastConfig()
                 plain, changes = figures(job, size, config), advise(job, size, config)
                 advised = figures(job, size, config.replace(**changes))
+                best = min(plain.peer_times, key=lambda name: plain.peer_times[name].step)
                 worst, worst_advised = max(worst, plain.ratio), max(worst_advised, advised.ratio)
                 lines.append((
-                    f"{machine}, {name}, {size}", f"{1e3 * plain.time.step:.1f}", plain.best_peer,
+                    f"{machine}, {name}, {size}", f"{1e3 * plain.time.step:.1f}", best,
                     f"{plain.ratio:.3f}", f"{advised.ratio:.3f}",
                     ", ".join(f"{option}: {value}" for option, value in changes.items()) or "-",
                 ))  # fmt: skip

@@ -59,10 +59,6 @@ class TrainingJob:
             key=lambda stage: stage[2].total,
         )
 
-    def step(self, held: Estimate, config: ShardcastConfig, model: nn.Module) -> StepTime:
-        """Seconds of a step of one stage."""
-        return step_time(held, config, self.machine, _numel(model), self.tokens)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -89,11 +85,6 @@ class Comparison:
     def ratio(self) -> float:
         """The step over that of the fastest of the others."""
         return self.time.step / min(time.step for time in self.peer_times.values())
-
-    @property
-    def best_peer(self) -> str:
-        """The fastest of the others."""
-        return min(self.peer_times, key=lambda name: self.peer_times[name].step)
 
 
 def figures(job: TrainingJob, size: int, config: ShardcastConfig) -> Comparison:
@@ -131,7 +122,8 @@ def advise(job: TrainingJob, size: int, config: ShardcastConfig) -> dict[str, An
         trial_config = config.replace(**trial)
         model, _, held = job.fullest(size, trial_config)
         over = held.total - held.host - ROOM * job.machine.capacity
-        return max(0.0, over), job.step(held, trial_config, model).step
+        time = step_time(held, trial_config, job.machine, _numel(model), job.tokens)
+        return max(0.0, over), time.step
 
     best = cost(changes)
 
