@@ -16,7 +16,7 @@ Collective, so to be called by every rank: ``prepare``, ``backward`` of the last
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -95,7 +95,8 @@ class ShardcastAccelerator(Accelerator):
         return tuple(dict.fromkeys(self._owners.values()))
 
     @property
-    def _bare_models(self) -> list[nn.Module]:
+    def bare_models(self) -> list[nn.Module]:
+        """The prepared models without the wrappers that Accelerate may have put around them."""
         return [*dict.fromkeys(map(_compat.unwrapped, self._models))]
 
     @property
@@ -145,7 +146,7 @@ class ShardcastAccelerator(Accelerator):
             )
         args = tuple(self._shard(it) if _is_list(it) else it for it in args)
         handles: dict[int, ShardcastHandle] = {}
-        for optimizers, _ in clusters(filter(_is_plain, args), self._bare_models):
+        for optimizers, _ in clusters(filter(_is_plain, args), self.bare_models):
             if len(optimizers) > 1:
                 prepared = self._shard(optimizers)
                 for one, handle in zip(optimizers, prepared.optimizer.optimizers, strict=True):
@@ -194,7 +195,7 @@ class ShardcastAccelerator(Accelerator):
             self._optimizers = [it for it in self._optimizers if it is not optimizer.prepared]
             return optimizer
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
-            models = models_of(optimizer.optimizer, self._bare_models)
+            models = models_of(optimizer.optimizer, self.bare_models)
             guards.refuse_second(self._owners, models, optimizer.optimizer)
             super().prepare_optimizer(optimizer)
             self._owners |= dict.fromkeys(models, optimizer)
@@ -206,8 +207,8 @@ class ShardcastAccelerator(Accelerator):
     def _shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> ShardcastOptimizer:
         first = optimizers[0]
         for optimizer in optimizers:
-            guards.check_prepared(optimizer, self._bare_models)
-        models = [*dict.fromkeys(m for it in optimizers for m in models_of(it, self._bare_models))]
+            guards.check_prepared(optimizer, self.bare_models)
+        models = [*dict.fromkeys(m for it in optimizers for m in models_of(it, self.bare_models))]
         guards.refuse_second(self._owners, models, first)
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         if isinstance(first, ShardedOptimizer):  # by hand, with shardcast.shard
@@ -403,16 +404,10 @@ class ShardcastAccelerator(Accelerator):
         return prepared.exact_state(state, inner, "get_state_dict")
 
     @contextmanager
-    def seen_by_stock(
-        self,
-        wrap: Callable[[nn.Module], nn.Module] | None = None,
-        *,
-        models: bool = True,
-        optimizers: bool = False,
-    ) -> Iterator[None]:
-        """Within it Accelerate's own methods see wrapped models and optimizers, or none. Local."""
+    def seen_by_stock(self, *, models: bool = True, optimizers: bool = False) -> Iterator[None]:
+        """Within it Accelerate's own methods see the models and optimizers, or none. Local."""
         before = self._models, self._optimizers
-        self._models = [wrap(it) if wrap else it for it in before[0]] if models else []
+        self._models = before[0] if models else []
         self._optimizers = before[1] if optimizers else []
         try:
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,24 +18,6 @@ from torch import Tensor, nn
 from shardcast.messages import warn
 from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.sharded import ShardedOptimizer
-
-
-class SaveNumbers:
-    """Numbers the saves since the last step, equally on all ranks that call them equally often.
-
-    Args:
-        run: a name that no earlier run of processes with the same store had.
-    """
-
-    def __init__(self, run: str) -> None:
-        self._run, self._steps, self._calls = run, 0, 0
-
-    def name(self) -> str:
-        self._calls += 1
-        return f"{self._run}/{self._steps}/{self._calls}"
-
-    def note_step(self, *_: Any) -> None:
-        self._steps, self._calls = self._steps + 1, 0
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -86,8 +69,10 @@ class ShardcastOptimizer(PreparedOptimizer):
     ) -> None:
         super().__init__(sharded, sharded)
         self.model, self._models = model, list(models)
-        self._saves = SaveNumbers(str(broadcast_object_list([uuid.uuid4().hex])[0]))
-        sharded.register_step_post_hook(self._saves.note_step)
+        # Calls are numbered from each step on, so that a call on some ranks is soon forgotten; in
+        # the store of the processes an earlier optimizer may have left its calls.
+        self._calls: Counter[int] = Counter()
+        self._name = broadcast_object_list([uuid.uuid4().hex])[0]
         handles = []
         if sharded.config.param_dtype != torch.float32:
             handles = [it.register_forward_hook(_outputs_to_fp32) for it in models]
@@ -111,7 +96,9 @@ class ShardcastOptimizer(PreparedOptimizer):
         """
         if self.sharded.config.param_dtype == torch.float32:
             return state
-        if not called_on_all_ranks(f"{call}/{self._saves.name()}"):
+        step = self.sharded.comm.steps
+        self._calls[step] += 1
+        if not called_on_all_ranks(f"{call}/{self._name}/{step}/{self._calls[step]}"):
             warn(
                 f"{call} was not called on all ranks, so the fp32 masters could not be gathered: "
                 f"parameters are saved in {self.sharded.config.param_dtype}. Call it on every "

@@ -6,17 +6,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from shardcast import checkpoint
 from shardcast.accelerate import mesh
-from shardcast.messages import warn
+from shardcast.checkpoint.directory import newest_sound, steps
 
 T = TypeVar("T")
 SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
@@ -95,9 +96,11 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
             "under DDP, which a tensor-parallel model cannot take; load it without tp, save that, "
             "and load the copy"
         )
-    wrap = WithPrefix if _has_prefix(Path(input_dir)) else None
     options = {"map_location": "cpu"} | stock.keywords  # each rank keeps its part only
-    with accelerator.seen_by_stock(wrap, optimizers=True):
+    with ExitStack() as hooks, accelerator.seen_by_stock(optimizers=True):
+        for model in accelerator.bare_models:
+            handle = model.register_load_state_dict_pre_hook(_without_prefix)
+            hooks.callback(handle.remove)
         stock.func(os.fspath(input_dir), **options)
 
 
@@ -134,47 +137,25 @@ def _committed(accelerator: Any, input_dir: Any) -> str | None:
     Raises:
         DamagedCheckpointError: ``input_dir`` itself is damaged, or all folders are.
     """
-    requested = None
+    root, names = Path(accelerator.project_dir or "", "checkpoints"), AUTOMATIC
     if input_dir is not None:
-        root = Path(input_dir).expanduser()
-        requested, folders = root, [root, *_folders(root).values()]
-    else:
-        root = Path(accelerator.project_dir or "", "checkpoints")
-        folders = [*_folders(root, AUTOMATIC).values()]
-    reasons: list[str] = []
-    damaged = checkpoint.DamagedCheckpointError
-    for folder in folders:
-        try:
-            if not (folder / SHARDS).is_dir() or checkpoint.latest(folder / SHARDS) is None:
-                continue
-        except damaged as error:
-            if folder == requested:
-                raise
-            reasons.append(str(error))
-            continue
-        if reasons:
-            warn(f"load_state: falling back to {str(folder)!r}: " + "; ".join(reasons))
-        return os.fspath(folder)
-    if reasons:
-        raise damaged(f"load_state: no sound checkpoint is left in {root}: " + "; ".join(reasons))
+        root, names = Path(input_dir).expanduser(), FOLDER
+    named = bool(steps(root / SHARDS))
+    folders = [root] if named else _folders(root, names).values()
+    committed = [folder for folder in folders if steps(folder / SHARDS)]
+    folder = newest_sound(committed, _damage, root, named=named)
+    return None if folder is None else os.fspath(folder)
+
+
+def _damage(folder: Path) -> checkpoint.DamagedCheckpointError | None:
+    try:
+        checkpoint.latest(folder / SHARDS)
+    except checkpoint.DamagedCheckpointError as error:
+        return error
     return None
 
 
-class WithPrefix(nn.Module):
-    """Gives the model's names the prefix that they have in a DDP wrapper's state."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-def _has_prefix(folder: Path) -> bool:
-    path = folder / "model.safetensors"
-    if path.exists():
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as weights:
-            names = list(weights.keys())
-    else:
-        names = list(torch.load(folder / "pytorch_model.bin", map_location="meta"))
-    return all(name.startswith("module.") for name in names)
+def _without_prefix(model: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """Hook of ``load_state_dict``: takes the names that parameters have in a DDP wrapper."""
+    if state.keys().isdisjoint(model.state_dict()):
+        consume_prefix_in_state_dict_if_present(state, "module.")

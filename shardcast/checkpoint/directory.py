@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,12 +225,36 @@ def choose(
         DamagedCheckpointError: the named one is damaged, or each one of the directory.
         FileNotFoundError, NotADirectoryError: the named one is not there; the path is of a file.
     """
-    named, reasons = is_checkpoint(path), list[str]()
+    named = is_checkpoint(path)
     if path.is_file():
         raise NotADirectoryError(f"directory: {str(path)!r} is a file; give its checkpoint")
     if named and not path.exists():
         raise FileNotFoundError(f"directory: there is no {str(path)!r}; check the path")
-    for folder in [path] if named else steps(path).values():
+    folders = [path] if named else steps(path).values()
+    return newest_sound(folders, check, path, named=named, loud=loud)
+
+
+def newest_sound(
+    folders: Iterable[Path],
+    check: Callable[[Path], DamagedCheckpointError | None],
+    place: Path,
+    *,
+    named: bool,
+    loud: bool = True,
+) -> Path | None:
+    """The first of ``folders`` in which ``check`` finds no damage; ``None`` if there are none.
+
+    Args:
+        folders: newest first.
+        place: where they were looked for.
+        named: whether a user named the one folder, so that its own error is raised.
+        loud: whether to warn of damaged ones that are passed over.
+
+    Raises:
+        DamagedCheckpointError: all are damaged.
+    """
+    reasons: list[str] = []
+    for folder in folders:
         error = check(folder)
         if error is None:
             if reasons and loud:
@@ -241,7 +265,7 @@ def choose(
         reasons.append(str(error))
     if reasons:
         raise DamagedCheckpointError(
-            f"directory {str(path)!r}: no sound checkpoint is left: " + "; ".join(reasons)
+            f"directory {str(place)!r}: no sound checkpoint is left: " + "; ".join(reasons)
         )
     return None
 
