@@ -72,11 +72,14 @@ class ShardcastPrecision(Precision):
         self.device_type = "cpu"  # likewise
         self.sharded: list[ShardedOptimizer] = []  # kept after fit, to be saved
         self.accumulates = False  # within the micro-batches of a step but its last
+        self.fits = False  # then shard() converts, and not this
         self._casts: list[Any] = []
         self._exact: list[tuple[Tensor, Tensor]] = []  # what was cast, and its values before
 
     def convert_module(self, module: Any) -> Any:
         """Give it the dtypes of ``fit``, to validate, test or predict. Local."""
+        if self.fits:
+            return module
         rules = Rules(module, self.config)
         dtypes = {param: rules.storage_dtype(param) for param in module.parameters()}
         for child in module.modules():
@@ -277,14 +280,12 @@ class ShardcastStrategy(DDPStrategy):
         config = with_buffers(config, self._ddp_kwargs.get("broadcast_buffers", True))
         self.precision_plugin.config = config
         self.precision_plugin.device_type = self.root_device.type
-        if trainer.state.fn != TrainerFn.FITTING:
-            super().setup(trainer)
+        self.precision_plugin.fits = trainer.state.fn == TrainerFn.FITTING
+        if self.precision_plugin.fits:
+            self.precision_plugin.sharded = []  # of a fit before; its memory is needed now
+        super().setup(trainer)
+        if not self.precision_plugin.fits:
             return
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)
-        if self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
-        self.model_to_device()
         if any(base.__name__ == "WeightAveraging" for callback in trainer.callbacks
                for base in type(callback).__mro__):  # fmt: skip
             warn(
@@ -292,17 +293,18 @@ class ShardcastStrategy(DDPStrategy):
                 "rank and writes through .data; use averages={'ema': 0.999} of the shardcast "
                 "configuration and the callback shardcast.lightning.EvaluateAverage('ema')"
             )
-        self.precision_plugin.sharded = []  # of a fit before; its memory is needed now
-        self.setup_optimizers(trainer)
         module = self.lightning_module
         for name, param in module.named_parameters():
             if _compat.is_dtensor(param):
                 _refuse_parallel(f"parameter {name!r} is a DTensor")
-        if not self.optimizers[0].param_groups:  # configure_optimizers returned None
-            self.precision_plugin.convert_module(module)
-        else:
+        if self.optimizers[0].param_groups:
             self._shard(module, config)
-        self.setup_precision_plugin()
+        else:  # configure_optimizers returned None
+            self.precision_plugin.fits = False
+            self.precision_plugin.convert_module(module)
+
+    def configure_ddp(self) -> None:
+        """Nothing to do: the optimizers are sharded instead."""
 
     def _shard(self, module: nn.Module, config: ShardcastConfig) -> None:
         parts = _parts(module, self.optimizers)
