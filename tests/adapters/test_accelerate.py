@@ -23,8 +23,7 @@ from accelerate import (
     GradScalerKwargs,
 )
 from accelerate.optimizer import AcceleratedOptimizer
-from benchmarks.counters import Casts
-from models import CASES, MLP, parts
+from models import MLP, parts
 from oracle import difference, mlp, pair
 from test_accelerate_processes import fresh
 from torch import nn
@@ -418,25 +417,6 @@ def test_the_state_round_trip_of_stock_accelerate_keeps_masters_and_moments_exac
     assert not torch.equal(masters, masters.bfloat16().float()), "the control: a cast would show"
 
 
-def casts_of(accelerator: Any, name: str) -> int:
-    """Casts of parameters in forward and backward."""
-    torch.manual_seed(0)
-    case = CASES[name]
-    model, optimizer = prepared(accelerator, case.build())
-    with Casts(model.parameters()) as casts:
-        accelerator.backward(case.loss(model, case.batch(0)))
-    optimizer.step()
-    return casts.count
-
-
-@pytest.mark.parametrize(("name", "layers"), [("mlp", 3), ("gpt", 9)])
-def test_forward_and_backward_cast_no_parameter(name: str, layers: int) -> None:
-    assert casts_of(accelerator_of("bf16"), name) == 0
-    fresh()
-    stock = casts_of(Accelerator(cpu=True, mixed_precision="bf16"), name)
-    assert stock >= layers, "the control: autocast"
-
-
 # -- the rest ---------------------------------------------------------------------------------
 
 
@@ -564,75 +544,36 @@ def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def two_plain(steps: int, micros: int = 1) -> nn.Module:
-    model = mlp()
-    optimizers = pair(model)
-    schedulers = [halving(optimizer) for optimizer in optimizers]
-    for _ in range(steps):
-        for _ in range(micros):
-            (model(INPUT).square().mean() / micros).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+def train_two(it: ShardcastAccelerator, model: Any, optimizers: Any, schedulers: Any):
+    for _ in range(4):
+        it.backward(model(INPUT).square().mean())
         for one in (*optimizers, *schedulers):
             one.step()
         for one in optimizers:
             one.zero_grad()
-    return model
-
-
-def train_two(it: ShardcastAccelerator, model: Any, optimizers: Any, schedulers: Any, count: int):
-    for _ in range(count):
-        with it.accumulate(model):
-            it.backward(model(INPUT).square().mean())
-            if it.sync_gradients:
-                it.clip_grad_norm_(model.parameters(), 0.1)
-            for one in (*optimizers, *schedulers):
-                one.step()
-            for one in optimizers:
-                one.zero_grad()
-
-
-@pytest.mark.parametrize("micros", [1, 2])
-def test_two_prepared_optimizers_train_as_two_plain_ones(micros: int):
-    config = {"averages": {"ema": 0.0}, "metrics": True}
-    it = accelerator_of("no", config, gradient_accumulation_steps=micros)
-    model = mlp()
-    muon, adamw = pair(model)
-    first, model, second, one, other = it.prepare(muon, model, adamw, halving(muon), halving(adamw))
-    assert first is not second
-    assert it.sharded_optimizer.layout.partition == "mixed"
-    train_two(it, model, [first, second], [one, other], 4 * micros)
-    assert difference(model, two_plain(4, micros)) <= 1e-6
-    for prepared in (first, second):
-        assert not prepared.step_was_skipped
-        assert len(prepared.metrics()) == len([*model.parameters()])
-        with prepared.averaged("ema"):
-            assert difference(model, two_plain(4, micros)) <= 1e-6
 
 
 def test_a_list_of_optimizers_is_prepared_as_one_that_a_scheduler_drives_whole():
-    it = accelerator_of()
-    model = mlp()
-    both = pair(model)
-    model, optimizer = it.prepare(model, both)
-    scheduler = it.prepare(halving(optimizer))
-    train_two(it, model, [optimizer], [scheduler], 4)
-    assert difference(model, two_plain(4)) <= 1e-6
+    config = {"averages": {"ema": 0.0}, "metrics": True}
+    apart, it = accelerator_of("no", config), accelerator_of("no", config)
+    expected, model = mlp(), mlp()
+    muon, adamw = pair(expected)
+    schedulers = halving(muon), halving(adamw)
+    first, expected, second, *schedulers = apart.prepare(muon, expected, adamw, *schedulers)
+    assert first is not second
+    train_two(apart, expected, [first, second], schedulers)
+    model, optimizer = it.prepare(model, pair(model))
+    train_two(it, model, [optimizer], [it.prepare(halving(optimizer))])
+    assert difference(model, expected) == 0
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 2**4] * 2
+    for one in (first, second, optimizer):
+        assert one.sharded.layout.partition == "mixed" and not one.step_was_skipped
+        assert len(one.metrics()) == len([*model.parameters()])
+        with one.averaged("ema"):
+            assert difference(model, expected) == 0
     with pytest.raises(RuntimeError, match="has a sharded optimizer already"):
         it.prepare(*pair(model))
     it.free_memory(model, optimizer)
     model, *optimizers = it.prepare(model, *pair(model))
-    train_two(it, model, optimizers, [], 1)
-
-
-def test_their_state_is_saved_and_loaded_together(tmp_path: Path):
-    it = accelerator_of()
-    model = mlp()
-    muon, adamw = pair(model)
-    prepared = it.prepare(model, muon, adamw, halving(muon), halving(adamw))
-    train_two(it, prepared[0], prepared[1:3], prepared[3:], 2)
-    it.save_state(str(tmp_path / "state"))
-    train_two(it, prepared[0], prepared[1:3], prepared[3:], 3)
-    it.load_state(str(tmp_path / "state"))
-    train_two(it, prepared[0], prepared[1:3], prepared[3:], 2)
-    assert difference(model, two_plain(4)) <= 1e-6
+    train_two(it, model, optimizers, [])
+    assert difference(model, expected) > 0

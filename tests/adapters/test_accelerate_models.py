@@ -1,4 +1,4 @@
-"""Accelerate with several models, in the shapes of the examples of Accelerate and diffusers."""
+"""Accelerate with several models or optimizers, as in the examples of Accelerate and diffusers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,35 @@ class DreamBooth:
         return [float(loss.detach()), norm]
 
 
-SCRIPTS = {"gan": Gan, "dreambooth": DreamBooth}
+class Apart:
+    """Two optimizers of one model, each with a schedule of its own."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.models = (net(5 + accelerator.process_index, 5, 9, 4),)  # rank 0's weights must win
+        matrices = [p for p in self.models[0].parameters() if p.dim() == 2]
+        biases = [p for p in self.models[0].parameters() if p.dim() == 1]
+        both = torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(biases, lr=1e-2)
+        schedules = ExponentialLR(both[0], 0.5), ExponentialLR(both[1], 0.9)
+        self.model, *self.parts = accelerator.prepare(*self.models, *both, *schedules)
+
+    def step(self, step: int) -> list[float]:
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.model):
+            loss = self.model(batch(accelerator, step, 5)).square().mean()
+            accelerator.backward(loss)
+            norm = 0.0
+            if accelerator.sync_gradients:
+                norm = float(accelerator.clip_grad_norm_(self.model.parameters(), 0.05))
+            for part in self.parts:
+                part.step()
+            for optimizer in self.parts[:2]:
+                optimizer.zero_grad()
+        rates = [it.get_last_lr()[0] for it in self.parts[2:]]
+        return [float(loss.detach()), norm, *rates]
+
+
+SCRIPTS = {"gan": Gan, "dreambooth": DreamBooth, "apart": Apart}
 
 
 def train(
@@ -124,7 +152,7 @@ def train(
         ({"mixed_precision": "fp16"}, {"loss_scale": 128.0}, 3e-2),
     ],
 )
-def test_several_models_train_as_under_ddp(
+def test_scripts_train_as_under_ddp(
     gloo: SpawnedWorld, name: str, options: dict[str, Any], config: Any, tolerance: float
 ) -> None:
     plain = {k: v for k, v in options.items() if v != "fp16"}  # no CPU has a scaler for it
@@ -135,8 +163,9 @@ def test_several_models_train_as_under_ddp(
             assert (ours - stock).abs().max() <= tolerance
 
 
-def resumed(_group: Any, name: str, folder: str) -> tuple[Any, Any]:
-    options = {"mixed_precision": "bf16"}
+def resumed(_group: Any, name: str, folder: str, precision: str) -> tuple[Any, Any]:
+    options = {"mixed_precision": precision}
+    options |= {"config": {"loss_scale_init": 64.0}} if precision == "fp16" else {}
     whole: Any = SCRIPTS[name](accelerator_of("ours", **options))
     log = []
     for step in range(STEPS):
@@ -147,15 +176,22 @@ def resumed(_group: Any, name: str, folder: str) -> tuple[Any, Any]:
     again.accelerator.load_state(folder)
     rest = [again.step(step) for step in range(3, STEPS)]
     weights = [[*map(torch.clone, it.parameters())] for it in (*whole.models, *again.models)]
-    return (log[3:], weights[:2]), (rest, weights[2:])
+    half = len(whole.models)
+    return (log[3:], weights[:half]), (rest, weights[half:])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_state_of_several_models_is_resumed_exactly(
-    gloo: SpawnedWorld, name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "bf16") for name in SCRIPTS), ("dreambooth", "no"), ("dreambooth", "fp16")],
+)
+def test_the_state_of_each_script_is_resumed_exactly_and_ranks_are_equal(
+    gloo: SpawnedWorld, name: str, precision: str, tmp_path: Path
 ) -> None:
-    for (log, weights), (again, loaded) in gloo.run(resumed, name, str(tmp_path)):
+    ranks = gloo.run(resumed, name, str(tmp_path), precision)
+    for (log, weights), (again, loaded) in ranks:
         assert log == again
+        first = zip(itertools.chain(*weights), itertools.chain(*ranks[0][0][1]), strict=True)
+        assert all(torch.equal(one, other) for one, other in first)
         pairs = zip(itertools.chain(*weights), itertools.chain(*loaded), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
 

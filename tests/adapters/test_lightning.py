@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 import train_lightning
-from benchmarks.counters import Casts
 from commands import python
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from models import exact_muon
@@ -262,7 +261,6 @@ def test_training_is_that_of_two_plain_optimizers(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("kind", "precision", "after"),
     [
-        ("net", "32-true", False),
         ("net", "bf16-true", True),
         ("net", "16-true", False),
         ("two", "bf16-true", False),
@@ -300,40 +298,6 @@ def test_resume_is_exact_and_goes_on_at_another_world_size_and_under_ddp(
         with spawn_world(1, timeout=100, start_method="forkserver") as alone:
             (one,) = alone.run(fit, str(tmp_path / "e"), options, middle, kind)
         assert len(one[0]) == 2 * half and one[2] < 1.0
-
-
-class Counting(Callback):
-    """Counts the casts of the first forward and backward."""
-
-    casts: Casts | None = None
-
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        if self.casts is None:
-            self.casts = Casts(module.parameters())
-            self.casts.__enter__()
-
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        if trainer.global_step == 0:
-            self.casts.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_no_parameter_is_cast_in_forward_and_backward(tmp_path: Path, precision: str):
-    def casts_and_loss(**options: Any) -> tuple[int, float]:
-        counting, module = Counting(), Net()
-        trainer = trainer_of(
-            str(tmp_path), 1, accumulate_grad_batches=1, enable_checkpointing=False,
-            limit_val_batches=0, callbacks=[counting], max_steps=1, precision=precision, **options,
-        )  # fmt: skip
-        trainer.fit(module, loader())
-        return counting.casts.count, module.losses[0]
-
-    found, loss = casts_and_loss()
-    assert found == 0
-    if precision == "bf16-mixed":
-        found, stock = casts_and_loss(strategy="ddp")
-        assert found >= 2, "the control: autocast casts the weights"
-        assert loss == pytest.approx(stock, rel=2e-3)
 
 
 def test_a_module_may_be_fitted_twice_and_validated(tmp_path: Path):
