@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -475,6 +476,32 @@ def test_every_way_of_saving_the_model_keeps_every_parameter(tmp_path: Path) -> 
         assert len(starts) == len(state), "no shared storage"
     size = (tmp_path / "plain.pt").stat().st_size
     assert size < 2 * sum(p.numel() for p in model.parameters()) + 6000, "no hidden packs"
+
+
+@pytest.mark.parametrize("own_prefix", [False, True])
+def test_a_state_of_accelerate_loads_with_the_names_of_a_wrapper_and_without(
+    tmp_path: Path, own_prefix: bool
+) -> None:
+    def built() -> nn.Module:
+        return nn.ModuleDict({"module": nn.Linear(2, 2)}) if own_prefix else nn.Linear(2, 2)
+
+    accelerator = Accelerator(cpu=True)
+    model, _ = prepared(accelerator, built())
+    accelerator.save_state(str(tmp_path / "plain"), safe_serialization=False)
+    shutil.copytree(tmp_path / "plain", tmp_path / "wrapped")
+    torch.save(
+        {f"module.{name}": value for name, value in model.state_dict().items()},
+        tmp_path / "wrapped" / "pytorch_model.bin",
+    )
+    for name in ("plain", "wrapped"):
+        fresh()
+        accelerator = accelerator_of()
+        again, _ = prepared(accelerator, built())
+        accelerator.load_state(str(tmp_path / name))
+        assert difference(model, again) == 0
+        again.load_state_dict(model.state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            again.load_state_dict(torch.load(tmp_path / "wrapped" / "pytorch_model.bin"))
 
 
 def test_accumulation_of_accelerate_keeps_the_bits_of_other_numbers_of_ranks() -> None:

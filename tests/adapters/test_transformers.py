@@ -209,7 +209,7 @@ def test_the_schedule_of_trainer_drives_the_groups_of_two_optimizers(tmp_path: P
     rates, before = Rates(), weights(trainer.model)
     trainer.add_callback(rates)
     trainer.train()
-    cosine = [(1 + math.cos(math.pi * step / STEPS)) / 2 for step in range(STEPS)]
+    cosine = [(1 + math.cos(math.pi * step / STEPS)) / 2 for step in range(1, 1 + STEPS)]
     assert rates.seen == [pytest.approx([2e-2 * it, 5e-3 * it], abs=1e-9) for it in cosine]
     for name, value in weights(trainer.model).items():
         assert not torch.equal(value, before[name]), name
