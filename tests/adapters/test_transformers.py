@@ -352,6 +352,8 @@ def saved(group: Any, folder: str) -> tuple[dict[str, Tensor], list[str]]:
         trainer.save_model(f"{folder}/low")
         trainer.accelerator.save_masters = True
         trainer.accelerator.save_model(trainer.model, f"{folder}/mismatched")
+        trainer.optimizer.step()  # from which on calls are numbered anew
+        trainer.accelerator.save_model(trainer.model, f"{folder}/matched")
         told = [str(w.message) for w in caught if "save_masters" in str(w.message)]
     return masters, told
 
@@ -371,6 +373,8 @@ def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_wa
     for name in ("alone", "alone again", "low", "mismatched"):
         found = load_file(tmp_path / name / "model.safetensors")
         assert {value.dtype for value in found.values()} == {torch.bfloat16}, name
+    found = load_file(tmp_path / "matched" / "model.safetensors")
+    assert {value.dtype for value in found.values()} == {torch.float32}
 
 
 class Clearing(transformers.TrainerCallback):
