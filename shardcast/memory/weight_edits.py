@@ -99,10 +99,10 @@ class WeightEdits:
             self._compare_samples()
             return self._first.view(1)
         for begin, shard in self._compared():
-            own = shard.pack.own
-            for start in range(0, own.numel, PIECE):
+            begin += shard.pack.own.start
+            for start in range(0, shard.published.numel(), PIECE):
                 edited = shard.edited(slice(start, start + PIECE))
-                position = begin + own.start + start + edited.view(torch.uint8).argmax()
+                position = begin + start + edited.view(torch.uint8).argmax()
                 self._first = torch.where(edited.any(), position.double(), self._first)
         return self._first.view(1)
 
