@@ -105,6 +105,7 @@ class Side:
             )  # fmt: skip
         self.seen: list[list[Tensor]] = []
         self.frozen_when_extended: list[bool] | None = None
+        self.dropped = False  # gradients of a backward, and no step since
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -137,6 +138,7 @@ class Side:
         else:
             closure()
             self.optimizer.step()
+        self.dropped = False
         self.clear(zero)
         if self.group is not None:
             self.optimizer.wait_sync()
@@ -159,15 +161,22 @@ class Side:
         for backward in backwards:
             self.backward(*backward)
         self.clear(zero)
+        self.dropped = True
+
+    def without_gradients(self) -> None:
+        """Those set by hand now are averaged: after dropped ones only if a step came between."""
+        self.clear("none")
+        if self.dropped and self.group is not None:
+            self.optimizer.step()
 
     def set_by_hand(self, seed: int, use: tuple[frozenset[int], ...]) -> None:
         """Gradients that no backward brought, without those of earlier backwards."""
-        self.clear("none")
+        self.without_gradients()
         ranks = range(self.ranks) if self.group is None else [self.group.rank()]
         for rank in ranks:
             for number in sorted(use[rank]):
                 param = self.model.all[number]
-                if param.requires_grad:
+                if param.requires_grad and (number not in LAST or self.frozen_when_extended):
                     grad = gradient(seed + rank, number) / len(ranks)
                     param.grad = grad if param.grad is None else param.grad + grad
 
@@ -199,7 +208,7 @@ class Side:
 
     def overflow(self, rank: int) -> None:
         """A step that one rank's gradient spoils; plain torch leaves it out."""
-        self.clear("none")
+        self.without_gradients()
         if self.group is not None:
             self.model.all[0].grad = torch.zeros(SHAPES[0])
             if rank % self.ranks == self.group.rank():

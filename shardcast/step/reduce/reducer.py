@@ -133,6 +133,7 @@ class Reducer:
             bucket.collect()
             if not self.alone:
                 bucket.send([])
+                bucket.land()
         return grads
 
     def nbytes(self, pack: Pack) -> int:
