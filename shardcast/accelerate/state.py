@@ -155,7 +155,10 @@ def _damage(folder: Path) -> checkpoint.DamagedCheckpointError | None:
     return None
 
 
-def _without_prefix(model: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Hook of ``load_state_dict``: takes the names that parameters have in a DDP wrapper."""
-    if state.keys().isdisjoint(model.state_dict()):
+def _without_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook of ``load_state_dict``: takes the names that parameters have in a DDP wrapper.
+
+    Not where the model is loaded as a part of another one, which may call it ``module``.
+    """
+    if not prefix and state.keys().isdisjoint(model.state_dict()):
         consume_prefix_in_state_dict_if_present(state, "module.")
