@@ -190,12 +190,20 @@ def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     return sum(value.dim() > 0 for value in state)
 
 
+class _Allocated(NamedTuple):
+    """Bytes that a rank keeps of a span, and how many of them each update reads and writes."""
+
+    masters: int
+    state: int = 0
+    averages: int = 0
+    updated: int = 0
+
+
 def _allocated(
     originals: OptimizerList, config: ShardcastConfig, dtype: torch.dtype, group: GroupId,
     numel: int, trained: int,
-) -> tuple[int, int, int, int]:  # fmt: skip
-    """Bytes that a run allocates for a span, here on ``meta``: masters, state and averages, and
-    how many an update reads and writes.
+) -> _Allocated:  # fmt: skip
+    """What a run allocates for a span, here on ``meta``.
 
     Args:
         dtype, group: of its pack.
@@ -211,7 +219,7 @@ def _allocated(
     shard.master = Encoded(master_codec(config, dtype), numel, row, pack.data.device)
     masters = 0 if shard.in_place else shard.master.nbytes
     if not trained:
-        return masters, 0, 0, 0
+        return _Allocated(masters)
     optimizer, options = originals.owner(group), originals.group(group)
     is_fused, epilogues = type(optimizer) in STATE_NAMES, epilogues_of(config)
     shard_state = ShardState(shard, config, epilogues, 0)
@@ -222,7 +230,7 @@ def _allocated(
         state = state_tensors(optimizer, options) * trained * MASTER_DTYPE.itemsize
     # A pack that is its own master, or half of it, is read too; else it is only written.
     moved = numel * grad_dtype(dtype, config).itemsize + pack.data.nbytes * (2 - shard.casts)
-    return masters, state, averages, moved + 2 * (masters + state + averages) - keys
+    return _Allocated(masters, state, averages, moved + 2 * (masters + state + averages) - keys)
 
 
 class _Share(NamedTuple):
@@ -243,13 +251,13 @@ class _Share(NamedTuple):
 
 
 def _share(
-    plan: Plan, copies: int, allocated: Callable[..., tuple[int, int, int, int]],
-    pack: PackLayout, numel: int, trained: int,
+    plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout, numel: int,
+    trained: int,
 ) -> _Share:  # fmt: skip
     """Of a span of so many elements, see :func:`_allocated`."""
     config, size = plan.config, plan.layout.world_size
     kept = allocated(pack.dtype, pack.group, numel, trained)
-    setup = _staged(plan, pack, numel, kept[0])
+    setup = _staged(plan, pack, numel, kept.masters)
     if not pack.requires_grad:
         return _Share(*kept, normed=0, gradients=0, sent=0, setup=setup)
     grad, wire = grad_dtype(pack.dtype, config).itemsize, sent_dtype(pack, config).itemsize
