@@ -1,4 +1,7 @@
-"""The smallest complete script: torchrun --nproc-per-node=2 examples/minimal.py (CPU or GPUs)."""
+"""The smallest complete script, for CPUs and GPUs.
+
+torchrun --local-addr=127.0.0.1 --nproc-per-node=2 examples/minimal.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,10 @@ from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(120)
 
-PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "coming-from.md").read_text()
+LOOP = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+BEFORE, AFTER = ("".join(re.findall(rf"^[ {sign}](.*\n)", LOOP, re.M)) for sign in "-+")
 
 
 def snippets(section: str) -> list[str]:
@@ -67,6 +73,89 @@ def test_a_script_trains_as_before(gloo: SpawnedWorld, section: str, tolerance: 
     assert new_loss == pytest.approx(loss, rel=tolerance)
     assert torch.equal(new_weights, others), "replicas are equal"
     assert (new_weights - weights).abs().max() <= tolerance * weights.abs().max()
+
+
+class GPT(nn.Module):
+    """A model as language models are: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(16, 32), nn.LayerNorm(32), nn.Linear(32, 16))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(inputs), targets)
+
+
+def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[float], Tensor]:
+    """What the loop of README evaluates to on rank 0, and its last weights; stopped, resumed."""
+    torch.manual_seed(0)
+    tokens = torch.randint(16, (192,))
+    data = torch.utils.data.TensorDataset(tokens, (tokens * 5 + 3) % 16)
+    losses: list[float] = []
+
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            losses.append(model(*data.tensors).float().item())
+
+    scope: dict[str, Any] = {
+        "torch": torch, "os": os, "contextlib": contextlib, "evaluate": evaluate, "GPT": GPT,
+        "DistributedDataParallel": DistributedDataParallel, "data": data, "path": path,
+        "device": torch.device("cpu"), "dtype": dtype, "rank": dist.get_rank(),
+        "ACCUMULATE": 3, "STEPS": 12,
+    }  # fmt: skip
+    for epochs in (1, 3):
+        exec(compile(code, "README.md", "exec"), {**scope, "EPOCHS": epochs}, result := {})
+        dist.barrier()  # rank 0 alone writes the checkpoint of plain torch
+    weights = [p.detach().flatten().float() for p in result["model"].parameters()]
+    return losses, torch.cat(weights)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)]
+)
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # to fp32, which it turns itself off for
+def test_the_whole_loop_of_readme_trains_as_before(
+    gloo: SpawnedWorld, dtype: torch.dtype, tolerance: float, tmp_path: Path
+):
+    (losses, weights), _ = gloo.run(looped, BEFORE, dtype, str(tmp_path / "before.pt"))
+    (new, new_weights), (silent, others) = gloo.run(looped, AFTER, dtype, str(tmp_path / "after"))
+    assert new == pytest.approx(losses, rel=tolerance) and not silent
+    assert losses == sorted(losses, reverse=True) and len(losses) == 3, "it learns, and resumes"
+    assert torch.equal(new_weights, others), "replicas are equal"
+    assert (new_weights - weights).abs().max() <= 2 * tolerance * weights.abs().max()
+
+
+def messages(_group: Any, sharded: str, micro_batches: int) -> dict[str, int]:
+    """How often a rank calls each collective in one step, of four layers."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    if sharded == "FSDP2":
+        for module in (*model, model):
+            fully_shard(module)
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    for measured in (False, True):
+        with torch.profiler.profile() if measured else contextlib.nullcontext() as profile:
+            for index in range(micro_batches):
+                last = sharded == "FSDP2" or index == micro_batches - 1
+                with contextlib.nullcontext() if last else optimizer.no_sync():
+                    model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(Counter(e.name for e in profile.events() if e.name.startswith("c10d::")))
+
+
+def test_a_step_sends_as_much_for_four_micro_batches_as_for_one_and_fsdp2_four_times(
+    gloo: SpawnedWorld,
+):
+    """The first reason of README: two gathers and a reduction of each layer per micro-batch."""
+    for count in (1, 4):
+        (ours, _), (theirs, _) = (gloo.run(messages, s, count) for s in ("shardcast", "FSDP2"))
+        assert ours == {"c10d::send": 2, "c10d::recv_": 2, "c10d::allreduce_": 1}
+        gathers, reductions = 2 * 4 * count, 4 * count
+        assert theirs["c10d::_allgather_base_"] == gathers
+        assert theirs["c10d::_reduce_scatter_base_"] == reductions
 
 
 def test_the_options_that_the_page_names_exist():
