@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import save_two_steps
+from small_runs import save_two_steps
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from faults import watch
 from models import CASES, advance, assert_same_bits, job, parts, run_world, sharded, values, whole
-from runs import make
 from safetensors.torch import load_file
+from small_runs import make
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -22,7 +22,7 @@ import pytest
 import torch
 from faults import Counting, at_each_point, no_space
 from models import advance, assert_same_bits, everything, job, parts, run_world, sharded
-from runs import DATA, METADATA, flip, loaded, truncate
+from small_runs import DATA, METADATA, flip, loaded, truncate
 from torch import nn
 
 from shardcast import checkpoint

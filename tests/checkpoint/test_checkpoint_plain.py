@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
-from runs import make
 from safetensors.torch import load_file
+from small_runs import make
 from torch import Tensor, nn
 
 from shardcast.checkpoint import export, import_dcp, import_deepspeed, load_plain, save

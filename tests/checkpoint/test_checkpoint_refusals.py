@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, adamw, advance, assert_same_bits, everything, job, run_world, sharded
-from runs import DATA, METADATA, truncate
+from small_runs import DATA, METADATA, truncate
 from torch import nn
 
 from shardcast.checkpoint import (
