@@ -1,6 +1,6 @@
 """Gradient accumulation with the mean over all tokens of all ranks and micro-batches.
 
-torchrun --nproc-per-node=2 examples/accumulation.py
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/accumulation.py
 """
 
 import contextlib

@@ -1,6 +1,8 @@
-"""Save, stop, resume: torchrun --nproc-per-node=2 examples/checkpoints.py; then start it again.
+"""Save, stop, resume.
 
-The second start may have another number of processes.
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/checkpoints.py
+
+Start it again to resume; the second start may have another number of processes.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""An average of weights, in fp32 at their owners: torchrun --nproc-per-node=2 examples/ema.py."""
+"""An average of weights, in fp32 at their owners.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/ema.py
+"""
 
 import torch
 import torch.distributed as dist

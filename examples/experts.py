@@ -1,4 +1,7 @@
-"""Experts spread over data-parallel ranks: torchrun --nproc-per-node=4 examples/experts.py."""
+"""Experts spread over data-parallel ranks.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=4 examples/experts.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""fp16 with the built-in loss scale: torchrun --nproc-per-node=2 examples/fp16.py."""
+"""fp16 with the built-in loss scale.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/fp16.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Two models, each with its optimizer and its loss: torchrun --nproc-per-node=2 examples/gan.py."""
+"""Two models, each with its optimizer and its loss.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/gan.py
+"""
 
 import torch
 import torch.distributed as dist

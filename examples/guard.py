@@ -1,6 +1,6 @@
 """A batch that is broken on one rank is skipped on all of them, by its gradient norm.
 
-torchrun --nproc-per-node=2 examples/guard.py
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/guard.py
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""A third of the optimizer's memory: torchrun --nproc-per-node=2 examples/lean_memory.py."""
+"""A third of the optimizer's memory.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/lean_memory.py
+"""
 
 import torch
 import torch.distributed as dist

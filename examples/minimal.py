@@ -1,6 +1,6 @@
 """The smallest complete script, for CPUs and GPUs.
 
-torchrun --local-addr=127.0.0.1 --nproc-per-node=2 examples/minimal.py
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/minimal.py
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""Muon on matrices, AdamW on the rest: torchrun --nproc-per-node=2 examples/muon_adamw.py."""
+"""Muon on matrices, AdamW on the rest.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/muon_adamw.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Masters and moments in host memory: torchrun --nproc-per-node=2 examples/offload.py."""
+"""Masters and moments in host memory.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/offload.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Beside a pipeline of two stages: torchrun --nproc-per-node=4 examples/pipeline.py."""
+"""Beside a pipeline of two stages.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=4 examples/pipeline.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Beside tensor parallelism: torchrun --nproc-per-node=4 examples/tensor_parallel.py."""
+"""Beside tensor parallelism.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=4 examples/tensor_parallel.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""With Hugging Face Accelerate: torchrun --nproc-per-node=2 examples/with_accelerate.py.
+"""With Hugging Face Accelerate.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/with_accelerate.py
 
 ``accelerate launch`` starts it too. For scripts that must stay as they are: ``shardcast launch``.
 """

@@ -1,4 +1,7 @@
-"""With the Trainer of transformers: torchrun --nproc-per-node=2 examples/with_trainer.py."""
+"""With the Trainer of transformers.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/with_trainer.py
+"""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments

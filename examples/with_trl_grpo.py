@@ -1,4 +1,6 @@
-"""Reinforcement learning in fp16 with TRL: torchrun --nproc-per-node=2 examples/with_trl_grpo.py.
+"""Reinforcement learning in fp16 with TRL.
+
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/with_trl_grpo.py
 
 A Llama with random weights learns to say words with even numbers; needs ``pip install trl``.
 """

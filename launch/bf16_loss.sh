@@ -13,8 +13,8 @@ output=${OUTPUT:-runs/bf16_loss}
 export SHARDCAST_CONFIG=configs/bf16.yaml OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 train() {
-    "$python" -m torch.distributed.run --standalone --nproc-per-node=2 launch/train.py \
-        --device cpu --learning-rate 1e-4 --steps 600 --validation-interval 100 "$@"
+    "$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
+        launch/train.py --device cpu --learning-rate 1e-4 --steps 600 --validation-interval 100 "$@"
 }
 
 train --baseline ddp --output "$output/ddp" "$@"

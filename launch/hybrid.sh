@@ -17,7 +17,7 @@ common=(--device cpu --config configs/fp32.yaml --tie-head "$@")
 printf '\n== one process, torch.optim.AdamW ==\n'
 "$python" launch/train_hybrid.py --baseline --output "$output/one-process" "${common[@]}"
 printf '\n== eight processes, shardcast ==\n'
-"$python" -m torch.distributed.run --standalone --nproc-per-node=8 \
+"$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=8 \
     launch/train_hybrid.py --tp 2 --pp 2 --dp 2 --output "$output/tp2-pp2-dp2" "${common[@]}"
 printf '\n== comparison ==\n'
 "$python" launch/train_hybrid.py --output "$output" \

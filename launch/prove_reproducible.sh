@@ -19,8 +19,9 @@ flags=(
 # train PROCESSES NAME [until STEP]: a session of its own, so that all of it can be killed.
 train() {
     local processes=$1 name=$2 until=${3:-}
-    setsid torchrun --standalone --nproc-per-node="$processes" launch/train.py "${flags[@]}" \
-        --output "$folder/$name" --checkpoint-dir "$folder/$name/saved" "${more[@]}" \
+    setsid torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$processes" \
+        launch/train.py "${flags[@]}" --output "$folder/$name" \
+        --checkpoint-dir "$folder/$name/saved" "${more[@]}" \
         >>"$folder/$name.log" 2>&1 &
     local agent=$!
     if [[ -n $until ]]; then

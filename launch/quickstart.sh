@@ -15,7 +15,7 @@ export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 train() {
-    "$python" -m torch.distributed.run --standalone --nproc-per-node=2 \
+    "$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
         launch/train.py --device cpu "$@"
 }
 

@@ -16,7 +16,7 @@ export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else most restarts fail; see docs/troubleshooting.md
 
-rendezvous=(--standalone)
+rendezvous=(--standalone --local-addr=127.0.0.1) # a host's name need not resolve
 if [[ ${NNODES:-1} != 1 ]]; then
     rendezvous=(
         --nnodes="$NNODES"

@@ -1,12 +1,12 @@
 """Train a small GPT on bytes of real text, with shardcast or with the DDP baseline.
 
     python launch/train.py --steps 200
-    torchrun --standalone --nproc-per-node=2 launch/train.py --config configs/bf16.yaml
-    torchrun --standalone --nproc-per-node=2 launch/train.py --baseline ddp
-    torchrun --standalone --nproc-per-node=2 launch/train.py --checkpoint-dir runs/checkpoints
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \\
+        launch/train.py --config configs/bf16.yaml
     python launch/train.py --compare runs/ddp runs/shardcast
 
-`--help` lists every flag.
+With `--baseline ddp` it trains the baseline, with `--checkpoint-dir runs/checkpoints` it saves and
+resumes. `--help` lists every flag.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Train the GPT of train.py on a grid of tensor, pipeline and data-parallel ranks.
 
-    torchrun --standalone --nproc-per-node=8 launch/train_hybrid.py --tp 2 --pp 2 --dp 2
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=8 \\
+        launch/train_hybrid.py --tp 2 --pp 2 --dp 2
     python launch/train_hybrid.py --baseline      # one process, torch's own optimizer
     python launch/train_hybrid.py --compare runs/baseline runs/hybrid
 

@@ -1,7 +1,8 @@
 """Train the small GPT of train.py with Lightning's Trainer and a sharded optimizer.
 
     python launch/train_lightning.py --devices 2 --accelerator cpu --precision bf16-true
-    torchrun --nproc-per-node=2 launch/train_lightning.py --devices 2 --accelerator cpu
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \\
+        launch/train_lightning.py --devices 2 --accelerator cpu
 
 Only two lines are shardcast's: the import, and `strategy="shardcast"`.
 """

@@ -11,6 +11,6 @@ environment plot
 
 output=${OUTPUT:-runs/update_to_weight}
 export SHARDCAST_CONFIG=configs/bf16.yaml SHARDCAST_METRICS=5 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-"$python" -m torch.distributed.run --standalone --nproc-per-node=2 launch/train.py \
-    --device cpu --output "$output" "$@"
+"$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
+    launch/train.py --device cpu --output "$output" "$@"
 "$python" launch/picture.py --update-to-weight --record "$output"

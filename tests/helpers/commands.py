@@ -11,7 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = (
+    *("-m", "torch.distributed.run"),
+    *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"),
+)
 
 
 def python(*arguments: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:

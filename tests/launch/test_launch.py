@@ -306,6 +306,15 @@ def train_in(group: dist.ProcessGroup, flags: list[str]) -> None:
     train(parse_arguments(flags), Processes(group.rank(), group.size(), torch.device("cpu")))
 
 
+def test_torchrun_on_one_machine_never_needs_the_name_of_the_host() -> None:
+    patterns = "*.md", "docs/*.md", "examples/*.py", "configs/*.yaml", "launch/*", "launch/*/*.py"
+    files = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    commands = re.findall(r"\b(?:torchrun|distributed\.run) (-[^\n]*nproc[^\n]*)", text)
+    assert len(commands) > 20
+    assert [c for c in commands if "--local-addr=" not in c and "--nnodes=" not in c] == []
+
+
 def test_two_processes_under_torchrun_follow_the_ddp_baseline(
     tmp_path: Path, gloo: SpawnedWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
