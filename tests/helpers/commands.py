@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (
@@ -55,11 +56,8 @@ def killed_at_last(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants: torchrun puts each worker into a session of its own."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
-    tree = [pid]
-    parents = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
-    for parent in tree:
-        tree += [child for child, its_parent in parents if its_parent == parent]
-    for each in tree:
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import metrics
+import psutil
 import pytest
 import torch
 from commands import ROOT, kill_tree
@@ -63,8 +64,7 @@ class Run:
             )
 
     def workers(self) -> list[int]:
-        listed = subprocess.run(["pgrep", "-P", str(self.agents[-1].pid)], capture_output=True)
-        return [int(pid) for pid in listed.stdout.split()]
+        return [child.pid for child in psutil.Process(self.agents[-1].pid).children()]
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
