@@ -2,6 +2,7 @@
 
     python launch/benchmark.py update                      # against a copy of the same bytes
     python launch/benchmark.py averages --ranks 2          # averages= against the usual EMAs
+    python launch/benchmark.py buffers --ranks 2           # BatchNorm's, beside DDP's
     python launch/benchmark.py flatten                     # packs against tensor by tensor
     python launch/benchmark.py collectives --ranks 2
     python launch/benchmark.py cost                        # per parameter, of more and more
@@ -30,6 +31,7 @@ from pathlib import Path
 
 from benchmarks import (
     averages,
+    buffers,
     collectives,
     cost,
     costmodel,
@@ -94,6 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title += ", processor time"
         lines = spawn(averages.measure, args.ranks, args.rounds, timeout=TIMEOUT)[0]
         columns = averages.COLUMNS
+    elif args.command == "buffers":
+        title = f"{buffers.LAYERS} linear layers with BatchNorm, {args.ranks} ranks, fp32"
+        lines = spawn(buffers.measure, args.ranks, args.rounds, timeout=TIMEOUT)[0]
+        columns = buffers.COLUMNS
     elif args.command == "matrix":
         title = f"Muon + AdamW, {WORKLOADS[args.model].title}, {args.ranks} ranks"
         run = args.model, args.rounds
@@ -140,7 +146,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "averages": 60, "flatten": 15, "cost": 5, "worlds": 9, "launches": 200,
+        "update": 9, "averages": 60, "buffers": 60, "flatten": 15, "cost": 5, "worlds": 9, "launches": 200,
         "collectives": 9, "costmodel": 15, "matrix": 9, "predicted": 1, "reproducible": 15,
         "step": 15, "peers": 15,
     }  # fmt: skip
@@ -176,7 +182,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 sub.add_argument("--model", choices=WORKLOADS, default="ernie")
             continue
         sub.add_argument("--ranks", type=int, default=2)
-        if name == "averages":
+        if name in ("averages", "buffers"):
             continue
         if name == "collectives":
             sub.add_argument("--elements", type=int, default=1 << 25)

@@ -85,8 +85,10 @@ class ShardcastConfig(ValidatedOptions):
     cast_buffers: bool = option(
         False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
     )
-    broadcast_buffers: bool = option(
-        True, "after every step give all ranks rank 0's buffers that forwards write (BatchNorm)"
+    broadcast_buffers: bool | tuple[str, ...] = option(
+        True,
+        "give all ranks rank 0's buffers before forwards in training, as DDP does, and after every "
+        "step; glob patterns of names: all but these; false: none",
     )
     grad_dtype: torch.dtype | None = option(
         None, "dtype in which gradients accumulate locally; null: the parameter's"

@@ -321,6 +321,13 @@ class ShardcastStrategy(DDPStrategy):
         self.optimizers = [handles[original] for original in self.optimizers]
         self._sharded_module = module
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As DDPStrategy's, which sends buffers before it, as it bypasses the module's forward."""
+        for sharded in self.precision_plugin.sharded:
+            if sharded.buffers is not None:
+                sharded.buffers.before(self.lightning_module)
+        return super().training_step(*args, **kwargs)
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within it gradients accumulate locally; Trainer's accumulation uses it."""

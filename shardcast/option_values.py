@@ -204,6 +204,11 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "tuple[str, ...]": partial(
         _several, "glob patterns of module names", lambda item: isinstance(item, str)
     ),
+    "bool | tuple[str, ...]": lambda name, value: (
+        value
+        if isinstance(value, bool)
+        else _several("true, false or glob patterns", lambda it: isinstance(it, str), name, value)
+    ),
     "Averages": _averages,
     "Guard": _guard,
 }

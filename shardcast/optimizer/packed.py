@@ -48,12 +48,14 @@ class PackedOptimizer(torch.optim.Optimizer):
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
         edits: of weights, by the script.
+        buffers: sends buffers to all ranks; ``None`` where none are to be sent.
         buffer_averages: those of averages with ``use_buffers``.
         device: of the packs.
         average_in_model: name of the average that the model has, inside ``averaged()``.
     """
 
     _overlap: Overlap | None = None
+    buffers: Buffers | None = None
     _closed = False
     average_in_model: str | None = None
     _ready = False  # torch's own set-up fills in groups and state before ours are there
@@ -81,11 +83,6 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.reduce.divisor, self.edits, self.reduce.micro_batches,
         )  # fmt: skip
         self.sync = Sync()
-        # Equal on all ranks, of which shard() compares the buffers.
-        written = plan.config.broadcast_buffers and any(
-            True for s in self.stages for _ in s.buffers()
-        )
-        self._buffers = Buffers(self.stages, self.comm) if written and self.comm.size > 1 else None
         self.buffer_averages = BufferAverages(self.stages, plan.config.averages, self.comm)
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
@@ -296,6 +293,12 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._overlap = Overlap(self.model, self.stages, self.sync)
             begin = self._overlap.noting(begin)
         self.hooks = ModelHooks(self._called, self.shards, self.edits, begin)
+        left_out = self.config.broadcast_buffers
+        if left_out is not False and self.comm.size > 1:
+            self.buffers = Buffers(
+                self.stages, self._called, self.comm, () if left_out is True else left_out,
+                lambda: self.reduce.synchronises,
+            )  # fmt: skip
         self._casts: list[Any] = [
             handle for root in self._called for handle in install_casts(root, self.precision)
         ]
@@ -304,6 +307,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self._overlap is not None:
             self._overlap.close()
         self.hooks.close()
+        if self.buffers is not None:
+            self.buffers.close()
         for handle in self._casts:
             handle.remove()
         self._casts.clear()

@@ -144,9 +144,9 @@ class ShardedOptimizer(StatefulOptimizer):
         self.reduce.finish()
 
     def send(self) -> None:
-        """Sync the packs, and the buffers that forwards write. Every rank must call it."""
-        if self._buffers is not None:
-            self._buffers()
+        """Sync the packs and the buffers. Every rank must call it."""
+        if self.buffers is not None:
+            self.buffers()
         (self._overlap or self.sync)()
 
     def _conclude(self, decision: Decision) -> None:

@@ -86,6 +86,11 @@ class Reducer:
         return not self.at_end and (self.has_ended or self.sharded)
 
     @property
+    def synchronises(self) -> bool:
+        """Whether a backward would be synchronised at present, as DDP counts: not in no_sync."""
+        return self._syncs and not self.at_step
+
+    @property
     def _local(self) -> bool:
         """Whether backwards send nothing at present."""
         more = self.micro_batches is not None and not self.micro_batches.last

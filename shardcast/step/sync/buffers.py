@@ -1,135 +1,183 @@
-"""Sync: buffers that forwards write, such as BatchNorm's statistics, are rank 0's after a step.
+"""Sync: buffers, such as BatchNorm's statistics, are rank 0's, as under DDP.
 
-A rank cannot send a buffer whenever it writes it, as ranks may run different branches. So the
-buffers that travel are agreed on: in the first, second, 4th, 8th, ... step each rank says which of
-them were written (through ``.data`` too, by their contents), and all send from then on what any
-rank wrote. Causal masks, position numbers and the frequencies of rotary embeddings are never
-written, and cost nothing.
+All dense ones, written or not, travel in one message: before a forward in training, where DDP sends
+them too, and after each step, so that ranks evaluate alike without a collective in an evaluation.
 """
 
 from __future__ import annotations
 
-import weakref
+import fnmatch
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, copy_strided_, is_dense
-from shardcast.memory.gradients import nothing
-from shardcast.memory.weight_edits import checksum
+from shardcast.hook import Hook
 from shardcast.messages import warn
+
+OUTSIDE = (  # of a compiled forward, before its graph
+    "shardcast sends the buffers of the model before a forward: compile without fullgraph, or give "
+    "shardcast.shard broadcast_buffers=False"
+)
+
+
+class Place(NamedTuple):
+    """Where a buffer is, and what it was when the ranks compared theirs."""
+
+    name: str
+    module: nn.Module
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def buffer(self) -> Tensor | None:
+        """Return the buffer that is there now; ``None`` where it is of another kind."""
+        buffer = self.module._buffers.get(self.key)
+        local = None if buffer is None else _compat.local_tensor(buffer)
+        if local is None or not is_dense(local):
+            return None
+        kind = local.shape, local.dtype, local.device
+        return local if kind == (self.shape, self.dtype, self.device) else None
 
 
 class Buffers:
-    """Broadcasts buffers of ``stages``. Calling it is collective, in the order of the stream.
+    """Broadcasts the buffers of ``stages``; calling it, after a step, sends all of them.
+
+    Before a forward of a root, in training mode and with gradients enabled, those of the root are
+    sent if the forward before it was synchronised, or there was none: once in each accumulation, as
+    under DDP. Unlike DDP, a forward in evaluation mode or without gradients sends nothing, so that
+    rank 0 alone may evaluate.
 
     Args:
+        stages: the model, or the stages of a pipeline.
+        roots: the modules that the script calls.
         comm: the data-parallel ranks, more than one; all of them have the same buffers.
+        left_out: patterns of names of buffers that stay each rank's own.
+        synchronises: whether a backward of a forward that begins now would be synchronised.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], comm: Comm) -> None:
-        self._stages, self._comm = stages, comm
-        self._calls = 0
-        self._sent: dict[str, str] = {}  # name to kind
-        self._places: list[tuple[nn.Module, str]] = []  # of those
-        self._message: tuple[Tensor, ...] = ()  # the last one, in pieces
-        self._seen: dict[str, tuple[Callable[[], Tensor | None], int, int]] = {}
-        self._look()
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        roots: Sequence[nn.Module],
+        comm: Comm,
+        left_out: Sequence[str],
+        synchronises: Callable[[], bool],
+    ) -> None:
+        self._comm, self._synchronises = comm, synchronises
+        self._modules = [pair for stage in stages for pair in stage.named_modules()]
+        self._left_out, self._warned = left_out, set[str]()
+        found = [*self._found()]
+        self._known = {(module, key) for _, module, key, _ in found}
+        self._registered = self._count()
+        self._places = [
+            Place(name, module, key, buffer.shape, buffer.dtype, buffer.device)
+            for name, module, key, buffer in found
+            if is_dense(buffer) and not self._is_left_out(name)
+        ]
+        self._of_root: dict[nn.Module, list[Place]] = {}
+        self._due: dict[nn.Module, bool] = {}  # whether a message precedes its next forward
+        self._handles: list[Any] = []
+        hook = torch.compiler.disable(self._before_forward, reason=OUTSIDE)
+        for root in roots:
+            inside = {*root.modules()}
+            if places := [place for place in self._places if place.module in inside]:
+                self._of_root[root], self._due[root] = places, True
+                self._handles.append(root.register_forward_pre_hook(Hook(hook)))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __call__(self) -> None:
+        """Give all ranks all buffers of rank 0. Collective."""
+        if self._count() != self._registered:
+            self._warn_of_new()
+        self._broadcast(self._places)
+
+    def before(self, root: nn.Module) -> None:
+        """Send the buffers of a root before its forward, if they are due. Collective."""
+        if self._due.get(root):
+            self._broadcast(self._of_root[root])
+            self._due[root] = self._synchronises()
+
+    def _before_forward(self, root: nn.Module, _args: Any) -> None:
+        # Within a backward it is a checkpoint that computes a forward for a second time.
+        if root.training and torch.is_grad_enabled() and _compat.current_backward() == -1:
+            self._broadcast(self._of_root[root] if self._due[root] else ())
+            self._due[root] = self._synchronises()
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        self._calls += 1
-        # A captured CUDA graph cannot wait for an answer; ranks capture the same step.
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if self._calls.bit_count() == 1 and not capturing:
-            self._agree()
-        if self._sent:
-            self._broadcast()
-        if self._calls == 1 and not capturing:
-            self._look()  # what was written so far, by loading weights and by us, counts no more
+    def _broadcast(self, places: Sequence[Place]) -> None:
+        """In one message, as bytes. Its length is the same whatever a rank has made of a buffer."""
+        for device in dict.fromkeys(place.device for place in places):
+            of_device = [place for place in places if place.device == device]
+            found = [place.buffer() for place in of_device]
+            # ``.data``: a graph of an earlier forward, which has saved the buffer, stays usable.
+            dense = [
+                self._missing(place) if buffer is None else buffer.data.contiguous()
+                for place, buffer in zip(of_device, found, strict=True)
+            ]
+            pieces = [value.reshape(-1).view(torch.uint8) for value in dense]
+            message = torch.cat(pieces)
+            self._comm.broadcast(message, 0, "buffers")
+            if self._comm.rank != 0:
+                torch._foreach_copy_(pieces, message.split([piece.numel() for piece in pieces]))
+                for buffer, value in zip(found, dense, strict=True):
+                    if buffer is not None and not buffer.is_contiguous():
+                        copy_strided_(buffer.data, value)
 
-    def _named(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """Each buffer with its name, its module and the name there."""
-        for number, stage in enumerate(self._stages):
-            for path, module in stage.named_modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    full = f"{path}.{name}" if path else name
-                    yield f"{number}:{full}", module, name, _compat.local_tensor(buffer)
-
-    def _look(self) -> dict[str, tuple[str, bool]]:
-        """Shape and dtype of this rank's buffers, and whether each was written since the last look.
-
-        A buffer that is not dense has an empty text. Running statistics count as written.
-        """
-        seen: dict[str, tuple[Callable[[], Tensor | None], int, int]] = {}
-        kinds = {}
-        named = [*self._named()]
-        checksums = _checksums([buffer for *_, buffer in named])
-        for (name, module, _, buffer), content in zip(named, checksums, strict=True):
-            version = 0 if buffer.is_inference() else buffer._version
-            last_buffer, *last_marks = self._seen.get(name, (nothing, 0, 0))
-            written = last_buffer() is not buffer or [version, content] != last_marks
-            running = bool(getattr(module, "track_running_stats", False))
-            kinds[name] = _kind(buffer), written or running
-            seen[name] = weakref.ref(buffer), version, content
-        self._seen = seen
-        return kinds
-
-    def _agree(self) -> None:
-        """Find out which buffers any rank has written; the host waits for the others."""
-        device = next(buffer.device for *_, buffer in self._named())
-        by_rank = self._comm.exchange(self._look(), device)
-        if self._calls == 2:
-            self._sent = {}  # the first step's may have been written by load_state_dict alone
-        unequal: list[str] = []
-        for name in by_rank[0]:
-            on_ranks = [of_rank.get(name, ("", False)) for of_rank in by_rank]
-            if any(written for _, written in on_ranks):
-                kinds = {kind for kind, _ in on_ranks}
-                self._sent.pop(name, None)
-                if len(kinds) == 1 and "" not in kinds:
-                    self._sent[name] = kinds.pop()
-                elif self._calls > 1:
-                    unequal.append(repr(name.partition(":")[2]))
-        self._places = [(m, key) for name, m, key, _ in self._named() if name in self._sent]
-        self._message = ()
-        if unequal:
+    def _missing(self, place: Place) -> Tensor:
+        """In place of a buffer of another kind: of rank 0's the others get NaN, or -1."""
+        if place.name not in self._warned:
+            self._warned.add(place.name)
             warn(
-                f"broadcast_buffers: {', '.join(unequal)} changes in training and is not made "
-                "equal on all ranks: it is sparse or quantised, or its shape or dtype differs "
-                "between ranks; keep it equal yourself, or make it no buffer"
+                f"broadcast_buffers: {place.name!r} was {place.dtype} of {tuple(place.shape)} when "
+                "the model was sharded, and is another one on this rank now, so that it is not "
+                "made equal on all ranks any more: give it its shape before shardcast.shard, or "
+                f"keep it equal yourself and leave it out, broadcast_buffers=({place.name!r},)"
+            )
+        nbytes = place.shape.numel() * place.dtype.itemsize
+        return torch.full((nbytes,), 255, dtype=torch.uint8, device=place.device)
+
+    def _count(self) -> int:
+        """How many buffers there are; a few microseconds in each step."""
+        return sum(
+            buffer is not None for _, module in self._modules for buffer in module._buffers.values()
+        )
+
+    def _warn_of_new(self) -> None:
+        """Whether other ranks have them, too, is not known."""
+        self._registered = self._count()
+        new = [
+            name
+            for name, module, key, _ in self._found()
+            if (module, key) not in self._known and not self._is_left_out(name)
+        ]
+        self._known.update((module, key) for _, module, key, _ in self._found())
+        if new:
+            names = ", ".join(map(repr, new))
+            warn(
+                f"broadcast_buffers: {names} came into being after the model was sharded, and is "
+                "each rank's own: register it before shardcast.shard, or keep it equal yourself "
+                f"and leave it out, broadcast_buffers=({new[0]!r},)"
             )
 
-    def _broadcast(self) -> None:
-        """In one message, as bytes."""
-        buffers = [_compat.local_tensor(module._buffers[key]) for module, key in self._places]
-        dense = [buffer.contiguous() for buffer in buffers]
-        pieces = [value.reshape(-1).view(torch.uint8) for value in dense]
-        for number, (buffer, kind) in enumerate(zip(buffers, self._sent.values(), strict=True)):
-            # A script gave it another shape, on this rank perhaps: the message keeps its length,
-            # and this piece of it is not looked at, until ranks agree anew.
-            if _kind(buffer) != kind and self._message:
-                pieces[number] = self._message[number]
-        message = torch.cat(pieces)
-        self._comm.broadcast(message, 0, "buffers")
-        self._message = message.split([piece.numel() for piece in pieces])
-        if self._comm.rank != 0:
-            torch._foreach_copy_(pieces, self._message)
-            for buffer, value in zip(buffers, dense, strict=True):
-                if value is not buffer:
-                    copy_strided_(buffer, value)
+    def _is_left_out(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._left_out)
 
-
-def _checksums(buffers: Sequence[Tensor]) -> list[int]:
-    """Of each buffer that is dense, for a write through ``.data`` is not counted; 0 of others."""
-    sums = {n: checksum(buffer) for n, buffer in enumerate(buffers) if is_dense(buffer)}
-    device = next((total.device for total in sums.values()), None)
-    values = torch.stack([total.to(device) for total in sums.values()]).tolist() if sums else []
-    known = dict(zip(sums, values, strict=True))
-    return [known.get(number, 0) for number in range(len(buffers))]
-
-
-def _kind(buffer: Tensor) -> str:
-    return f"{tuple(buffer.shape)} {buffer.dtype}" if is_dense(buffer) else ""
+    def _found(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """Each buffer that is there: its name, its module, its key there, and its local part."""
+        seen: set[int] = set()
+        for path, module in self._modules:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    name = f"{path}.{key}" if path else key
+                    yield name, module, key, _compat.local_tensor(buffer)

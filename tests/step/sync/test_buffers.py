@@ -1,17 +1,21 @@
-"""Buffers that forwards write are rank 0's after every step; all others cost nothing."""
+"""Buffers are rank 0's before forwards in training, as under DDP, and after every step."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from models import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import shardcast
-from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence, threaded_world
+from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -77,80 +81,204 @@ def test_ranks_with_batch_norm_evaluate_alike_after_training_and_as_under_ddp(gl
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_buffers_that_nobody_writes_are_never_sent():
-    def collectives(group: Any, broadcast_buffers: bool) -> list[int]:
-        model = Net(norm=False)
-        fields = {"param_dtype": torch.float32, "broadcast_buffers": broadcast_buffers}
+class Scaled(nn.Module):
+    """Its forward reads, notes and writes a scale and an integer that are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(float(self.scale) + int(self.calls))
+        y = self.norm(self.linear(x)) * self.scale
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * y.detach().abs().mean()  # another one
+            self.calls += 1 + dist.get_rank()
+        return y
+
+
+def unlike(group: Any, how: str, ddp: bool) -> tuple[list[float], list[Tensor]]:
+    """What forwards read and what rank 0 is left with, in a loop that DDP's users write."""
+    torch.set_num_threads(1)
+    rank, model = group.rank(), Scaled()
+    bare = model
+    if ddp:
+        optimizer = sgd(model)
+        model = DistributedDataParallel(model)
+    else:
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+    if how == "compiled":
+        model = torch.compile(model, backend="eager")
+    for step in range(3):
+        if rank == 0:  # nobody else knows of it
+            bare.scale.fill_(2.0 + step)
+        micro_batches = 3 if how == "accumulated" else 1
+        for number in range(micro_batches):
+            held = number < micro_batches - 1
+            syncing = model.no_sync() if ddp else optimizer.no_sync()
+            with syncing if held else contextlib.nullcontext():
+                out = model(batch(rank, step))
+                if how == "twice":  # the second one must not spoil the graph of the first
+                    out = out + model(batch(rank, step + 5))
+                out.square().mean().backward()
+        if how == "alone" and rank == 0:
+            bare.eval()(batch(9))  # without a collective, also with gradients
+            bare.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "evaluated":
+        model.eval()
+        with torch.no_grad():
+            model(batch(7))
+    state = [buffer.clone() for buffer in bare.buffers()]
+    return bare.seen, state + [param.detach().float() for param in bare.parameters()]
+
+
+@pytest.mark.parametrize("how", ["plain", "accumulated", "twice", "alone", "evaluated", "compiled"])
+def test_forwards_read_what_they_read_under_ddp(gloo: SpawnedWorld, how: str):
+    ours, theirs = gloo.run(unlike, how, False), gloo.run(unlike, how, True)
+    for rank in range(2):
+        assert ours[rank][0] == pytest.approx(theirs[rank][0], rel=1e-6), f"of rank {rank}"
+    torch.testing.assert_close(ours[0][1], theirs[0][1], rtol=1e-5, atol=1e-6)
+
+
+def messages(group: Any) -> list[Any]:
+    return [call for call in group.log if call.op == "broadcast" and call.dtype == torch.uint8]
+
+
+@pytest.mark.parametrize("fields", [{}, {"broadcast_buffers": False}], ids=str)
+@pytest.mark.parametrize("buffers", [True, False])
+def test_one_message_precedes_each_forward_in_training_and_one_ends_a_step(
+    buffers: bool, fields: dict[str, Any]
+):
+    def run(group: Any) -> list[int]:
+        model = Net() if buffers else nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4))
         optimizer = shardcast.shard(model, sgd(model), process_group=group, **fields)
-        model.load_state_dict(model.state_dict())  # writes the mask, once
         sent = []
         for step in range(9):
-            before = len(group.log)
-            model(batch(group.rank(), step)).square().mean().backward()
+            before = len(messages(group))
+            model(batch(group.rank(), step)).float().square().mean().backward()
             optimizer.step()
-            optimizer.zero_grad()
-            sent.append(len(group.log) - before)
+            model.eval()(batch(0))
+            with torch.no_grad():
+                model.train()(batch(0))
+            sent.append(len(messages(group)) - before)
         return sent
 
-    on, off = (threaded_world(2, collectives, value)[0] for value in (True, False))
-    more = [step for step, (a, b) in enumerate(zip(on, off, strict=True)) if a > b]
-    assert more == [0, 1, 3, 7], "when ranks compare what they have written"
+    assert threaded_world(2, run)[0] == [2 if buffers and not fields else 0] * 9
+
+
+class Two(nn.ModuleDict):
+    """As a GAN, whose parts are called by themselves; one has no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__({"g": Net(), "d": Net(), "plain": nn.Linear(4, 4)})
+
+
+def test_each_called_module_sends_its_own_buffers_before_its_forward():
+    def run(group: Any) -> list[tuple[int, ...]]:
+        model = Two()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+        model["plain"](model["g"](batch(group.rank()))).sum().backward()
+        model["d"](batch(group.rank())).sum().backward()
+        optimizer.step()
+        return [call.shape for call in messages(group)]
+
+    first, second, after = threaded_world(2, run)[0]
+    assert first == second and after == (2 * first[0],)
+
+
+def test_buffers_that_match_a_pattern_are_left_out():
+    def run(group: Any) -> tuple[Tensor, Tensor]:
+        model = Net()
+        fields = {"param_dtype": "fp32", "broadcast_buffers": ("centre", "norm.*")}
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, **fields)
+        model.centre.fill_(1.0 + group.rank())
+        model.frequencies.fill_(1.0 + group.rank())
+        model(batch(group.rank())).sum().backward()
+        optimizer.step()
+        return model.centre[0], model.frequencies[0]
+
+    assert [[int(x) for x in of_rank] for of_rank in threaded_world(2, run)] == [[1, 1], [2, 1]]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_computes_a_root_again_sends_nothing(reentrant: bool):
+    def run(group: Any) -> int:
+        model = Two()
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+        x = batch(group.rank()).requires_grad_()
+        checkpoint(model["g"], x, use_reentrant=reentrant).sum().backward()
+        sent = len(messages(group))
+        optimizer.step()
+        return sent
+
+    # With re-entrant checkpoints the first forward runs without gradients.
+    assert threaded_world(2, run) == [0 if reentrant else 1] * 2
 
 
 @pytest.mark.parametrize("cast_buffers", [False, True])
-def test_a_buffer_that_one_rank_alone_writes_is_agreed_on_in_the_next_meeting(cast_buffers: bool):
-    world = ThreadedWorld(3)
-    fields = {"param_dtype": torch.bfloat16} if cast_buffers else {}
-    writes = {(0, 4), (1, 4), (1, 8), (2, 8)}
-    centres = world.run(
-        lambda group: trained(group, 9, writes, False, cast_buffers=cast_buffers, **fields).centre
-    )
-    assert_same_sequence(world.logs)
-    assert centres[0].abs().sum() > 0
-    assert all(torch.equal(centre, centres[0]) for centre in centres[1:])
-    sent = [call for call in world.logs[1] if call.op == "broadcast" and call.dtype == torch.uint8]
-    assert [call.shape for call in sent] == [(centres[0].nbytes,)] * 2, "in the 8th step, the 9th"
-
-
-def test_a_buffer_that_is_written_through_data_is_sent_too():
-    def centre(group: Any) -> Tensor:
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_buffer_that_one_rank_alone_writes_is_equal_after_the_step(
+    cast_buffers: bool, through_data: bool
+):
+    def run(group: Any) -> Tensor:
         model = Net(norm=False)
-        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
-        for step in range(2):
-            output = model(batch(group.rank(), step), writes=True, through_data=True)
-            output.square().mean().backward()
+        fields = {"param_dtype": torch.bfloat16 if cast_buffers else torch.float32}
+        optimizer = shardcast.shard(
+            model, sgd(model), process_group=group, cast_buffers=cast_buffers, **fields
+        )
+        for step in range(3):
+            model(batch(0, step), group.rank() == step, through_data).float().sum().backward()
             optimizer.step()
-            optimizer.zero_grad()
         return model.centre
 
-    first, second = threaded_world(2, centre)
-    assert first.abs().sum() > 0
-    assert torch.equal(first, second)
+    centres, world = run_world(3, run)
+    assert centres[0].abs().sum() > 0
+    assert all(torch.equal(centre, centres[0]) for centre in centres[1:])
+    assert len({call.shape for call in world.logs[1] if call.dtype == torch.uint8}) == 1
 
 
-def test_a_buffer_of_another_shape_on_one_rank_is_named_and_desynchronises_nothing():
+@pytest.mark.parametrize("changes", [0, 1])
+def test_a_buffer_of_another_shape_on_one_rank_is_named_and_desynchronises_nothing(changes: int):
     def run(group: Any) -> Tensor:
         model = Net()
         optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
-        for step in range(9):
-            if step in (2, 6):
-                model.centre = torch.ones(4)
-            if step == 5 and group.rank():
-                model.norm.running_mean = torch.zeros(9)  # until step 6 nobody knows
-            if step == 6 and group.rank():
+        for step in range(3):
+            if step == 1 and group.rank() == changes:
                 model.centre = torch.ones(7)
-                model.norm.running_mean = torch.zeros(4)
-            x = batch(group.rank(), step)
-            model.linear(x).float().square().mean().backward()
+            model(batch(group.rank(), step)).sum().backward()
             optimizer.step()
-            optimizer.zero_grad()
         return model.centre
 
-    world = ThreadedWorld(2)
-    with pytest.warns(UserWarning, match=r"broadcast_buffers: 'centre' changes in training"):
-        first, second = world.run(run)
-    assert_same_sequence(world.logs)
-    assert (first.shape, second.shape) == ((4,), (7,))
+    with pytest.warns(UserWarning, match="broadcast_buffers: 'centre' was") as caught:
+        centres = run_world(2, run)[0]
+    assert len([each for each in caught if "'centre'" in str(each.message)]) == 1
+    assert torch.equal(centres[changes], torch.ones(7))
+    expected = torch.full((4,), torch.nan if changes == 0 else 0.0)
+    torch.testing.assert_close(centres[1 - changes], expected, equal_nan=True)
+
+
+def test_a_buffer_that_comes_into_being_later_is_named():
+    def run(group: Any) -> None:
+        model = Net()
+        model.register_buffer("later", None)
+        fields = {"param_dtype": "fp32", "broadcast_buffers": "*.own"}
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, **fields)
+        model(batch(0)).sum().backward()
+        model.later = torch.ones(3)
+        model.norm.register_buffer("more", torch.ones(3))
+        model.norm.register_buffer("own", torch.ones(3))
+        optimizer.step()
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="broadcast_buffers: 'later', 'norm.more' came") as caught:
+        threaded_world(2, run)
+    assert len([each for each in caught if "'norm.more'" in str(each.message)]) == 2, "one a rank"
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what is in beta or goes
