@@ -1,4 +1,4 @@
-"""An average of weights, in fp32 at their owners.
+"""An average of weights, in fp32 at their owners, that is better than the last ones.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/ema.py
 """
@@ -15,21 +15,29 @@ rank = dist.get_rank()
 device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
 torch.manual_seed(0)
 
-model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-optimizer = shardcast.shard(model, optimizer, averages={"ema": 0.99})  # <- of the fp32 masters
+model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = shardcast.shard(model, optimizer, averages={"ema": 0.98})  # <- of the fp32 masters
+held_out = torch.randn(1024, 16, generator=torch.Generator().manual_seed(9)).to(device)
+
+
+def error() -> float:
+    with torch.no_grad():
+        return (model(held_out).float() - held_out.roll(1, dims=1)).square().mean().item()
+
 
 data = torch.Generator().manual_seed(rank)
-for _ in range(100):
-    inputs = torch.randn(32, 64, generator=data).to(device)
-    loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
+for _ in range(300):
+    inputs = torch.randn(32, 16, generator=data).to(device)
+    noise = torch.randn(32, 16, generator=data).to(device)  # of the targets: the weights jitter
+    loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1) + noise)
     loss.backward()
     optimizer.step()  # <- averages, too
     optimizer.zero_grad()
-with optimizer.averaged("ema"), torch.no_grad():  # <- on every rank: the average is in the model
-    output = model(inputs).float()
+last = error()
+with optimizer.averaged("ema"):  # <- on every rank: the average is in the model
+    averaged = error()
 if rank == 0:
-    error = (output - inputs.roll(1, 1)).square().mean()
-    print(f"loss {loss.item():.3f}, of the average {error:.3f}")
+    print(f"error of the last weights {last:.3f}, of the average {averaged:.3f}")
 
 dist.destroy_process_group()

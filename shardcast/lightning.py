@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.messages import warn
+from shardcast.messages import page, warn
 from shardcast.metrics import flat
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.frameworks import (
@@ -267,7 +267,8 @@ class ShardcastStrategy(DDPStrategy):
             warn(
                 "reproducible: Lightning's DistributedSampler deals samples to the ranks in turn, "
                 "so that another number of ranks trains other micro-batches, and other bits; give "
-                "each rank its own (docs/reproducible.md) and Trainer use_distributed_sampler=False"
+                f"each rank its own ({page('reproducible')}) and Trainer "
+                "use_distributed_sampler=False"
             )
         return dict(super().distributed_sampler_kwargs)
 

@@ -28,6 +28,20 @@ def namesake() -> str | None:
         return None
 
 
+def page(name: str) -> str:
+    """Where a page of the documentation is: what the installed distribution names, or a file.
+
+    ``launch/release.sh`` writes the address of the project into the metadata of a wheel, which
+    has no ``docs/`` of its own.
+    """
+    try:
+        addresses = importlib.metadata.metadata("shardcast-optim").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        addresses = []
+    named = dict(address.split(", ", 1) for address in addresses)
+    return f"{named.get('Documentation', 'docs')}/{name}.md"
+
+
 def warn(message: str) -> None:
     """Warn at the line of the script that called into this package, however deep it is."""
     level = 1

@@ -12,6 +12,7 @@ from functools import cmp_to_key
 from typing import NamedTuple
 
 from shardcast.checkpoint.region import Region, Shape
+from shardcast.messages import page
 
 
 class Replica(NamedTuple):
@@ -138,7 +139,7 @@ def _check_tiled(name: str, replicas: Mapping[Replica, int]) -> None:
         raise ValueError(
             f"model: parameter {name!r} is another one on ranks {shown}; give the parameters of "
             "different pipeline stages the names that they have in the whole model, make experts "
-            "DTensors that are cut over their dimension (docs/hybrid.md), and name weights that "
+            f"DTensors that are cut over their dimension ({page('hybrid')}), and name weights that "
             "two stages share in shard(tied=...)"
         )
 

@@ -18,6 +18,7 @@ from shardcast import estimate as estimates
 from shardcast.cli.plot import KINDS, PLOTTED, Row, empty_figure, plot
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.parallel import plan_of, stages_of
+from shardcast.messages import page
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.partition import ELEMENTWISE
@@ -106,7 +107,7 @@ def _advice(
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="shardcast estimate", allow_abbrev=False, epilog="Columns: docs/estimate.md"
+        prog="shardcast estimate", allow_abbrev=False, epilog=f"Columns: {page('estimate')}"
     )
     parser.add_argument(
         "model", metavar="MODULE:FUNCTION",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
 
 BROADCAST = {  # by gloo, which knows no 16-bit integers, no fp8: those go as bytes
@@ -262,7 +263,7 @@ class Work:
             "rank made other calls (one more batch, two steps, or clip_grad_norm_, "
             "full_state_dict, save or the like on some ranks only), raised an error of its own, or "
             "ended: look at what the others were doing. See 'waited for the other ranks' in "
-            "docs/troubleshooting.md"
+            f"{page('troubleshooting')}"
         ) from error
 
     def wait(self) -> None:

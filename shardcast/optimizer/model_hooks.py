@@ -18,7 +18,7 @@ from shardcast import _compat
 from shardcast.hook import Hook
 from shardcast.memory.shard import Shard
 from shardcast.memory.weight_edits import WeightEdits
-from shardcast.messages import warn
+from shardcast.messages import page, warn
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE, is_packable
 
@@ -104,7 +104,7 @@ def watch_copies(copies: list[ModelCopy]) -> None:
             warn(
                 f"a copy of the sharded model, in {param.dtype}, is written in every step: an "
                 "average that is kept so stands still, for its changes are rounded away; copy "
-                "the model before shardcast.shard (docs/averages.md)"
+                f"the model before shardcast.shard ({page('averages')})"
             )
 
 

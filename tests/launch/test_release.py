@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import email.message
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from long_description import RELATIVE, prepare, without_relative_links
 from packaging.requirements import Requirement
+
+from shardcast.messages import page
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -52,6 +56,21 @@ def test_the_tree_that_is_built_names_its_long_description(tmp_path: Path) -> No
     assert config["metadata"]["url"] == "https://example.org/project"
     with pytest.raises(SystemExit, match=r"does not name README\.md"):
         prepare(tmp_path, "")
+
+
+def test_errors_name_pages_that_exist_at_the_address_that_the_distribution_names() -> None:
+    sources = (path.read_text() for path in (ROOT / "shardcast").rglob("*.py"))
+    named = {name for text in sources for name in re.findall(r"page\([\"'](.+?)[\"']\)", text)}
+    assert {"gradients", "troubleshooting"} <= named
+    assert all((ROOT / "docs" / f"{name}.md").exists() for name in named)
+    built = email.message.Message()
+    built["Project-URL"] = "Documentation, https://example.org/project/blob/main/docs"
+    for metadata, where in (
+        (built, built["Project-URL"].split()[1]),
+        (email.message.Message(), "docs"),
+    ):
+        with mock.patch("importlib.metadata.metadata", return_value=metadata):
+            assert page("gradients") == f"{where}/gradients.md"
 
 
 @pytest.mark.parametrize("package", ["Accelerate", "transformers", "Lightning"])

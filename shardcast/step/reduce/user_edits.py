@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.memory.gradients import Gradients, nothing
 from shardcast.memory.weight_edits import checksum
-from shardcast.messages import warn
+from shardcast.messages import page, warn
 from shardcast.step.decide.skip_report import HostCopy
 
 LOOKS = (
@@ -31,7 +31,7 @@ PERTURBED = (
     "weights were written after a backward, and another backward came before the step: where they "
     "were moved along .grad (SAM, FGM, AWP) each rank went its own way, for only the part of a "
     "gradient that this rank owns is the mean over ranks; call optimizer.gather_gradients() before "
-    "(docs/gradients.md)"
+    f"({page('gradients')})"
 )
 DROPPED = (
     "gradients of several backwards were cleared without a step: a script that reads .grad in "
