@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable
 
 SHOWN = 8  # ranks, or facts, that a message lists one by one
-DCP_STATE = "torch.distributed.checkpoint.state_dict"  # has get_optimizer_state_dict and its like
+DCP = "torch.distributed.checkpoint"
 INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
 
 
@@ -51,17 +51,34 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def caller_of(function: str) -> tuple[str, str]:
-    """Module and name of the code that called ``function``, beyond wrappers of the same name.
+def caller_of(function: str) -> str:
+    """The module of the code that called ``function``, beyond wrappers of the same name.
 
-    To be called in that function itself.
+    To be called in that function itself, or by what it calls.
     """
     frame = inspect.currentframe()
-    frame = None if frame is None else frame.f_back
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
     while frame is not None and frame.f_code.co_name == function:
         frame = frame.f_back
-    return (
-        ("", "") if frame is None else (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def called_by_dcp(function: str) -> bool:
+    """Whether ``torch.distributed.checkpoint`` called ``function``; see :func:`caller_of`.
+
+    It takes an optimizer for a plain one, and would save one rank's part as the whole.
+    """
+    return caller_of(function).startswith(DCP)
+
+
+def outside_as_plain(call: str) -> RuntimeError:
+    """What DCP gets that asks a sharded optimizer as it is."""
+    return RuntimeError(
+        f"{call}: torch.distributed.checkpoint was given a sharded optimizer, of which each rank "
+        "has a part; call it inside `with optimizer.as_plain():` on every rank, optimizer being "
+        "what shardcast.shard returned, which stands for all of several, or use "
+        "shardcast.checkpoint.save"
     )
 
 

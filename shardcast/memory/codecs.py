@@ -244,6 +244,11 @@ class Encoded:
         return self._pieces[0]
 
     @property
+    def is_memory(self) -> bool:
+        """Whether :meth:`read` gives the memory itself, not a copy."""
+        return self.codec.plain and not self._on_host
+
+    @property
     def first(self) -> Tensor:
         """The memory of the first piece."""
         return self._pieces[0]

@@ -1,7 +1,7 @@
 """A sharded optimizer's state and masters, gathered to be a plain optimizer's.
 
-On rank 0, or on every rank for ``torch.distributed.checkpoint.state_dict``, whose functions take
-the optimizer for a plain one. An error on one rank is an error of all.
+On rank 0, or inside ``as_plain()`` on every rank, where ``torch.distributed.checkpoint`` takes the
+optimizer for a plain one. An error on one rank is an error of all.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -38,7 +39,9 @@ class FullState:
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
-        self._names: dict[nn.Parameter, dict[str, None]] | None = None  # of all ranks, for DCP
+        self._begun = False  # only to be shown inside ``as_plain()``
+        # Inside it, of all ranks: what stands for the state, of which DCP asks for names alone.
+        self.names: dict[nn.Parameter, dict[str, None]] | None = None
 
     def gather(self, place: int | None = None) -> dict[str, Any]:
         """The full state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
@@ -77,22 +80,35 @@ class FullState:
             values[MASTER] = shard.exact(shard.fragments[number])
         return values
 
-    def names_for_dcp(self, begins: bool) -> dict[nn.Parameter, dict[str, None]]:
-        """The names of :meth:`gather_on_all` by parameter, equal on all ranks.
+    @contextmanager
+    def as_plain(self) -> Iterator[None]:
+        """See :meth:`shardcast.ShardedOptimizer.as_plain`. Collective at its beginning."""
+        if self.names is not None:  # inside another one
+            yield
+            return
+        optimizer = self._optimizer
+        everyone, device = optimizer.process_groups.everyone, optimizer.device
+        everyone.together(partial(self._check_gathers, "as_plain"), device, "as_plain")
+        names = self._gathered_names()
+        self._begun = not any(names.values())
+        if self._begun:
+            everyone.together(self._begin, device, "as_plain")
+            names = self._gathered_names()
+        self.names = names
+        try:
+            yield
+        finally:
+            self.names = None
+            if self._begun:
+                self._forget()
 
-        Args:
-            begins: DCP looks whether there is a state; where there is none it is made, as DCP does
-                with a plain optimizer. Every rank must call it then; later calls are local.
-        """
-        if begins or self._names is None:
-            self._names = self._gathered_names()
-        if begins and not any(self._names.values()):
-            self._begin()
-            self._names = self._gathered_names()
-        return self._names  # true, as it has all parameters, so that DCP itself makes no step
+    def note_loaded(self) -> None:
+        """A state was loaded on all ranks, which stays."""
+        if self.names is not None:
+            self._begun = False
+            self.names = self._gathered_names()
 
     def _gathered_names(self) -> dict[nn.Parameter, dict[str, None]]:
-        self._check_gathers("state")
         optimizer = self._optimizer
         owned = {
             fragment.slot.name: dict.fromkeys(self._state_and_master(shard, number))
@@ -105,29 +121,13 @@ class FullState:
         return {param: names.get(name, {}) for name, param in optimizer.model.named_parameters()}
 
     def _begin(self) -> None:
-        """Step with zero gradients and rates, which changes no weight, unless there are gradients.
+        for update in self._optimizer.updates:
+            update.begin_state()
 
-        DCP's own way leaves out the loss scale, and ranks that own no part would step alone.
-        """
-        optimizer = self._optimizer
-        groups = optimizer.originals.groups
-        params = [param for group in groups for param in group["params"]]
-        has_gradients = any(param.grad is not None for param in params)
-        if any(optimizer.process_groups.everyone.exchange(has_gradients, optimizer.device)):
-            return
-        for param in params:
-            param.grad = torch.zeros_like(param) if param.requires_grad else None
-        rates = [(group, group["lr"]) for group in groups if "lr" in group]
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        if optimizer.decider.loss_scale is not None:
-            optimizer.decider.loss_scale.apply(torch.zeros((), device=optimizer.device))
-        try:
-            optimizer.step()
-        finally:
-            optimizer.zero_grad()
-            for group, rate in rates:
-                group["lr"] = rate
+    def _forget(self) -> None:
+        for shard in self._optimizer.shards:
+            for number in range(len(shard.fragments)):
+                self._optimizer.update_of(shard).load_fragment(shard, number, {})
 
     def check_copies(self) -> None:
         """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""

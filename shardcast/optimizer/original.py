@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardcast.messages import DCP_STATE, caller_of
-from shardcast.optimizer.state_view import StateView
+from shardcast.messages import called_by_dcp, outside_as_plain
+from shardcast.optimizer.state_view import StateView, refuse_write
 
 if TYPE_CHECKING:  # it imports this module
     from shardcast.optimizer.sharded import ShardedOptimizer
@@ -134,16 +134,15 @@ class OptimizerHandle(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """That of its own parameters; see :attr:`ShardedOptimizer.state`."""
-        module, _ = caller_of("state")
-        if module == DCP_STATE:  # its next call makes a step, to begin the state
-            self.state_dict()
+        if called_by_dcp("state"):
+            raise outside_as_plain("state")
         shards = [s for s in self._sharded.shards if s.pack.layout.group.optimizer == self._place]
         return StateView(shards, self._sharded.update_of)
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._ready:
-            self.state.replace(value)
+            refuse_write()
 
 
 def check_stepped(handles: Sequence[OptimizerHandle]) -> None:

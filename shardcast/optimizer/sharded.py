@@ -97,6 +97,8 @@ class ShardedOptimizer(StatefulOptimizer):
             check_stepped(self.handles)
         if self.average_in_model is not None:
             self.refuse_averaged("step")
+        if self._full.names is not None:
+            raise RuntimeError("step: leave `with optimizer.as_plain():` first")
         if options:
             raise TypeError(
                 f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "

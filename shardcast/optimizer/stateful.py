@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard
-from shardcast.messages import DCP_STATE, caller_of, warn
+from shardcast.messages import called_by_dcp, caller_of, outside_as_plain, warn
 from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.digest import digest
 from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.state_dict import StateDict
-from shardcast.optimizer.state_view import StateView
+from shardcast.optimizer.state_view import StateView, refuse_write
 from shardcast.step.decide.decision import Decision
 
 # Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
@@ -61,18 +61,38 @@ class StatefulOptimizer(PackedOptimizer):
     def state(self) -> Any:
         """Per model parameter, this rank's part of torch's state: 1-d tensors, 0-dim ``step``.
 
-        What is assigned or removed in it is so from the next step on; do the same on every rank.
-        Edits of a tensor in place count where moments are kept in fp32 on the device.
+        Read-only; :meth:`load_state_dict` replaces. Edits of a tensor in place, on every rank,
+        count where moments are kept in fp32 on the device, and are refused elsewhere.
         """
-        module, function = caller_of("state")
-        if module == DCP_STATE:
-            return self._full.names_for_dcp(begins=function == "_init_optim_state")
+        if self._full.names is not None:
+            return self._full.names
+        if called_by_dcp("state"):
+            raise outside_as_plain("state")
         return StateView(self.shards, self.update_of)
 
     @state.setter
-    def state(self, value: Mapping[Tensor, Any]) -> None:
+    def state(self, value: Any) -> None:
         if self._ready:
-            self.state.replace(value)
+            refuse_write()
+
+    @contextmanager
+    def as_plain(self) -> Iterator[None]:
+        """Look like the plain optimizer to ``torch.distributed.checkpoint``; all ranks must enter.
+
+        ``with optimizer.as_plain(): state = get_optimizer_state_dict(model, optimizer)``, likewise
+        around ``set_optimizer_state_dict``, ``dcp.save`` and ``dcp.load``. Inside,
+        :meth:`state_dict` gives the full state on every rank, in host memory of each, with
+        masters where parameters are less exact. Before a first step it is a state as of a step with
+        zero gradients, with which DCP begins a plain optimizer too; it is forgotten at the end
+        unless one was loaded.
+
+        Raises:
+            RuntimeError: on every rank, beside model parallelism, or inside :meth:`averaged`; of
+                :meth:`step` inside it.
+        """
+        self.refuse_averaged("as_plain")
+        with self._full.as_plain():
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: local, without collectives, tensors and plain scalars only.
@@ -81,16 +101,19 @@ class StatefulOptimizer(PackedOptimizer):
         (1-d fp32). Load it on the same rank of an equal layout; else there are checkpoints. Warns
         once where a script calls it on one of several ranks: a file of it has no other rank's part.
 
-        ``torch.distributed.checkpoint`` gets the full state, with names instead of the mark of this
-        rank; every rank must then call it, and all of it is in every rank's host memory.
+        Inside :meth:`as_plain` the full state of all ranks; every rank must then call it.
+
+        Raises:
+            RuntimeError: ``torch.distributed.checkpoint`` calls it outside of :meth:`as_plain`.
         """
+        if self._full.names is None and called_by_dcp("state_dict"):
+            raise outside_as_plain("state_dict")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        module, _ = caller_of("state_dict")
-        if module.startswith(DCP_STATE.rpartition(".")[0]):
+        if self._full.names is not None:
             result = self._full.gather_on_all()
         else:
-            self._warn_of_a_part(module)
+            self._warn_of_a_part(caller_of("state_dict"))
             result = self._states.dump()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
@@ -122,6 +145,7 @@ class StatefulOptimizer(PackedOptimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))
+        self._full.note_loaded()
         self._clipped = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

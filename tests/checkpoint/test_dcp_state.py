@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -41,6 +42,11 @@ def shard(group: Any, build: Any = adamw, **fields: Any) -> tuple[nn.Module, Any
     return model, shardcast.shard(model, build(model), process_group=group, **fields)
 
 
+def plain_state(model: nn.Module, optimizer: Any, options: Any = None) -> Any:
+    with optimizer.as_plain():
+        return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+
+
 def train(model: nn.Module, optimizer: Any, count: int = 3) -> None:
     for step in range(count):
         loss = model(BATCH).float().square().mean() * (step + 1)
@@ -66,12 +72,14 @@ def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
         train(model, optimizer)
         if began:
             train(other, resumed, 1)
-        states = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+        with optimizer.as_plain():
+            states = get_state_dict(model, optimizer, options=StateDictOptions(**options))
         weights, state = copy.deepcopy(states)  # which are the optimizer's own tensors
-        set_state_dict(
-            other, resumed, model_state_dict=weights, optim_state_dict=state,
-            options=StateDictOptions(**options),
-        )  # fmt: skip
+        with resumed.as_plain():
+            set_state_dict(
+                other, resumed, model_state_dict=weights, optim_state_dict=state,
+                options=StateDictOptions(**options),
+            )  # fmt: skip
         assert_goes_on_alike((model, optimizer), (other, resumed))
 
     ThreadedWorld(3).run(run)
@@ -100,12 +108,13 @@ def test_parameters_without_a_state_go_round_too(options: Any, build: Any):
         optimizer.step()
         optimizer.zero_grad()
         dcp_options = StateDictOptions(**options)
-        state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=dcp_options))
+        state = plain_state(model, optimizer, dcp_options)
         other, resumed = shard(group, build)
         other.load_state_dict(model.state_dict())
         if not options:  # torch demands a state of each parameter that is trained
             dcp_options.strict = False
-        set_optimizer_state_dict(other, resumed, state, options=dcp_options)
+        with resumed.as_plain():
+            set_optimizer_state_dict(other, resumed, state, options=dcp_options)
         assert_goes_on_alike((model, optimizer), (other, resumed))
 
     ThreadedWorld(2).run(run)
@@ -122,7 +131,7 @@ def test_every_rank_gets_the_state_of_the_plain_optimizers(build: Any):
         for step in range(3):
             set_grads(model, step)
             optimizer.step()
-        return copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        return plain_state(model, optimizer)
 
     for step in range(3):
         set_grads(plain, step)
@@ -138,11 +147,12 @@ def sets_what_rank_0_has(_group: Any) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model, optimizer = shard(None)
     train(model, optimizer)
-    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    state = plain_state(model, optimizer)
     other, resumed = shard(None)
     other.load_state_dict(model.state_dict())
     rank = torch.distributed.get_rank()
-    set_optimizer_state_dict(other, resumed, state if rank == 0 else {}, options=options)
+    with resumed.as_plain():
+        set_optimizer_state_dict(other, resumed, state if rank == 0 else {}, options=options)
     assert_goes_on_alike((model, optimizer), (other, resumed))
 
 
@@ -153,9 +163,11 @@ def test_rank_0s_state_is_broadcast_to_optimizers_without_one(gloo: SpawnedWorld
 def saves_and_loads(_group: Any, folder: str) -> None:
     model, optimizer = shard(None, param_dtype="bf16")
     train(model, optimizer)
-    dcp.save({"app": App(model, optimizer)}, checkpoint_id=folder)
+    with optimizer.as_plain():
+        dcp.save({"app": App(model, optimizer)}, checkpoint_id=folder)
     other, resumed = shard(None, param_dtype="bf16")
-    dcp.load({"app": App(other, resumed)}, checkpoint_id=folder)
+    with resumed.as_plain():
+        dcp.load({"app": App(other, resumed)}, checkpoint_id=folder)
     assert_goes_on_alike((model, optimizer), (other, resumed))
 
 
@@ -180,17 +192,79 @@ def test_a_checkpoint_of_dcp_resumes_exactly(gloo: SpawnedWorld, tmp_path: Path)
     gloo.run(saves_and_loads, str(tmp_path / "checkpoint"))
 
 
-def test_handles_are_refused_before_a_state_is_touched():
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_handles_are_refused_before_a_state_is_touched(inside: bool):
     model, optimizer = shard(None, pair)
-    with pytest.raises(RuntimeError, match=r"state_dict.* of the handle of Muon"):
+    context = optimizer.as_plain() if inside else contextlib.nullcontext()
+    with context, pytest.raises(RuntimeError, match=r"which stands for all of several"):
         get_optimizer_state_dict(model, list(optimizer.optimizers))
     assert dict(optimizer.state) == {}
     assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_a_state_that_dcp_asks_for_outside_of_as_plain_is_an_error_by_name(
+    began: bool, tmp_path: Path
+):
+    """And of none a part is saved, or set, as the whole."""
+
+    def run(group: Any) -> None:
+        model, optimizer = shard(group)
+        if began:
+            train(model, optimizer)
+        before = optimizer.digest()
+        calls: list[Callable[[], Any]] = [
+            lambda: get_optimizer_state_dict(model, optimizer),
+            lambda: get_state_dict(model, optimizer),
+            lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []}),
+        ]
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"inside `with optimizer\.as_plain\(\):`"):
+                call()
+        assert optimizer.digest() == before and optimizer.comm.steps == 3 * began
+        assert all(param.grad is None for param in model.parameters())
+
+    ThreadedWorld(2).run(run)
+    optimizer = shard(None)[1]
+    with pytest.raises(RuntimeError, match=r"inside `with optimizer\.as_plain"):
+        dcp.save({"optimizer": optimizer}, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
+
+
+def test_a_state_that_is_asked_for_before_a_first_step_changes_no_later_one():
+    """Of a guard, an average, a rate and a dampened momentum that count steps."""
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    def run(group: Any) -> None:
+        options = {"guard": {"loss": 6.0, "norm": 6.0, "window": 2}, "averages": {"ema": 0.5}}
+        pairs = [shard(group, build, **options) for _ in range(2)]
+        state = plain_state(*pairs[0])
+        assert all((v["momentum_buffer"] == 0).all() for v in state["state"].values())
+        assert len(state["state"]) == 6 and dict(pairs[0][1].state) == {}
+        assert pairs[0][1].comm.steps == 0
+        for model, optimizer in pairs:
+            for _ in range(4):
+                loss = model(BATCH).square().mean()
+                loss.backward()
+                optimizer.step(loss=loss)
+                optimizer.zero_grad()
+        assert pairs[0][1].decider.guard.state_dict() == pairs[1][1].decider.guard.state_dict()
+        assert_same_bits(*(everything(*pair) for pair in pairs))
+
+    ThreadedWorld(2).run(run)
+
+
+def test_a_step_is_refused_while_the_optimizer_looks_like_a_plain_one():
+    model, optimizer = shard(None)
+    with optimizer.as_plain(), pytest.raises(RuntimeError, match="as_plain"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize(
     "call",
-    ["full_state_dict", "full_parameters", get_optimizer_state_dict],
+    ["full_state_dict", "full_parameters", plain_state],
     ids=["full_state_dict", "full_parameters", "dcp"],
 )
 def test_a_gathering_call_beside_tensor_parallelism_is_refused_with_its_dimension(call: Any):
@@ -206,7 +280,7 @@ def test_a_gathering_call_beside_tensor_parallelism_is_refused_with_its_dimensio
 
 
 @pytest.mark.parametrize(
-    ("rank", "call"), [(0, lambda _m, o: o.full_state_dict()), (1, get_optimizer_state_dict)]
+    ("rank", "call"), [(0, lambda _m, o: o.full_state_dict()), (1, plain_state)]
 )
 def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(rank: int, call: Any):
     def run(group: Any) -> None:

@@ -481,7 +481,10 @@ def reset_state(variant: Variant) -> Report:
     return trained(variant, model, adamw(model), before=reset)
 
 
-@recipe("optimizer.state = defaultdict(dict) in the middle", "torch")
+@recipe(
+    "optimizer.state = defaultdict(dict) in the middle", "torch", error=TypeError,
+    match="read-only",
+)  # fmt: skip
 def cleared_state(variant: Variant) -> Report:
     import collections
 
@@ -900,7 +903,10 @@ def by_autograd_grad(variant: Variant) -> Report:
     return variant.report(plain, losses)
 
 
-@recipe("`optimizer.state[p]['exp_avg']` replaced, a state popped", "torch")
+@recipe(
+    "`optimizer.state[p]['exp_avg']` replaced, a state popped", "torch", error=TypeError,
+    match="read-only",
+)  # fmt: skip
 def replaced_state(variant: Variant) -> Report:
     def edit(model: Any, optimizer: Any, step: int) -> None:
         if step == 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import Any
 
@@ -97,7 +98,8 @@ def dcp_state(variant: Variant) -> Report:
     variant.starts(plain)
     model, optimizer = variant.shard(plain, adamw(plain))
     losses = steps(variant, model, optimizer, 0, 4)
-    state = through_file(get_optimizer_state_dict(plain, optimizer, options=options))
+    with contextlib.nullcontext() if variant.stock else optimizer.as_plain():
+        state = through_file(get_optimizer_state_dict(plain, optimizer, options=options))
     weights = plain.state_dict() if variant.stock else optimizer.full_parameters()
     saved = [{name: value.clone() for name, value in weights.items()}]
     dist.broadcast_object_list(saved, 0)
@@ -106,7 +108,8 @@ def dcp_state(variant: Variant) -> Report:
     plain = mlp()
     plain.load_state_dict(saved[0])
     model, optimizer = variant.shard(plain, adamw(plain))
-    set_optimizer_state_dict(plain, optimizer, state, options=options)
+    with contextlib.nullcontext() if variant.stock else optimizer.as_plain():
+        set_optimizer_state_dict(plain, optimizer, state, options=options)
     losses += steps(variant, model, optimizer, 4, 8)
     return variant.report(model, losses)
 

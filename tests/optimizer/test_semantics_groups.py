@@ -105,63 +105,83 @@ def test_groups_that_are_assigned_are_used():
     check(two_layers, steps(5, assign))
 
 
-def clears(optimizer: Any) -> None:
-    optimizer.state.clear()
+def forgets(state: dict[Any, Any]) -> None:
+    state.clear()
 
 
-def empties(optimizer: Any) -> None:
-    for param in list(optimizer.state):
-        optimizer.state[param] = {}
-
-
-def pops(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            optimizer.state.pop(param, None)
-
-
-def assigns_its_own(optimizer: Any) -> None:
-    optimizer.state = defaultdict(dict, optimizer.state)
-
-
-def pops_and_puts_back(optimizer: Any) -> None:
-    for param in list(optimizer.state):
-        values = optimizer.state.pop(param)
-        optimizer.state[param] = values
-
-
-def replaces(optimizer: Any) -> None:
+def replaces(state: dict[Any, Any]) -> None:
     """As ReLoRA does: new tensors in place of the moments, the count of steps stays."""
-    for values in optimizer.state.values():
+    for values in state.values():
         for name, value in values.items():
-            if name != "step":
+            if name not in ("step", "master"):
                 values[name] = value * 0.125
 
 
-def begins_elsewhere(optimizer: Any) -> None:
-    """With moments of the script's own, after all were forgotten."""
-    before = {param: dict(values) for param, values in optimizer.state.items()}
-    optimizer.state.clear()
-    for param, old in before.items():
-        values = optimizer.state[param]
+def begins_elsewhere(state: dict[Any, Any]) -> None:
+    """With moments of the script's own."""
+    for values in state.values():
         values["step"] = torch.tensor(7.0)
-        for name in old.keys() - {"step"}:
-            values.setdefault(name, torch.full_like(old[name], 0.25))
+        for name in values.keys() - {"step", "master"}:
+            values[name] = torch.full_like(values[name], 0.25)
 
 
+@pytest.mark.filterwarnings("ignore:state_dict. this")
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
-@pytest.mark.parametrize(
-    "act",
-    [
-        clears, assigns_its_own, empties, pops, pops_and_puts_back, replaces, begins_elsewhere,
-    ],
-)  # fmt: skip
-def test_a_script_may_forget_and_replace_state(act: Any, kind: Any):
-    def forget(step: int, _model: nn.Module, optimizer: Any) -> None:
+@pytest.mark.parametrize("act", [forgets, replaces, begins_elsewhere])
+def test_a_script_may_forget_and_replace_state_by_a_state_dict(act: Any, kind: Any):
+    def edit(step: int, _model: nn.Module, optimizer: Any) -> None:
         if step == 3:
-            act(optimizer)
+            state = optimizer.state_dict()
+            masters = {
+                n: {"master": v["master"]} for n, v in state["state"].items() if "master" in v
+            }
+            act(state["state"])
+            for number, master in masters.items():
+                state["state"][number] = master | state["state"].get(number, {})
+            optimizer.load_state_dict(state)
 
-    check(lambda model: kind(model.parameters(), lr=0.01), steps(6, forget))
+    check(lambda model: kind(model.parameters(), lr=0.01), steps(6, edit))
+
+
+def test_moments_on_the_device_may_be_edited_in_place():
+    def reset(step: int, model: Any, optimizer: Any) -> None:
+        if step == 3:
+            for param in model[2].parameters():
+                for name in {"exp_avg", "exp_avg_sq"} & optimizer.state[param].keys():
+                    optimizer.state[param][name].zero_()
+
+    check(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), steps(6, reset))
+
+
+@pytest.mark.parametrize("fields", [{"moments": "int8"}, {"moments": "bf16"}, {"offload": True}])
+def test_moments_that_are_kept_otherwise_refuse_edits_in_place(fields: dict[str, Any]):
+    model = mlp()
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), **fields)
+    set_grads(model, 0)
+    optimizer.step()
+    values = optimizer.state[model[0].weight]
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        with pytest.raises(RuntimeError, match=r"[Ii]nplace update to inference tensor"):
+            values[name].zero_()
+
+
+def test_the_state_is_read_only():
+    model = mlp()
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    set_grads(model, 0)
+    optimizer.step()
+    param, digest = model[0].weight, optimizer.digest()
+    values = optimizer.state[param]
+    writes: list[Callable[[], Any]] = [
+        lambda: optimizer.state.__setitem__(param, {}), lambda: optimizer.state.pop(param),
+        lambda: optimizer.state.clear(), lambda: values.__setitem__("step", torch.tensor(1.0)),
+        lambda: values.update(step=1.0), lambda: values.pop("step"),
+        lambda: setattr(optimizer, "state", defaultdict(dict)),
+    ]  # fmt: skip
+    for write in writes:
+        with pytest.raises(TypeError, match=r"read-only.* optimizer\.load_state_dict\(state\)"):
+            write()
+    assert optimizer.digest() == digest
 
 
 def test_a_copy_of_the_state_is_plain():

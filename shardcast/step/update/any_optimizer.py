@@ -221,6 +221,20 @@ class AnyOptimizerUpdate(Update):
             shard.publish()
         return True
 
+    def begin_state(self) -> None:
+        masters = [param for params in self._params.values() for param in params]
+        before = [param.detach().clone() for param in masters]
+        self._read_groups()
+        for param in masters:
+            param.grad = torch.zeros_like(param)
+        with torch.enable_grad():
+            self._step()
+        for shard in self._params:
+            self._take_masters(shard)
+        for param, values in zip(masters, before, strict=True):
+            param.detach().copy_(values)
+            param.grad = None
+
     def nbytes(self) -> int:
         return sum(
             value.nbytes

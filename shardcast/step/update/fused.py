@@ -205,7 +205,8 @@ class FusedUpdate(Update):
         state = self._states.get(shard)
         if state is None or self._histories[state.first + number] is None:
             return averages
-        step = self._steps[state.first + number]
+        with torch.inference_mode():  # fragments with one history share a count: not to be edited
+            step = self._steps[state.first + number].clone()
         sgd = self._kind is torch.optim.SGD
         if sgd and not float(step):
             return averages
@@ -213,6 +214,15 @@ class FusedUpdate(Update):
         without_step = sgd and not moment_codec(self._config, "").by_chance
         views = state.read(number, rules.STATE_NAMES[self._kind], decode)
         return {**({} if without_step else {"step": step}), **views, **averages}
+
+    def begin_state(self) -> None:
+        for shard, own in self._states.items():
+            group = self._optimizer.param_groups[shard.pack.layout.group.position]
+            if names := rules.rule_of(self._kind, group).state:
+                for name in names:
+                    own.encoded(name)
+                for number in range(len(shard.fragments)):
+                    self._load_state(shard, number, {"step": 1.0})
 
     def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         own = self._states[shard]

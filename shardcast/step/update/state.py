@@ -161,16 +161,21 @@ class ShardState:
     def read(self, number: int, names: Sequence[str], decode: bool) -> dict[str, Tensor]:
         """Stored tensors of one fragment, 1-d fp32, those that have begun.
 
+        Values that are not the memory itself are inference tensors: torch refuses to edit them in
+        place, which would change nothing.
+
         Args:
             decode: without it, to count them, they are on the meta device.
         """
         part = self.part(number)
         unread = torch.empty(part.stop - part.start, dtype=MASTER_DTYPE, device="meta")
-        return {
-            name: self.stored[name].read(part) if decode else unread
-            for name in names
-            if name in self.stored and number not in self._unbegun.get(name, ())
-        }
+        values = {}
+        for name in names:
+            if name in self.stored and number not in self._unbegun.get(name, ()):
+                stored = self.stored[name]
+                with torch.inference_mode(not stored.is_memory):
+                    values[name] = stored.read(part) if decode else unread
+        return values
 
     def take(self, number: int, names: Sequence[str], state: Mapping[str, Any]) -> None:
         """Overwrite stored tensors of one fragment.
@@ -233,6 +238,10 @@ class Update(ABC):
     def switch(self, _mode: str) -> bool:
         """``train`` or ``eval``; whether masters may have changed and were published."""
         return False
+
+    @abstractmethod
+    def begin_state(self) -> None:
+        """Make the state that a first step with zero gradients makes; masters stay as they are."""
 
     @abstractmethod
     def nbytes(self) -> int:
