@@ -324,7 +324,7 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
                                   "param_groups: expected the present groups"),
     "groups assigned, turned": (assign(turned), ValueError,
                                 "param_groups: expected the present groups"),
-    "state of another size": (set_state, ValueError, r"'exp_avg' of parameter 'a\.weight'"),
+    "a state assigned": (set_state, TypeError, r"optimizer\.state is read-only"),
     "plain state of other groups": (load_other_groups, ValueError,
                                     r"expected groups with \[2, 4\] parameters, got \[1, 1\]"),
     "plain state of another shape": (load_another_shape, ValueError,
