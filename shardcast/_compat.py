@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import re
 import subprocess
 import sys
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -335,19 +335,20 @@ fused_sgd_: Any = torch._fused_sgd_
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` as one compiled graph for all lengths of its tensors.
 
-    Each combination of flags and dtypes is a graph of its own, of which torch >= 2.13 is allowed
-    more than 8. Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing,
-    the function itself runs.
+    Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
+    itself runs.
     """
     # Triton would else try two block sizes in the first step, on copies of all that the kernel
     # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
-    settings = {"triton.autotune_pointwise": False}
+    settings: dict[str, Any] = {"triton.autotune_pointwise": False}
     if divides_exactly():
         settings[EXACT_DIVISION] = True
-    options: dict[str, Any] = {"options": settings}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = 64
-    graph = torch.compile(function, dynamic=True, fullgraph=True, **options)
+    # Dynamo limits the graphs of a code object; this one has none of other functions.
+    code = function.__code__.replace()
+    own = types.FunctionType(
+        code, function.__globals__, None, function.__defaults__, function.__closure__
+    )
+    graph = torch.compile(own, dynamic=True, fullgraph=True, options=settings)
 
     def run(*args: Any) -> None:
         (graph if _get_current_dispatch_mode() is None else function)(*args)

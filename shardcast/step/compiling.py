@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,31 +16,41 @@ from shardcast.messages import warn
 
 COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 
-failed = threading.Event()  # in this process; what failed once is not tried again
+ATTEMPTS = 2  # at compiling a kernel: what other processes do to the cache passes
 
 
-def or_eager(compiled: Callable[..., None], eager: Callable[..., None]) -> Callable[..., None]:
-    """``compiled``, or once compiling has failed in this process, ``eager``.
+def or_eager(
+    compiled: Callable[..., None], eager: Callable[..., None], kernel: str
+) -> Callable[..., None]:
+    """``compiled``, or once compiling it has failed twice in a row, ``eager``; other kernels stay.
 
     An error on one rank alone would leave the others waiting in their next collective, so there
     is a warning, on this rank. The mean has the same bits either way. An update may differ in the
     last one, which only ranks notice that own the same elements: replicas and tied stages.
+
+    Args:
+        compiled: one kernel, of one graph, that is compiled when it is called.
+        kernel: what the warning calls it.
     """
+    attempts = ATTEMPTS
 
     def run(*args: Any) -> None:
-        if not failed.is_set():
+        nonlocal attempts
+        while attempts:
             try:
                 compiled(*args)
+                attempts = ATTEMPTS
                 return
             except _compat.compile_errors() as error:  # nothing has run yet
-                failed.set()
-                warn(
-                    f"fuse: compiling failed ({error}); updates and means run eagerly on "
-                    "this rank from now on. Replicas or tied pipeline stages of which one does may "
-                    "come to differ in last bits. See that the compiler works and that the cache "
-                    "directory of torch.compile (TORCHINDUCTOR_CACHE_DIR) can be written, or use "
-                    "fuse 'eager'"
-                )
+                attempts -= 1
+                if not attempts:
+                    warn(
+                        f"fuse: compiling failed for {kernel} ({type(error).__name__}: {error}); "
+                        "it runs eagerly on this rank from now on. Replicas or tied pipeline "
+                        "stages of which one does may come to differ in last bits. See that the "
+                        "compiler works and that the cache directory of torch.compile "
+                        "(TORCHINDUCTOR_CACHE_DIR) can be written, or use fuse 'eager'"
+                    )
         eager(*args)
 
     return run

@@ -141,28 +141,32 @@ def chunks(tensor: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + chunk, tensor.numel()))
 
 
-def _compiled(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
-    if not out.numel():
-        return
-    # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
-    # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be a
-    # multiple of what is loaded at a time; all spans are with the default alignment.
-    row = ROW if out.numel() % ROW == 0 and out.numel() > ROW else 0
-    target = _compat.rows_of(out, row)
-
-    def alone(tensor: Tensor) -> Tensor:
-        return target if tensor is out else _compat.rows_of(tensor, row)
-
-    rest = None if carry is None else alone(carry)
-    _kernel(size)([alone(piece) for piece in pieces], rest, target)
+def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+    """:func:`mean_` as one kernel."""
+    if out.numel():
+        # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be
+        # a multiple of what is loaded at a time; all spans are with the default alignment.
+        row = ROW if out.numel() % ROW == 0 and out.numel() > ROW else 0
+        own = tuple(piece is out for piece in pieces)
+        kernel = _kernel(size, row, pieces[0].dtype, out.dtype, carry is None, own)
+        kernel(pieces, size, carry, out)
 
 
-compiled_mean_ = or_eager(_compiled, mean_in_chunks_)
-
-
-@functools.cache  # one compiled function, so that models of one process share its graphs
-def _kernel(size: int) -> Callable[..., None]:
+@functools.cache  # one compiled function, so that models of one process share its graph
+def _kernel(size: int, row: int, dtype: torch.dtype, *_: Any) -> Callable[..., None]:
     def mean(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
         mean_(pieces, size, carry, out)  # a constant, by which is divided in the pieces' own dtype
 
-    return _compat.compiled(mean)
+    graph = _compat.compiled(mean)
+
+    def in_rows(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+        # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
+        target = _compat.rows_of(out, row)
+
+        def alone(tensor: Tensor) -> Tensor:
+            return target if tensor is out else _compat.rows_of(tensor, row)
+
+        rest = None if carry is None else alone(carry)
+        graph([alone(piece) for piece in pieces], rest, target)
+
+    return or_eager(in_rows, mean_in_chunks_, f"the mean over {size} ranks in {dtype}")

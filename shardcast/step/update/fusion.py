@@ -217,7 +217,7 @@ class Executor:
 
     def __init__(self, compiled: bool, on_host: bool) -> None:
         self.compiled, self.on_host = compiled, on_host
-        self._run = _compiled() if compiled else _in_pieces
+        self._run = _compiled if compiled else _in_pieces
 
     def __call__(
         self, fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars,
@@ -279,9 +279,17 @@ def _in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> N
         update_(in_kernel, piece, *others)
 
 
-@functools.cache  # one compiled function, so that models of one process share its graphs
-def _compiled() -> Callable[..., None]:
-    return or_eager(_compat.compiled(update_), _in_pieces)
+def _compiled(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
+    """One kernel for all operands of these dtypes, with or without a factor and a skip."""
+    dtypes = tuple(tensor.dtype for tensor in operands)
+    absent = tuple(other is None for other in others)
+    _kernel(in_kernel, dtypes, absent)(in_kernel, operands, *others)
+
+
+@functools.cache  # one compiled function, so that models of one process share its graph
+def _kernel(in_kernel: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callable[..., None]:
+    name = f"the update by {in_kernel.rule} of gradients in {dtypes[0]}"
+    return or_eager(_compat.compiled(update_), _in_pieces, name)
 
 
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,13 +38,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 MASTERS = {"fp32": Codec(), "split16": Split16()}
 MOMENTS = ("fp32", "bf16", "int8")
 NUMEL = 64 * 21 + 13
-
-
-@pytest.fixture(autouse=True)
-def _any_number_of_kinds() -> Iterator[None]:
-    """A process of tests compiles more kinds of updates than a training, and torch 2.11 eight."""
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
 
 
 class Range:
