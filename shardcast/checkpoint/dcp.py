@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,26 +38,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from shardcast.checkpoint.region import KeyPath, ShardView
 from shardcast.checkpoint.storage import Files, is_plain_name
+from shardcast.checkpoint.unpickling import VERSIONS, unpickled
 
 METADATA = ".metadata"  # the name that DCP gives it
 ONCE = "once"  # takes the place of a rank in the name of the file with what is stored once
 PLAN = 1 << 20  # bytes of small tensors that are planned and written together
 Value = ShardView | tuple[KeyPath, Any]  # an object has its path beside it
-# What metadata and plans are made of, besides dtypes; in files of other writers too.
-CLASSES = {
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-    *("TensorProperties", "TensorStorageMetadata", "_StorageInfo", "_MEM_FORMAT_ENCODING"),
-    *("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType", "WriteResult"),
-}
-HARMLESS = {
-    (__name__, "Written"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("collections", "OrderedDict"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +145,10 @@ class _SavePlanner(DefaultSavePlanner):
         return self._values[index]
 
 
+class UnreadableError(RuntimeError):
+    """Metadata that is damaged, or written by a version that is not known here."""
+
+
 class Reader(FileSystemReader):
     """A checkpoint's metadata, and its data on demand. Local.
 
@@ -169,7 +158,8 @@ class Reader(FileSystemReader):
         sizes: the files that are referred to, and how many bytes of them.
 
     Raises:
-        RuntimeError: the metadata cannot be read, or refers to files elsewhere.
+        UnreadableError: the metadata cannot be read.
+        RuntimeError: it refers to files elsewhere.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -190,7 +180,9 @@ class Reader(FileSystemReader):
                 name, end = place.relative_path, place.offset + place.length
                 self.sizes[name] = max(end, self.sizes.get(name, 0))
         except Exception as error:  # anything may be in there
-            raise RuntimeError(f"{str(file)!r} cannot be read as DCP metadata: {error}") from error
+            raise UnreadableError(
+                f"{str(file)!r} cannot be read as DCP metadata by {VERSIONS}: {error}"
+            ) from error
         for name in self.sizes:
             if not is_plain_name(name):
                 raise RuntimeError(
@@ -263,21 +255,3 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.value = torch.load(value, map_location="cpu", weights_only=True)
-
-
-def unpickled(data: bytes) -> Any:
-    """What metadata, or a message from rank to rank, says; unable to run code."""
-    return _Unpickler(io.BytesIO(data)).load()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads what is pickled without being able to run what a stranger put into it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (
-            (module.startswith("torch.distributed.checkpoint") and name in CLASSES)
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-            or (module, name) in HARMLESS
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{METADATA}: unexpected {module}.{name}")

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from shardcast.checkpoint import storage
-from shardcast.checkpoint.dcp import METADATA, Reader, Stored
+from shardcast.checkpoint.dcp import METADATA, Reader, Stored, UnreadableError
 from shardcast.messages import warn
 
 FORMAT = 1
 FACTS = {"step": int, "world_size": int, "partition": str, "optimizer": str, "files": dict}
+OPTIONAL = ("digest", "digest_of", "torch", "python")
 MANIFEST, MARKER = "shardcast.json", "COMMITTED"
 NAME = re.compile(r"step-(\d+)")
 WRITING, BACKGROUND, LEAVING, DAMAGED = ".writing-", ".background-", ".leaving-", ".damaged-"
@@ -53,6 +54,7 @@ class Manifest:
         files: size (``bytes``) and ``sha256`` of each, by name.
         digest: of masters and state, if it was saved with one; ``digest_of`` says in which forms
             they were kept.
+        torch, python: versions that wrote it, where it says so.
     """
 
     path: Path
@@ -63,6 +65,8 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]]
     digest: str | None = None
     digest_of: str | None = None
+    torch: str | None = None
+    python: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +162,7 @@ def manifest_of(folder: Path) -> Manifest:
     if match and int(match[1]) != facts["step"]:
         reason = f"is of step {facts['step']}; the directory was renamed; restore its name"
         raise _damaged(folder, MANIFEST, reason)
-    known = {key: facts[key] for key in (*FACTS, "digest", "digest_of") if key in facts}
+    known = {key: facts[key] for key in (*FACTS, *OPTIONAL) if key in facts}
     return Manifest(folder, **known)
 
 
@@ -176,9 +180,14 @@ def damage(
     Args:
         written_since: of files that were last written before, in nanoseconds, only the size is
             compared.
+
+    Raises:
+        ValueError: nothing is wrong with it, but this version of shardcast, torch or Python cannot
+            read it. An older one in its place would cost the steps between them without need.
     """
     try:
-        files = manifest_of(folder).files
+        manifest = manifest_of(folder)
+        files = manifest.files
         names = sorted(files)[share::shares]
         for name in names:
             _verify(folder, name, files[name], written_since)
@@ -189,6 +198,12 @@ def damage(
                     raise _damaged(folder, METADATA, reason)
     except DamagedCheckpointError as error:
         return error
+    except UnreadableError as error:  # though its checksum is right
+        raise ValueError(
+            f"checkpoint {str(folder)!r}, written by torch {manifest.torch} and Python "
+            f"{manifest.python}, is as it was written, but {error}; load it with the versions that "
+            "wrote it, or with a newer release of shardcast"
+        ) from error
     except RuntimeError as error:
         return DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}")
     return None

@@ -13,6 +13,7 @@ import io
 import math
 import os
 import pickle
+import platform
 import re
 import shutil
 import time
@@ -26,10 +27,11 @@ import torch
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import Model, Snapshot
-from shardcast.checkpoint.dcp import ONCE, Writer, Written, unpickled
+from shardcast.checkpoint.dcp import ONCE, Reader, Writer, Written
 from shardcast.checkpoint.directory import BACKGROUND, LEAVING, WRITING
 from shardcast.checkpoint.inventory import Inventory
 from shardcast.checkpoint.region import KeyPath, ShardView
+from shardcast.checkpoint.unpickling import unpickled
 from shardcast.messages import by_rank
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -172,6 +174,7 @@ class RankSave:
         writer = Writer(self.writing, ONCE)
         files = [*(message["written"] for message in messages), writer.write(once.items())]
         sums = writer.write_metadata(files)
+        Reader(self.writing)  # what load would refuse is an error now, not after a week
         for file in files:
             sums |= file.sums
         folders.commit(self.writing, self.target, sums, self.facts)
@@ -269,6 +272,7 @@ def begin(
         "partition": snapshot.partition,
         "optimizer": head["optimizer"],
         "torch": torch.__version__,
+        "python": platform.python_version(),
     }
     if digest:
         facts |= snapshot.digest()

@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from shardcast.checkpoint import (
     load_plain,
     resume,
     save,
+    save_async,
+    unpickling,
 )
 from shardcast.checkpoint.directory import MANIFEST, MARKER
 from shardcast.checkpoint.storage import digest_of
@@ -92,6 +96,16 @@ def by_a_stranger(run: Path) -> None:
 
     torch.save({"a": Evil()}, run / "evil.pt")
     in_newest(METADATA, lambda path: path.write_bytes(pickle.dumps(os.getcwd)))(run)
+
+
+def by_a_strangers_getattr(run: Path) -> None:
+    """An attribute of a class that may be in metadata, as its members are pickled."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (getattr, (torch.Size, "__subclasses__"))
+
+    in_newest(METADATA, lambda path: path.write_bytes(pickle.dumps(Evil())))(run)
 
 
 def swapped(run: Path) -> None:
@@ -176,6 +190,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # import_dcp
     "metadata that would run code": (RuntimeError, "cannot be read.*unexpected posix", DCP,
                                      by_a_stranger),
+    "a getattr of what is not an enum": (RuntimeError, "unexpected getattr of .*Size", DCP,
+                                         by_a_strangers_getattr),
     "no metadata": (RuntimeError, r"\.metadata' cannot be read", DCP,
                     in_newest(METADATA, nonsense)),
     "too short a file": (RuntimeError, rf"{DATA}' has \d+ bytes, expected", DCP,
@@ -315,3 +331,57 @@ def test_what_was_edited_by_hand_is_refused_although_its_sums_hold(
     assert_same_bits(everything(*pair), before)
     with pytest.warns(UserWarning, match="falling back"):
         assert load(tmp_path, *pair).step == 1
+
+
+# -- written by a version that is not known here --------------------------------------------------
+
+
+def written_elsewhere(folder: Path) -> None:
+    """Metadata with a class that no version here has, and sums that hold."""
+    path = folder / METADATA
+    path.write_bytes(path.read_bytes().replace(b"ChunkStorageMetadata", b"ChunkStorageMetadat4"))
+    seal(folder, lambda manifest: manifest.update(torch="9.9.0", python="3.99.1"))
+
+
+def test_what_another_version_wrote_is_named_with_both_and_never_takes_an_older_ones_place(
+    made: Path, tmp_path: Path
+):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    written_elsewhere(tmp_path / NEWEST)
+    both = rf"torch 9\.9\.0 and Python 3\.99\.1.* by torch {re.escape(torch.__version__)} and Py"
+
+    def attempt(group: Any) -> None:
+        pair = job(group, 4)
+        before = everything(*pair)
+        for act in (loading(), loading(NEWEST), loading(verb=resume), saving(step=2)):
+            with pytest.raises(ValueError, match=both):
+                act(tmp_path, group.rank(), *pair)
+        assert_same_bits(everything(*pair), before)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a fall back
+        run_world(2, attempt)
+        for verb in (latest, inspect):
+            with pytest.raises(ValueError, match=both):
+                verb(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001", NEWEST]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_could_not_be_read_again_is_an_error_of_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+):
+    def attempt(group: Any) -> None:
+        pair = job(group)
+        with pytest.raises(RuntimeError, match=r"unexpected .*BytesStorageMetadata"):
+            save(tmp_path, *pair, step=1)
+        with pytest.raises(RuntimeError, match=r"unexpected .*BytesStorageMetadata"):
+            save_async(tmp_path, *pair, step=1).wait()
+
+    known = unpickling.CLASSES - {"BytesStorageMetadata"}  # no message of a rank has it
+    with monkeypatch.context() as patch:
+        patch.setattr(unpickling, "CLASSES", known)
+        run_world(ranks, attempt)
+    assert list(tmp_path.iterdir()) == []
+    run_world(ranks, lambda group: save(tmp_path, *job(group), step=1))  # the control
+    assert latest(tmp_path) is not None
