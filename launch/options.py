@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from shardcast import ShardcastConfig
 
@@ -15,22 +16,57 @@ HEAD = """# Options
 `python launch/options.py` writes this page from `ShardcastConfig`. Give an option as a keyword of
 `shard()`, as `SHARDCAST_<OPTION>` in the environment, or in the YAML file that `SHARDCAST_CONFIG`
 names; the first of these wins. Unknown names are errors.
-
-| option | default | what it does |
-|---|---|---|
 """
+GROUPS = {
+    "Common": (
+        "param_dtype", "max_grad_norm", "autocast", "keep_fp32", "averages", "guard", "metrics",
+        "reproducible", "broadcast_buffers",
+    ),
+    "Memory": ("grads", "master", "moments", "offload", "shard_ranks"),
+    "Precision": (
+        "grad_dtype", "reduce_dtype", "fp32_outputs", "cast_forward_inputs", "cast_buffers",
+        "convert_rest", "loss_scale", "loss_scale_init", "loss_scale_growth_interval",
+    ),
+}  # fmt: skip
+REST = "Advanced"  # every other option
+VALUES = {
+    "torch.dtype": "bf16, fp16, fp32",
+    "bool": "true, false",
+    "int": "a number",
+    "float": "a number",
+    "tuple[KeepRule, ...]": "a list",
+    "tuple[str, ...]": "a list of patterns",
+    "bool | tuple[str, ...]": "true, false or a list of patterns",
+    "Averages": "names with decays",
+    "Guard": "a mapping or a function",
+    "GroupFn": "a function",
+    "CostFn": "a function",
+}
+
+
+def values_of(option: dataclasses.Field[Any]) -> str:
+    """What an option may be: its range where it has one, else what its type says."""
+    kind = str(option.type).removesuffix(" | None")
+    values = option.metadata["range"][0].removeprefix("one of ") or VALUES[kind]
+    return values + (", null" if kind != option.type else "")
 
 
 def page() -> str:
-    """The whole page, a row per option in the order of the class."""
+    """The whole page, a table for each group, in the order of the class where none is named."""
+    options = {option.name: option for option in dataclasses.fields(ShardcastConfig)}
     defaults = ShardcastConfig().to_dict()
-    rows = []
-    for option in dataclasses.fields(ShardcastConfig):
-        default = defaults[option.name]
-        shown = json.dumps(default) if not isinstance(default, str) else default  # as in YAML
-        text = option.metadata["help"].replace("|", "\\|")
-        rows.append(f"| `{option.name}` | `{shown}` | {text} |")
-    return HEAD + "\n".join(rows) + "\n"
+    named = {name for names in GROUPS.values() for name in names}
+    text = HEAD
+    for group, names in {**GROUPS, REST: [name for name in options if name not in named]}.items():
+        text += f'\n## {group}\n\n<div class="stacked options" markdown>\n\n'
+        text += "| option | values | default | what it does |\n|---|---|---|---|\n"
+        for name in names:
+            default, option = defaults[name], options[name]
+            shown = json.dumps(default) if not isinstance(default, str) else default  # as in YAML
+            cells = [f"`{name}`", values_of(option), f"`{shown}`", option.metadata["help"]]
+            text += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+        text += "\n</div>\n"
+    return text
 
 
 def main(arguments: list[str]) -> int:

@@ -131,28 +131,27 @@ def _color(name: str, number: int) -> str:
     return str(style_of(name).get("color", "#a371f7" if number else "C0"))
 
 
-def agreement(runs: dict[str, list[Record]], path: Path) -> str:
+def agreement(runs: dict[str, list[Record]], *paths: Path) -> str:
     """Draw training losses above, and their relative differences from the first run's below."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
+        figure = empty_figure(8, 6)
+    except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
-    figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     curves = {name: curve(records, "train") for name, records in runs.items()}
     first = next(iter(curves.values()))
     for number, (name, losses) in enumerate(curves.items()):
-        style = {"color": f"C{number}", "linestyle": "-" if number == 0 else (number, (2, 2))}
+        color = ("#db6d28", "#2f81f7", "#a371f7", "#39a0a0")[number % 4]
+        style = {"color": color, "linestyle": "-" if number == 0 else (number, (2, 2))}
         above.plot(losses.keys(), losses.values(), label=name, **style)
         if number > 0:
             steps = sorted(losses.keys() & first.keys())
             apart = [abs(losses[step] - first[step]) / first[step] for step in steps]
-            below.plot(steps, apart, ".", color=f"C{number}")
-    above.set_ylabel("loss (nats per byte)")
-    above.legend()
+            below.plot(steps, apart, ".", color=color)
+    above.set_ylabel("loss, nats per byte")
+    above.legend(frameon=False, labelcolor=INK)
     below.set(xlabel="step", ylabel="relative difference", ylim=(0, None))
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    return f"picture: {path}"
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(figure, path)
+    return f"picture: {paths[0]}"

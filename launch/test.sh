@@ -15,7 +15,7 @@
 # known, in .venv-torch-* of their own, 6 GB each. Privates of torch differ most between these.
 #
 # With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
-# $VENV of its own (2 GB), and write docs/recipes.md. Ten minutes on two cores; -k NAME for a part.
+# $VENV of its own (2 GB), and write docs/tested-scripts.md. Ten minutes on two cores; -k NAME for a part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -65,7 +65,7 @@ if [[ ${1:-} == --ecosystem ]]; then
         cp tests/ecosystem/requirements.txt "$venv/requirements.txt"
     fi
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    (($#)) || set -- --recipes docs/recipes.md
+    (($#)) || set -- --recipes docs/tested-scripts.md
     exec "$python" -m pytest tests/ecosystem "$@"
 fi
 environment test

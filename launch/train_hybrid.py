@@ -212,7 +212,8 @@ def pipelined(
 def compare(directories: list[Path], output: Path) -> None:
     """Draw runs in one picture; print how far their losses are from those of the first one."""
     runs = {str(directory): metrics.read(directory) for directory in directories}
-    print(agreement(runs, output / "comparison.png"))
+    named = {directory.name: runs[str(directory)] for directory in directories}
+    print(agreement(named, output / "comparison.png", output / "comparison.svg"))
     (name, first), *others = runs.items()
     for other, records in others:
         step, difference = metrics.largest_difference(first, records)

@@ -1,4 +1,4 @@
-"""Collects the figures of all recipes into the table of ``docs/recipes.md``."""
+"""Collects the figures of all recipes into the table of ``docs/tested-scripts.md``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Scripts as other people write them: under DDP, and with the change that the README asks for.
 
 A recipe is a function that trains something tiny and reports it. :func:`compare` runs it on two
-gloo processes in four variants and returns the figures of one row of ``docs/recipes.md``:
+gloo processes in four variants and returns the figures of one row of ``docs/tested-scripts.md``:
 
 ======== ====================================================================
 ddp      DDP, fp32

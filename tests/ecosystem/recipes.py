@@ -60,7 +60,7 @@ class Row(NamedTuple):
     """``None`` if it was refused."""
 
 
-PREAMBLE = """# Recipes
+PREAMBLE = """# Tested scripts
 
 Scripts as their authors write them, run on two gloo processes under DDP, under DDP with bf16
 autocast, and with the change that the README asks for, in fp32 and in bf16. Written by
@@ -71,6 +71,8 @@ far the weights went astray from DDP's in fp32, as a share of the distance that 
 *autocast* is the same for DDP under autocast: the noise of bf16 itself. *Refused* is an error on
 every rank that names cause and remedy; *warned* trains, and a warning says what differs. What goes
 wrong without a word is marked **not noticed**.
+
+<div class="stacked scripts" markdown>
 """
 
 
@@ -90,7 +92,7 @@ def table_of(rows: Sequence[Row]) -> str:
         elif entry.error is not None:
             remark = f"{entry.error.__name__} names `{entry.match}`"
         lines.append("| " + " | ".join([entry.title, packages, *cells, remark]) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "</div>"]) + "\n"
 
 
 def _power(value: float) -> str:
