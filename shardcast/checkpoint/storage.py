@@ -7,6 +7,7 @@ single write, flush and rename.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -16,6 +17,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from shardcast.messages import warn
+
+# What CIFS, DrvFs and several FUSE mounts say of an fsync of a directory; any other is an error.
+CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_told = set[int]()  # devices of which a warning was given
 BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
 
 
@@ -104,11 +110,26 @@ def make_directory(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make the entries of a directory, or the contents of a file, durable."""
+    """Make the entries of a directory, or the contents of a file, durable.
+
+    Of a directory on a file system that cannot do this, say so once and go on.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
             os.fsync(handle)
+    except OSError as error:
+        if error.errno not in CANNOT_FLUSH or not path.is_dir():
+            raise
+        device = path.stat().st_dev
+        if device not in _told:
+            _told.add(device)
+            warn(
+                f"directory: the file system of {str(path)!r} cannot flush a directory "
+                f"({error.strerror}): files in it are flushed and checkpoints are whole or not "
+                "there when a process is killed, but a power cut soon after a save may lose the "
+                "names of that checkpoint and its files; keep the one before it (keep=2 or more)"
+            )
     finally:
         os.close(handle)
 

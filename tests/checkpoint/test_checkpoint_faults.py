@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import threading
 import traceback
@@ -274,6 +276,48 @@ def test_every_new_directory_is_flushed_up_to_one_that_was_there(
     monkeypatch.setattr(storage, "flush", lambda path: flushed.append(path) or flush(path))
     checkpoint.save(tmp_path / "runs" / "a", *job(), step=1)
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= {*flushed}
+
+
+def no_flush_of(kind: Callable[[int], bool], number: int) -> Callable[[int], None]:
+    """``os.fsync`` of a file system that gives an error for directories, or for files."""
+    fsync = os.fsync
+
+    def flush(handle: int) -> None:
+        if kind(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    return flush
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_a_file_system_that_cannot_flush_a_directory_is_saved_to_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    run = tmp_path / "run"
+    monkeypatch.setattr(storage, "_told", set())
+    monkeypatch.setattr(os, "fsync", no_flush_of(stat.S_ISDIR, number))
+    pair = job()
+    with pytest.warns(UserWarning) as caught:
+        checkpoint.save(run, *pair, step=1)
+        checkpoint.save_async(run, *pair, step=2).wait()
+        checkpoint.export(run, tmp_path / "out")
+    (message,) = (str(warning.message) for warning in caught)
+    assert f"'{tmp_path}'" in message and "power cut" in message
+    assert loaded(run)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [(stat.S_ISDIR, errno.EIO), (stat.S_ISREG, errno.EINVAL)]
+)
+def test_any_other_flush_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[int], bool], number: int
+):
+    monkeypatch.setattr(os, "fsync", no_flush_of(kind, number))
+    with pytest.raises(OSError, match="is not saved") as caught:
+        checkpoint.save(tmp_path, *job(), step=1)
+    assert caught.value.errno == number
+    assert checkpoint.latest(tmp_path) is None
 
 
 # -- files that are damaged afterwards ------------------------------------------------------------
