@@ -33,7 +33,7 @@ FORMAT = 1
 FACTS = {"step": int, "world_size": int, "partition": str, "optimizer": str, "files": dict}
 OPTIONAL = ("digest", "digest_of", "torch", "python")
 MANIFEST, MARKER = "shardcast.json", "COMMITTED"
-NAME = re.compile(r"step-(\d+)")
+NAME = re.compile(r"step-(\d{9}|[1-9]\d{9,})")  # as folder_of() gives; `step-1` is a user's
 WRITING, BACKGROUND, LEAVING, DAMAGED = ".writing-", ".background-", ".leaving-", ".damaged-"
 
 
@@ -97,7 +97,8 @@ def steps(directory: Path) -> dict[int, Path]:
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` is one checkpoint, not a directory of them."""
     files = (MANIFEST, MARKER, METADATA)
-    return NAME.fullmatch(path.name) is not None or any((path / name).exists() for name in files)
+    named = NAME.fullmatch(path.name) is not None and not steps(path)
+    return named or any((path / name).exists() for name in files)
 
 
 def new_name(prefix: str, target: Path) -> str:

@@ -31,6 +31,7 @@ class Difference:
         kind: ``master``, or the name of the state tensor.
         element: index in the flat parameter.
         recorded, replayed: the values.
+        start: number that the run gave its first step.
     """
 
     first: int
@@ -40,11 +41,14 @@ class Difference:
     element: int
     recorded: float
     replayed: float
+    start: int = 0
 
     def __str__(self) -> str:
         return (
             f"between steps {self.first} and {self.last} {self.kind} of {self.parameter!r} parts "
-            f"at element {self.element}: recorded {self.recorded!r}, now {self.replayed!r}"
+            f"at element {self.element}: recorded {self.recorded!r}, now {self.replayed!r} (after "
+            f"train({self.first + self.start}) to train({self.last + self.start - 1}); give start= "
+            f"if the run's first step was not number {self.start})"
         )
 
 
@@ -56,6 +60,7 @@ def replay(
     *,
     first: int | None = None,
     last: int | None = None,
+    start: int = 0,
 ) -> Difference | None:
     """Load a checkpoint, make the steps up to the next one again, and compare; and so on.
 
@@ -65,9 +70,12 @@ def replay(
 
     Args:
         directory: the checkpoints of a run, of which it needs two; it is not changed.
-        train: makes the step of the number that it is given, from 1, as the run did: backwards of
-            its data and random numbers, rates, ``optimizer.step()`` and ``zero_grad()``.
+        train: makes the step of the number that it is given, as the run did: backwards of its data
+            and random numbers, rates, ``optimizer.step()`` and ``zero_grad()``.
         first, last: steps of the checkpoints to begin and to end with; without them all.
+        start: the number of the run's first step: 0 where its loop is that of docs/checkpoints.md,
+            ``for step in range(first, steps)``, which saves ``step + 1``; 1 where the step of
+            number ``step`` is saved as that.
 
     Returns:
         The first difference, the same on all ranks; ``None`` if there is none.
@@ -86,15 +94,16 @@ def replay(
         )
     load(folders.folder_of(path, steps[0]), model, optimizer)
     for begin, end in pairwise(steps):
-        for step in range(begin + 1, end + 1):
-            train(step)
+        for step in range(begin, end):
+            train(step + start)
         replayed = _values(optimizer)
         load(folders.folder_of(path, end), model, optimizer)
         recorded = _values(optimizer)
         compare = partial(_first_difference, recorded, replayed)
         differences = [d for d in snapshot.collect(compare, "replay") if d is not None]
         if differences:
-            return Difference(begin, end, *min(differences, key=lambda values: values[:3]))
+            parted = min(differences, key=lambda values: values[:3])
+            return Difference(begin, end, *parted, start=start)
     return None
 
 

@@ -27,13 +27,21 @@ def replay(arguments: list[str]) -> int:
     )
     parser.add_argument("--first", type=int, help="step of the checkpoint to begin with")
     parser.add_argument("--last", type=int, help="step of the checkpoint to end with")
+    parser.add_argument(
+        "--start",
+        type=int,
+        default=0,
+        help="number of the run's first step: 0 for a loop over range(steps) that saves step + 1, "
+        "1 for one that saves step (default: 0)",
+    )
     parsed = parser.parse_args(arguments)
     job = function_of("make", parsed.make)()
     if not isinstance(job, tuple) or len(job) != 3 or not callable(job[2]):
         raise ValueError(
             f"make: expected that {parsed.make} returns (model, optimizer, train), got {job!r}"
         )
-    difference = checkpoint.replay(parsed.directory, *job, first=parsed.first, last=parsed.last)
+    options = {"first": parsed.first, "last": parsed.last, "start": parsed.start}
+    difference = checkpoint.replay(parsed.directory, *job, **options)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("no difference" if difference is None else difference)
     return int(difference is not None)

@@ -170,6 +170,23 @@ def test_other_param_dtypes_have_the_same_masters(tmp_path: Path, dtypes: Any):
             assert torch.equal(tensor, exact.to(tensor.dtype))
 
 
+@pytest.mark.parametrize("name", ["step-1", "step-0000000012", "step-000000001"])
+def test_a_users_directory_may_be_named_almost_as_a_checkpoint(tmp_path: Path, name: str):
+    run, notes = tmp_path / name, tmp_path / name / "step-2"
+    pair = job()
+    if name != "step-000000001":  # that one would be a checkpoint, and is told to be missing
+        assert checkpoint.resume(run, *pair) is None
+    notes.mkdir(parents=True)
+    for step in (1, 2, 3):
+        checkpoint.save(run, *pair, step=step, keep=1)
+    resumed = checkpoint.resume(run, *job(steps=0))
+    assert resumed is not None and resumed.step == 3
+    assert checkpoint.inspect(run).step == 3 and checkpoint.latest(run) == run / "step-000000003"
+    assert notes.is_dir(), "no checkpoint, so that keep= does not count or delete it"
+    if name != "step-000000001":
+        assert checkpoint.resume(tmp_path, *pair) is None
+
+
 def test_buffers_come_back_on_every_rank_as_rank_0_had_them(tmp_path: Path):
     def run(group: Any, load: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(group.rank() + 10 * load)

@@ -198,28 +198,33 @@ def make():
         optimizer.zero_grad()
     return model, optimizer, train
 
-def record(flips):
+def record(flips, start):
     model, optimizer, train = make()
-    for step in (1, 2, 3):
-        train(step)
-        if flips and step == 2:
+    for made in (1, 2, 3):
+        train(made - 1 + start)
+        if flips and made == 2:
             with torch.no_grad():
                 model.weight.view(torch.int32)[1, 2] ^= 1
-        checkpoint.save("run", model, optimizer, step=step)
+        checkpoint.save("run", model, optimizer, step=made)
 """
 
 
+@pytest.mark.parametrize("start", [0, 1], ids="counted from {}".format)
 @pytest.mark.parametrize("flips", [False, True])
 def test_replay_names_the_element_that_parts(
-    flips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    flips: bool, start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     (tmp_path / "job_to_replay.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "job_to_replay", raising=False)
-    importlib.import_module("job_to_replay").record(flips)
-    printed = command("replay", "run", "job_to_replay:make", status=int(flips))
+    importlib.import_module("job_to_replay").record(flips, start)
+    replay = ("replay", "run", "job_to_replay:make")
+    numbered = (f"--start={start}",) if start else ()
+    printed = command(*replay, *numbered, status=int(flips))
     assert ("'weight'" in printed and "element 6:" in printed) == flips, printed
+    printed = command(*replay, f"--start={1 - start}", status=1)
+    assert "between steps 1 and 2" in printed and "give start=" in printed, "the control"
 
 
 # -- launch -----------------------------------------------------------------------------------

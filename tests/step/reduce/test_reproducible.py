@@ -461,7 +461,11 @@ def test_a_replay_on_other_ranks_finds_the_bit_that_was_flipped(
     def again(group: Any) -> Any:
         model, optimizer = optimizer_of(group)
         return checkpoint.replay(
-            tmp_path / "run", model, optimizer, lambda step: make_step(model, optimizer, step)
+            tmp_path / "run",
+            model,
+            optimizer,
+            lambda step: make_step(model, optimizer, step),
+            start=1,
         )
 
     _, flipped = run_world(2, record)[0]
