@@ -63,6 +63,7 @@ def save_async(
 
     def copied() -> list[ShardView]:
         job.look()  # else rank 0 would wait for the others in vain
+        job.reserve()
         return list(map(_copied, snapshot.views()))
 
     try:

@@ -38,6 +38,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
 LAG = 60.0  # seconds after which a network file system should show what another rank wrote
 Arguments = tuple[str, int, int | None, bool]  # directory, step, keep, digest
+SAID = 4096  # bytes, for the message of a rank that failed
 POLL = 0.02  # seconds between two looks
 
 
@@ -141,16 +142,35 @@ class RankSave:
             self.leave({"written": written, "own": self.own})
         return written
 
+    def reserve(self) -> None:
+        """Take room in the directory for an error that :meth:`leave` may have to leave.
+
+        To be called on all ranks before any of them writes: a full disk has none left.
+        """
+        if self.rank != 0:
+            self._draft(bytes(SAID))
+
     def leave(self, message: dict[str, Any]) -> None:
         """Leave a message for rank 0, which sees all of it or none; an ``error`` ends the save."""
-        draft = self._message(self.rank).with_suffix(".draft")
+        if "error" in message:
+            message = {"error": message["error"].encode()[: SAID // 2].decode(errors="ignore")}
         try:
-            draft.write_bytes(pickle.dumps(message))
+            self._draft(pickle.dumps(message))
         except OSError:
             if "error" not in message:
                 raise
-            os.truncate(draft, 0)  # a full disk has room for an empty file
-        os.replace(draft, self._message(self.rank))
+            os.truncate(self._draft_path, 0)  # a full disk has room for an empty file
+        os.replace(self._draft_path, self._message(self.rank))
+
+    def _draft(self, data: bytes) -> None:
+        """Write over the draft of this rank's message, which keeps the room that it has."""
+        with open(os.open(self._draft_path, os.O_RDWR | os.O_CREAT, 0o666), "wb") as file:
+            file.write(data)
+            file.truncate()
+
+    @property
+    def _draft_path(self) -> Path:
+        return self._message(self.rank).with_suffix(".draft")
 
     def commit(self, written: Written) -> None:
         """On rank 0: commit what all ranks wrote, itself and the others. Elsewhere nothing.

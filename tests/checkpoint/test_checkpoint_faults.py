@@ -186,6 +186,23 @@ def full_later(disk: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def full_to_the_last_byte(disk: Path) -> Iterator[None]:
+    """Nothing is left for a rank to say why it failed but what it took before it wrote."""
+
+    class Full(storage.HashingFile):
+        def write(self, data: Any) -> int:
+            with pytest.raises(OSError, match="No space"), open(disk / "filler", "ab") as filler:
+                while True:
+                    filler.write(bytes(4096))
+                    filler.flush()
+            return super().write(data)
+
+    with pytest.MonkeyPatch.context() as patch, full_later(disk):
+        patch.setattr(storage, "HashingFile", Full)
+        yield
+
+
+@contextlib.contextmanager
 def read_only(disk: Path) -> Iterator[None]:
     is_own = os.path.ismount(disk)
     remount = lambda mode: subprocess.run(  # noqa: E731
@@ -222,6 +239,7 @@ NAMED = r"checkpoint '.*run/step-000000002' is .*"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "full": (full, "bytes free in"),
     "full once it is written to": (full_later, NAMED + "No space left on device"),
+    "full to the last byte": (full_to_the_last_byte, NAMED + "No space left on device"),
     "read-only": (read_only, NAMED + "(Read-only file system|Permission denied)"),
     "limited in the size of files": (files_are_limited, NAMED + r"File too large.*_0\.distcp'"),
     "not shared": (not_shared, "on a file system that all ranks share"),
