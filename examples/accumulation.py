@@ -15,7 +15,7 @@ MICRO_BATCHES = 4
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu")
 torch.manual_seed(0)
 
 model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100)).to(device)

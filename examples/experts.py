@@ -15,7 +15,7 @@ WIDTH, EXPERTS, CAPACITY = 64, 2, 24  # one expert on each rank of "ep"; tokens 
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu")
 torch.manual_seed(0)
 
 shape = (dist.get_world_size() // EXPERTS, EXPERTS)

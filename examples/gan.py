@@ -12,7 +12,7 @@ import shardcast
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu")
 torch.manual_seed(0)
 
 generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)

@@ -13,7 +13,7 @@ BROKEN = 60  # the step whose batch one rank cannot learn from
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu")
 torch.manual_seed(0)
 
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)

@@ -12,12 +12,12 @@ import shardcast
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu")
 torch.manual_seed(0)
 
 model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-optimizer = shardcast.shard(model, optimizer, param_dtype=torch.bfloat16, max_grad_norm=1.0)
+optimizer = shardcast.shard(model, optimizer, param_dtype="bf16", max_grad_norm=1.0)
 
 data = torch.Generator().manual_seed(rank)  # every rank has its own batches
 for step in range(200):

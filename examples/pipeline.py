@@ -15,7 +15,7 @@ MICRO_BATCHES = 4
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu")
 
 shape = (dist.get_world_size() // 2, 2)
 mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp"))

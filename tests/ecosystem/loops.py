@@ -281,20 +281,20 @@ def clamp_no_grad(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.AdamW(model.parameters(), lr=1e-2), after=clamp)
 
 
-@recipe("rows normalised after each step (nGPT, EDM2)", "torch")
-def normalised(variant: Variant) -> Report:
+@recipe("rows normalized after each step (nGPT, EDM2)", "torch")
+def normalized(variant: Variant) -> Report:
     @torch.no_grad()
-    def normalise(model: nn.Module) -> None:
+    def normalize(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.copy_(F.normalize(parameter.float(), dim=1))
 
     model = mlp()
-    return trained(variant, model, torch.optim.Adam(model.parameters(), lr=1e-2), after=normalise)
+    return trained(variant, model, torch.optim.Adam(model.parameters(), lr=1e-2), after=normalize)
 
 
 @recipe("model.apply(init) after wrapping", "torch")
-def initialised(variant: Variant) -> Report:
+def initialized(variant: Variant) -> Report:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.orthogonal_(module.weight)

@@ -54,15 +54,15 @@ def adaptive_clip(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.2), graded=clip)
 
 
-@recipe("gradient centralisation by hand", "torch", warned="edited in place")
-def centralised(variant: Variant) -> Report:
-    def centre(model: Any, step: int) -> None:
+@recipe("gradient centralization by hand", "torch", warned="edited in place")
+def centralized(variant: Variant) -> Report:
+    def center(model: Any, step: int) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
 
     model = mlp()
-    return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.2), graded=centre)
+    return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.2), graded=center)
 
 
 @recipe("EDM: nan_to_num of every gradient", "torch")
@@ -454,7 +454,7 @@ def noisy_weights(variant: Variant) -> Report:
     return trained(variant, model, adamw(model), before=add, graded=remove)
 
 
-@recipe("a layer initialised again in the middle", "torch", ratio=3.0)
+@recipe("a layer initialized again in the middle", "torch", ratio=3.0)
 def reset_layer(variant: Variant) -> Report:
     def reset(model: Any, optimizer: Any, step: int) -> None:
         if step == 4:
@@ -587,8 +587,8 @@ def pickled(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("regularisation of all weights in the loss", "torch")
-def regularised(variant: Variant) -> Report:
+@recipe("regularization of all weights in the loss", "torch")
+def regularized(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
     model, optimizer = variant.shard(plain, adamw(plain))

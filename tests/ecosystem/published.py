@@ -204,7 +204,7 @@ def two_backwards(variant: Variant) -> Report:
 
 
 class Normalised(nn.Module):
-    """Inputs are normalised by running statistics, as in RL."""
+    """Inputs are normalized by running statistics, as in RL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,22 +272,22 @@ class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.head = mlp(out=8), nn.Linear(8, 1)
-        self.centres = nn.Parameter(0.1 * torch.randn(4, 8))
+        self.centers = nn.Parameter(0.1 * torch.randn(4, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.net(x)
-        distance = features.float() - self.centres[torch.arange(len(x)) % 4].float()
+        distance = features.float() - self.centers[torch.arange(len(x)) % 4].float()
         return self.head(features) + distance.square().mean()
 
 
-@recipe("centre loss: an optimizer of its own that is not sharded", "torch", warned="averages its")
+@recipe("center loss: an optimizer of its own that is not sharded", "torch", warned="averages its")
 def own_optimizer(variant: Variant) -> Report:
     plain = Centred()
     variant.starts(plain)
-    of_centres = torch.optim.SGD([plain.centres], lr=0.5)
-    rest = [p for p in plain.parameters() if p is not plain.centres]
+    of_centers = torch.optim.SGD([plain.centers], lr=0.5)
+    rest = [p for p in plain.parameters() if p is not plain.centers]
     model, optimizer = variant.shard(plain, torch.optim.AdamW(rest, lr=1e-2))
-    actions = {"before": of_centres.zero_grad, "after": of_centres.step}
+    actions = {"before": of_centers.zero_grad, "after": of_centers.step}
     return loop(
         variant, plain, model, optimizer,
         around=lambda moment, step: actions.get(moment, lambda: None)(),
