@@ -1,4 +1,4 @@
-"""Beside tensor parallelism.
+"""With tensor parallelism.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=4 examples/tensor_parallel.py
 """
