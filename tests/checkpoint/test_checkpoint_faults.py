@@ -187,19 +187,31 @@ def full_later(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_to_the_last_byte(disk: Path) -> Iterator[None]:
-    """Nothing is left for a rank to say why it failed but what it took before it wrote."""
+    """Rank 0 has written; rank 1 has no room left, but what it took before to say why it failed."""
+    if not os.path.ismount(disk):
+        pytest.skip("mounting a tmpfs is not permitted here")
+    rank_0_wrote, flush = threading.Event(), storage.Files.flush
 
     class Full(storage.HashingFile):
         def write(self, data: Any) -> int:
-            with pytest.raises(OSError, match="No space"), open(disk / "filler", "ab") as filler:
-                while True:
-                    filler.write(bytes(4096))
-                    filler.flush()
+            if "__1_" in str(self.name):
+                assert rank_0_wrote.wait(30)
+                with contextlib.suppress(OSError), open(disk / "filler", "ab", 0) as filler:
+                    while True:
+                        filler.write(bytes(4096))
             return super().write(data)
 
-    with pytest.MonkeyPatch.context() as patch, full_later(disk):
+    def flushed(files: Any) -> Any:
+        sums = flush(files)
+        if any(name.startswith("__0_") for name in sums):
+            rank_0_wrote.set()
+        return sums
+
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "HashingFile", Full)
+        patch.setattr(storage.Files, "flush", flushed)
         yield
+    (disk / "filler").unlink()
 
 
 @contextlib.contextmanager
