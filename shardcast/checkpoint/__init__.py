@@ -9,15 +9,15 @@
 
 :func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group,
 which is that of the whole mesh if it has one, must call them, and so are :func:`save_async`,
-:func:`load_plain`, :func:`replay`, :func:`import_dcp` and :func:`import_deepspeed`. :func:`latest`,
-:func:`inspect` and :func:`export` are local.
+:func:`load_plain`, :func:`replay` and :func:`import_dcp`. :func:`latest`, :func:`inspect` and
+:func:`export` are local.
 """
 
 from shardcast.checkpoint.background import Saving, save_async
 from shardcast.checkpoint.dcp import Stored
 from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest, inspect, latest
 from shardcast.checkpoint.exporting import export
-from shardcast.checkpoint.importing import import_dcp, import_deepspeed, load_plain
+from shardcast.checkpoint.importing import import_dcp, load_plain
 from shardcast.checkpoint.loading import Resumed, load, resume
 from shardcast.checkpoint.replay import Difference, replay
 from shardcast.checkpoint.saving import save
@@ -31,7 +31,6 @@ __all__ = [
     "Stored",
     "export",
     "import_dcp",
-    "import_deepspeed",
     "inspect",
     "latest",
     "load",

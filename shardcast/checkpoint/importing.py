@@ -1,19 +1,15 @@
-"""What others wrote, into a sharded run: plain torch, FSDP2 through DCP, and DeepSpeed ZeRO-1/2.
+"""What others wrote, into a sharded run: plain torch, and FSDP2 through DCP.
 
-None of these systems has to be installed, and nothing in their files can run code. Every rank
-reads the same files, mapped into memory, and copies out what it owns. They have no checksums: files
-of DCP are compared in size only.
+Nothing in their files can run code. Every rank reads the same files, mapped into memory, and copies
+out what it owns. They have no checksums: files of DCP are compared in size only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +20,11 @@ from shardcast import _compat
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.loading import Directory, compare, take
-from shardcast.checkpoint.source import PartitionedTensor, StateSource, from_reader, from_tensors
+from shardcast.checkpoint.source import StateSource, from_reader, from_tensors
 from shardcast.optimizer.state_dict import BUFFERS, plain_state, state_by_param
 
 Values = str | os.PathLike[str] | Mapping[str, Any]
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
-ZERO_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 def load_plain(
@@ -99,18 +94,14 @@ def _values(source: Values) -> Any:
     return source if isinstance(source, Mapping) else torch_file(Path(source))
 
 
-def torch_file(path: Path, allowed: Callable[[Path], list[Any]] = lambda _path: []) -> Any:
+def torch_file(path: Path) -> Any:
     """What ``torch.save`` wrote, mapped into memory, unable to run code.
-
-    Args:
-        allowed: the classes that may be in it, as ``torch.serialization.safe_globals`` has them.
 
     Raises:
         RuntimeError: it cannot be read.
     """
     try:
-        with torch.serialization.safe_globals(allowed(path)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise RuntimeError(f"{str(path)!r} cannot be read with weights_only: {reason}") from error
@@ -219,97 +210,3 @@ def _from_dcp(folder: Path, model_key: str, optimizer_key: str | None) -> StateS
             "get_state_dict (not flattened), or pass optimizer_key=None to load the model alone"
         )
     return dataclasses.replace(source, groups=[options[number] for number in sorted(options)])
-
-
-def import_deepspeed(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Load what DeepSpeed wrote with ZeRO stage 1 or 2, without DeepSpeed.
-
-    Every rank of the optimizer's group must call it. Read is the native format, from any number of
-    data-parallel ranks: fp32 weights and moments from ``*_optim_states.pt``, buffers and frozen
-    parameters from ``mp_rank_00_model_states.pt``. Files are mapped into memory; the parameter
-    being assembled is in it as a whole.
-
-    Args:
-        directory: of one tag, or the one above with the file ``latest``.
-
-    Raises:
-        ValueError: another model, other groups, tensor parallelism or ZeRO-3. Nothing was changed.
-        RuntimeError: a file is missing or cannot be read.
-    """
-    folder = Path(os.path.abspath(directory))
-    _import(model, optimizer, lambda _snapshot: _from_deepspeed(folder), "import_deepspeed")
-
-
-# -- DeepSpeed ------------------------------------------------------------------------------
-
-
-class _Inert:
-    """Stands for any class of DeepSpeed: keeps what it was pickled with, and does nothing."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-
-def _inert(path: Path) -> list[Any]:
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    return [(_Inert, name) for name in names if name.startswith("deepspeed.")]
-
-
-def _from_deepspeed(folder: Path) -> StateSource:
-    where = f"checkpoint {str(folder)!r}"
-    if (folder / "latest").is_file():
-        folder = folder / (folder / "latest").read_text().strip()
-    model = torch_file(folder / "mp_rank_00_model_states.pt", _inert)
-    matches = (ZERO_FILE.fullmatch(path.name) for path in folder.iterdir())
-    ranks = {int(match[1]): match for match in matches if match}
-    expected = int(model["dp_world_size"])
-    if int(model.get("mp_world_size", 1)) != 1 or any(int(m[2]) for m in ranks.values()):
-        raise ValueError(f"{where}: it is tensor parallel; merge it with DeepSpeed's tools first")
-    if sorted(ranks) != list(range(expected)):
-        raise RuntimeError(
-            f"{where}: expected optimizer states of {expected} ranks, found {sorted(ranks)}"
-        )
-    files = [torch_file(folder / ranks[rank][0], _inert) for rank in range(expected)]
-    shards = [file["optimizer_state_dict"] for file in files]
-    if any("single_partition_of_fp32_groups" not in shard for shard in shards):
-        raise ValueError(
-            f"{where}: expected ZeRO stage 1 or 2; convert stage 3 with DeepSpeed's zero_to_fp32 "
-            "and load_plain() the weights"
-        )
-    weights: dict[str, Tensor | PartitionedTensor] = dict(model["module"])
-    state: dict[str, dict[str, Any]] = {}
-    groups = []
-    for number, shapes in enumerate(model["param_shapes"]):
-        base = shards[0]["base_optimizer_state"]
-        groups.append({**base["param_groups"][number], "params": list(shapes)})
-        flats = [shard["single_partition_of_fp32_groups"][number] for shard in shards]
-        for name, shape in shapes.items():
-            places = [shard["param_slice_mappings"][number].get(name) for shard in shards]
-            partitioned = partial(
-                _partitioned, f"{where}: parameter {name!r}", places, tuple(shape)
-            )
-            weights[name] = partitioned(flats)
-            states = [shard["base_optimizer_state"]["state"].get(number, {}) for shard in shards]
-            state[name] = {
-                key: partitioned([state_of_rank[key] for state_of_rank in states])
-                if isinstance(first, Tensor) and first.dim() > 0
-                else first
-                for key, first in states[0].items()
-            }
-    return dataclasses.replace(from_tensors(where, weights, state), groups=groups)
-
-
-def _partitioned(
-    where: str, places: list[Any], shape: tuple[int, ...], flats: list[Tensor]
-) -> PartitionedTensor:
-    """A parameter's weights or moments, of each rank's flat stretch."""
-    # Moments are stored without the padding that the weights have at the end.
-    parts = [
-        flat[place.start : place.start + place.numel]
-        for flat, place in zip(flats, places, strict=True)
-        if place is not None
-    ]
-    numel = sum(part.numel() for part in parts)
-    if numel != math.prod(shape):
-        raise RuntimeError(f"{where}: {numel} elements, expected {math.prod(shape)}")
-    return PartitionedTensor(shape, flats[0].dtype, parts)

@@ -1,6 +1,6 @@
 """What a model and its optimizer can be loaded from, whoever wrote it.
 
-Our checkpoints, plain torch files, DCP of others and DeepSpeed all become a :class:`StateSource`,
+Our checkpoints, plain torch files and DCP of others all become a :class:`StateSource`,
 which says what there is before any of it is read, and reads what a rank owns.
 """
 
@@ -11,20 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardcast.checkpoint.dcp import Reader, Stored
 from shardcast.checkpoint.region import KeyPath, ShardView, slices_of
-
-
-@dataclass(frozen=True)
-class PartitionedTensor:
-    """A tensor in flat parts, put together each time it is needed."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ def from_reader(
 
 def from_tensors(
     where: str,
-    weights: Mapping[str, Tensor | PartitionedTensor],
+    weights: Mapping[str, Tensor],
     state: Mapping[str, Mapping[str, Any]],
 ) -> StateSource:
     """What is in memory, or mapped into it."""
@@ -97,8 +87,7 @@ def from_tensors(
 
     def read(views: Sequence[ShardView]) -> None:
         for view in views:
-            value = values[view.path]
-            tensor = torch.cat([*value.parts]) if isinstance(value, PartitionedTensor) else value
+            tensor = values[view.path]
             for chunk, target in view.chunks():
                 target.copy_(tensor.reshape(view.region.shape)[slices_of(chunk)])
 
@@ -112,5 +101,4 @@ def from_tensors(
 
 def _stored(value: Any) -> Any:
     """What a tensor is; other values as they are."""
-    is_tensor = isinstance(value, (Tensor, PartitionedTensor))
-    return Stored(tuple(value.shape), value.dtype) if is_tensor else value
+    return Stored(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value

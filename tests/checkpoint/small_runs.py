@@ -15,7 +15,7 @@ DATA, METADATA = "__0_0.distcp", ".metadata"
 
 
 def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """A plain optimizer; of AdamW groups as those of the files of DeepSpeed."""
+    """A plain optimizer; of AdamW with two groups, not in the order of the model."""
     params = list(model.parameters())
     if kind == "sgd":
         return torch.optim.SGD(params, lr=1e-2, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Plain torch checkpoints, and those of FSDP2 and DeepSpeed, into a sharded run."""
+"""Plain torch checkpoints, and those of FSDP2, into a sharded run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from safetensors.torch import load_file
 from small_runs import make
 from torch import Tensor, nn
 
-from shardcast.checkpoint import export, import_dcp, import_deepspeed, load_plain, save
+from shardcast.checkpoint import export, import_dcp, load_plain, save
 from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP32 = torch.bfloat16, torch.float32
-DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
 
 
 def trained(kind: str, case: str = "gpt", steps: int = 3) -> tuple[nn.Module, Any]:
@@ -145,24 +144,4 @@ def test_fsdp2_files_are_taken_to_the_bit(tmp_path: Path, gloo: SpawnedWorld, pa
         expected[f"{name}/master"] = weights[name].reshape(-1)
         for key, value in values_.items():
             expected[f"{name}/{key}"] = value.reshape(-1) if value.dim() else value
-    assert_same_bits(found, expected)
-
-
-# -- DeepSpeed ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("stage", "size"), [(1, 3), (2, 1)])
-def test_deepspeed_files_are_taken_to_the_bit(stage: int, size: int):
-    folder = str(DEEPSPEED / f"zero{stage}")
-    fields = {"param_dtype": BF16}
-    ranks, _ = run_world(size, importing, import_deepspeed, folder, "mlp", fields)
-    found = whole(rank[0] for rank in ranks)
-    expected = {}
-    reference = torch.load(DEEPSPEED / f"expected{stage}.pt", weights_only=True)
-    for name, values_ in reference.items():
-        assert torch.equal(values_["weight"], values_["fp32"])
-        expected[f"{name}/master"] = values_["fp32"].reshape(-1)
-        expected[f"{name}/exp_avg"] = values_["exp_avg"].reshape(-1)
-        expected[f"{name}/exp_avg_sq"] = values_["exp_avg_sq"].reshape(-1)
-        expected[f"{name}/step"] = torch.tensor(3.0)
     assert_same_bits(found, expected)

@@ -23,7 +23,6 @@ from shardcast.checkpoint import (
     DamagedCheckpointError,
     export,
     import_dcp,
-    import_deepspeed,
     inspect,
     latest,
     load,
@@ -37,7 +36,6 @@ from shardcast.checkpoint.directory import MANIFEST, MARKER
 from shardcast.checkpoint.storage import digest_of
 
 pytestmark = pytest.mark.timeout(60)
-DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
 NEWEST = "step-000000002"
 Edit = Callable[[dict[str, Any]], Any]
 Spoil = Callable[[Path], Any]
@@ -73,16 +71,6 @@ def plain(weights: dict[str, Any] | None = None, state: dict[str, Any] | None = 
 
 def in_newest(name: str, act: Spoil) -> Spoil:
     return lambda run: act(run / NEWEST / name)
-
-
-def in_deepspeed(act: Spoil) -> Spoil:
-    """With a copy of its files, to a file of rank 1."""
-
-    def spoil(run: Path) -> None:
-        shutil.copytree(DEEPSPEED / "zero1", run / "zero1")
-        act(next((run / "zero1" / "t").glob("*pp_rank_1_*")))
-
-    return spoil
 
 
 def nonsense(path: Path) -> None:
@@ -128,16 +116,10 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [first]}, {"params": others}])
 
 
-def deepspeeds_groups(model: nn.Module) -> torch.optim.Optimizer:
-    params = list(model.parameters())
-    return torch.optim.AdamW([{"params": params[3:]}, {"params": params[:3]}])
-
-
 CUT = {"optimizer": adafactor, "partition": "even", "elementwise": True}
 ADAM = {"optimizer": lambda model: torch.optim.Adam(model.parameters())}
 HERE = loading(NEWEST)
 DCP = loading(NEWEST, import_dcp)
-ZERO = loading("zero1", import_deepspeed)
 nothing: Spoil = lambda _: None  # noqa: E731
 
 # Error, what it names, the call on each rank; what happens to the run before; another pair.
@@ -201,12 +183,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "another key": (ValueError, "nothing under 'weights', but 'extra', 'model', 'optimizer'",
                     loading(NEWEST, import_dcp, model_key="weights")),
     "a flat state": (ValueError, "no param_groups under 'optim'", DCP),
-    # import_deepspeed
-    "a rank's file missing": (RuntimeError, r"states of 2 ranks, found \[0\]", ZERO,
-                              in_deepspeed(Path.unlink)),
-    "a rank's file broken": (RuntimeError, r"rank_1.* cannot be read", ZERO,
-                             in_deepspeed(nonsense)),
-    "a run of another model": (ValueError, "lacks", ZERO, in_deepspeed(nothing), {"case": "gpt"}),
 }  # fmt: skip
 
 
@@ -232,14 +208,12 @@ def test_it_is_refused_on_all_ranks_and_changes_nothing(made: Path, tmp_path: Pa
 def test_what_is_right_is_not_refused(made: Path, tmp_path: Path):
     """The control of the table, with its calls and its run."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(DEEPSPEED / "zero1", tmp_path / "zero1")
 
     def attempt(group: Any) -> None:
         assert resume(tmp_path / "none", *job(group)) is None
         saving()(tmp_path, group.rank(), *job(group))
-        for act in (HERE, plain(), loading(NEWEST, import_dcp, optimizer_key=None), ZERO):
-            options = {"optimizer": deepspeeds_groups} if act is ZERO else {}
-            model, optimizer = job(group, 4, **options)
+        for act in (HERE, plain(), loading(NEWEST, import_dcp, optimizer_key=None)):
+            model, optimizer = job(group, 4)
             before = everything(model, optimizer)
             act(tmp_path, group.rank(), model, optimizer)
             with pytest.raises(AssertionError):
