@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardcast
 from benchmarks.worlds import Idle
 from shardcast import _compat
-from shardcast.memory import weight_edits
 from shardcast.step.update import fusion
 
 SIZE, RANKS = 1 << 12, 8  # elements of a pack
@@ -85,7 +84,6 @@ def one(packs: int, rounds: int, fields: dict[str, Any]) -> tuple[Counter[str], 
     optimizer = shardcast.shard(
         model, plain, process_group=Idle(0, RANKS), pack_params=1, fuse="eager", **fields
     )
-    optimizer.edits.steps = weight_edits.FIRST  # weights are compared with masters until then
     optimizer.reduce.edits.looks = 0  # and means with what they were
     grads: list[Tensor] = [torch.full_like(param, 1e-3) for param in model]
     counter, seconds = Launches(), []

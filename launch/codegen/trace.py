@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 import shardcast
 from shardcast import _compat
-from shardcast.memory import weight_edits
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.testing import fake_world
 
@@ -237,7 +236,6 @@ def trace(
             {"param_dtype": "bf16", "fuse": "compile", "max_grad_norm": 1.0, **fields},
             process_group=group,
         )  # fmt: skip
-        optimizer.edits.steps = weight_edits.FIRST  # before, masters are compared with weights too
         for number in range(3):
             for param in model.parameters():
                 param.grad = torch.empty_like(param)

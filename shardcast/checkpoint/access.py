@@ -220,7 +220,6 @@ class Snapshot:
 
     def digest(self) -> dict[str, str]:
         """The digest of masters and state, and the forms that they are kept in. Collective."""
-        self.together(self._optimizer.resync_masters, "digest")  # weights that the script wrote
         return {"digest": self._optimizer.digest(), "digest_of": self.forms()}
 
     def forms(self) -> str:
@@ -262,6 +261,7 @@ class Snapshot:
     @torch.no_grad()
     def take_tensors(self, source: StateSource) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
+        self._optimizer.resync_masters()  # masters that the source does not have are published, too
         for shard in self._optimizer.shards:
             self._take_pack(shard, source)
         untrained: dict[str, Tensor] = {**self._outside, **self._buffers}

@@ -44,9 +44,9 @@ class Pack:
         self.comm = comm
         self.in_model = params
         self.params: list[Any] = [as_packed(param) for param in params]
-        self._has_dtensors = any(map(_compat.is_dtensor, params))
         self.own = layout.spans[comm.rank]
         self.data = self.own_data = torch.empty(0)
+        self._addresses: list[int] = []  # of the parameters, when they were last looked at
         self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
 
     @property
@@ -111,26 +111,15 @@ class Pack:
         )
         return [hashlib.blake2b(ctypes.string_at(*r), digest_size=16).digest() for r in ranges]
 
-    @property
-    def marks(self) -> list[int]:
-        """Other numbers after a write that autograd counts, or that assigned ``param.data``.
-
-        Writes to ``data`` are not counted.
-        """
-        marks = [param._version for param in self.in_model]
-        if self._has_dtensors:  # ``to_local()`` has the local tensor's counter
-            marks += [local._version for local in self.locals]
-        marks += [param.data_ptr() for param in self.params]
-        return marks
-
-    def take_moved(self) -> bool:
-        """Take values that were assigned as ``param.data``; whether there were any.
+    def take_moved(self) -> None:
+        """Take values that were assigned as ``param.data`` into the pack.
 
         Raises:
             RuntimeError: names a parameter that has another dtype, device or shape now.
         """
+        if [param.data_ptr() for param in self.params] == self._addresses:
+            return
         start, size, expected = self.data.data_ptr(), self.data.element_size(), self.layout.dtype
-        moved = False
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             if not slot.numel or param.data_ptr() == start + slot.offset * size:
                 continue
@@ -148,8 +137,7 @@ class Pack:
             begin = self.data[slot.offset : slot.end].view(slot.shape)
             begin.copy_(param.data)
             param.data = _compat.own_storage(begin)
-            moved = True
-        return moved
+        self._addresses = [param.data_ptr() for param in self.params]
 
     @property
     def converted(self) -> bool:

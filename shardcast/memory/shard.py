@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.codecs import Encoded, master_codec, row_of
+from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.messages import warn
@@ -23,6 +23,7 @@ from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
 
 FILL = 1 << 16  # masters that are encoded at a time
+PIECE = 1 << 22  # masters that are compared with what is published at a time
 
 
 class Shard:
@@ -138,22 +139,18 @@ class Shard:
         return own
 
     @torch.no_grad()
-    def edited(self, part: slice = slice(None)) -> Tensor:
-        """Which published values of a part are not the cast of their masters, 1-d bool."""
-        published = self.published[part]
-        cast = self.master.read(part).to(published.dtype)
-        return (cast != published) & ~(cast.isnan() & published.isnan())
-
-    @torch.no_grad()
     def absorb(self) -> None:
-        """Take published values that are not the cast of their masters as the new masters.
+        """Have masters as the model shows them, see :func:`.codecs.shown`; the update does so too.
 
-        Masters whose cast is what is published keep their full precision. Split ones are changed
-        by changing what is published, and what they keep beside it remains.
+        Whatever reads masters calls it first. Split masters are changed by changing what is
+        published, and keep their lower bits. Waits for no device.
         """
         if self.casts:
-            exact, published = self.master.read(slice(None)), self.published.to(MASTER_DTYPE)
-            self.master.write(slice(None), torch.where(self.edited(), published, exact))
+            for start in range(0, self.published.numel(), PIECE):
+                part = slice(start, start + PIECE)
+                masters = self.master.read(part)  # plain ones are the memory itself
+                take_shown_(masters, self.published[part])
+                self.master.write(part, masters)
 
     @torch.no_grad()
     def restore(self, dtypes: Sequence[torch.dtype]) -> None:
@@ -174,7 +171,9 @@ class Shard:
                 pack.comm.broadcast_all(pieces, pack.layout)
         for param, view, dtype in zip(pack.params, pack.views(full), dtypes, strict=True):
             values, exact = param.data, view.to(param.device)
-            if not self.in_place:
+            if values.dtype == low and not self.in_place:
+                values = shown(exact, values)
+            elif not self.in_place:  # it was converted since
                 same = exact.to(low).to(values.dtype) == values
                 values = torch.where(same, exact, values.to(MASTER_DTYPE))
             param.data = values.to(dtype)

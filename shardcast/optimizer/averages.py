@@ -58,12 +58,13 @@ class Averages:
                 yield
         finally:
             with torch.no_grad():
-                if optimizer.edits.edited():
+                optimizer.sync.wait()
+                optimizer.take_moved()
+                if any(self._is_edited(shard, name) for shard in shards):
                     warn(
                         f"averaged({name!r}): weights were written while the average was in the "
                         "model; they are dropped, as the weights of the training come back"
                     )
-                optimizer.sync.wait()
                 for shard, own in zip(shards, weights, strict=True):
                     shard.take_back(own)
                 self._sync(shards, None)
@@ -76,8 +77,16 @@ class Averages:
         torch.autograd.graph.increment_version(
             [param for shard in shards for param in shard.pack.in_model]
         )
-        optimizer.edits.note()
         optimizer.average_in_model = name
+
+    def _is_edited(self, shard: Shard, name: str) -> bool:
+        """Whether what the own span publishes is not the average any more; waits for the device."""
+        for number, fragment in enumerate(shard.fragments):
+            published = shard.published[shard.local(fragment.start, fragment.stop)]
+            cast = self.values(shard, number, name).to(published.dtype)
+            if not torch.equal(published.view(torch.uint8), cast.view(torch.uint8)):
+                return True
+        return False
 
     def load(self, name: str, weights: Mapping[str, Tensor], steps: int) -> None:
         """See :meth:`shardcast.ShardedOptimizer.load_average`. Collective."""

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.hook import Hook
+from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
-from shardcast.memory.weight_edits import WeightEdits
 from shardcast.messages import page, warn
-from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE, is_packable
 
 WRITES = 3  # steps after whose writes a copy is taken for an average
@@ -114,7 +113,6 @@ class ModelHooks:
     Args:
         stages: the unwrapped root module, or those of the pipeline stages that are here.
         shards: those of all packs; the list may grow.
-        edits: of their weights.
         begin: called when a backward reaches an output of the model.
     """
 
@@ -122,11 +120,9 @@ class ModelHooks:
         self,
         stages: Sequence[nn.Module],
         shards: Sequence[Shard],
-        edits: WeightEdits,
         begin: Callable[[], None],
     ) -> None:
-        self._shards, self._edits = shards, edits
-        self._begin = begin
+        self._shards, self._begin = shards, begin
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
         for stage in stages:
@@ -161,7 +157,6 @@ class ModelHooks:
                 "would be averaged twice; use the model as shardcast.shard left it, without DDP"
             )
         if not (module.training and torch.is_grad_enabled()):  # it may be converted to be used
-            self._edits.due = True
             return
         for shard in self._shards:
             if shard.pack.converted:
@@ -205,7 +200,7 @@ class ModelHooks:
         """Give masters the loaded values in full precision; the model gets them cast.
 
         Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
-        of a master whose cast they are: it stays, as in :meth:`Shard.absorb`.
+        of a master whose cast they are: it stays, see :func:`.codecs.shown`.
 
         Raises:
             RuntimeError: ``assign=True``, which would replace parameters; nothing is changed.
@@ -227,17 +222,10 @@ class ModelHooks:
                 continue
             for _, fragment, param in shard.owned():
                 if param in loaded:
-                    shard.set_exact(fragment, _exact(shard, fragment, loaded[param]))
-
-
-def _exact(shard: Shard, fragment: Fragment, value: Tensor) -> Tensor:
-    """The part of a loaded value; masters where they are all of what its low precision says."""
-    start, stop = fragment.param_range
-    part = value.reshape(-1)[start:stop].to(shard.published.device, MASTER_DTYPE)
-    if value.dtype != shard.pack.layout.dtype:
-        return part
-    master = shard.exact(fragment)
-    return torch.where(master.to(value.dtype) == part, master, part)
+                    values = loaded[param].reshape(-1)[slice(*fragment.param_range)]
+                    if values.dtype == shard.published.dtype:
+                        values = shown(shard.exact(fragment), values.to(shard.published.device))
+                    shard.set_exact(fragment, values)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -16,7 +16,6 @@ import torch
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard
-from shardcast.memory.weight_edits import WeightEdits
 from shardcast.messages import warn
 from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.model_hooks import ModelCopy, ModelHooks, mark, unmark
@@ -47,7 +46,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         process_groups: the ranks; ``comm`` are the data-parallel ones of them.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
-        edits: of weights, by the script.
         buffers: sends buffers to all ranks; ``None`` where none are to be sent.
         buffer_averages: those of averages with ``use_buffers``.
         device: of the packs.
@@ -77,16 +75,14 @@ class PackedOptimizer(torch.optim.Optimizer):
         # Stages wait for one another in their backwards, of which a step has many.
         at_step = len(self.stages) > 1 or process_groups.parallel_dims.in_pipeline
         self.reduce = Reducer(process_groups, plan.config, at_step)
-        self.edits = WeightEdits(self.shards, self.device)
         self.decider = Decider(
             self.reduce.grads, process_groups, plan.config, self.device, originals,
-            self.reduce.divisor, self.edits, self.reduce.micro_batches,
+            self.reduce.divisor, self.reduce.micro_batches,
         )  # fmt: skip
         self.sync = Sync()
         self.buffer_averages = BufferAverages(self.stages, plan.config.averages, self.comm)
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
-        self.edits.note()
         self._copies: list[ModelCopy] = []  # of the model
         given = {name: dtype for of_stage in dtypes for name, dtype in of_stage.items()}
         self._outside_edits = OutsideEdits(plan.outside, given, self.comm.size == 1)
@@ -151,7 +147,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
         self._add(shards)
-        self.edits.note()
         self._hook()
 
     def _add(self, shards: Sequence[Shard]) -> None:
@@ -207,10 +202,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         sync()
 
     def resync_masters(self) -> None:
-        """Take model parameters that were written through ``.data`` as masters. Local.
+        """Have masters of what the model shows now. Local.
 
-        Other writes are noticed by themselves. Elements that did not change keep their full
-        precision.
+        The next step, and whatever reads masters, does so by itself: a published value that is not
+        the cast of its master becomes the master, other elements keep their full precision.
         """
         self.sync.wait()
         if self._closed or self.average_in_model is not None:  # the model goes its own way
@@ -218,7 +213,15 @@ class PackedOptimizer(torch.optim.Optimizer):
         for shard in self.shards:
             shard.pack.take_moved()
             shard.absorb()
-        self.edits.note()
+
+    def take_moved(self) -> None:
+        """Take values that were assigned as ``param.data`` into their packs. Local.
+
+        Raises:
+            RuntimeError: names a parameter that has another dtype, device or shape now.
+        """
+        for shard in self.shards:
+            shard.pack.take_moved()
 
     def refuse_averaged(self, call: str) -> None:
         """Raise RuntimeError inside ``averaged()``."""
@@ -283,7 +286,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         for shard in self.shards:
             shard.restore([dtype or original for original in shard.given_dtypes])
         self.shards.clear()
-        self.edits.close()
         self.updates.clear()  # operands and state, which a script that keeps this would keep
         restore_rest(self.stages, self._given_dtypes)
 
@@ -292,7 +294,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self.config.overlap_sync and self.comm.size > 1:
             self._overlap = Overlap(self.model, self.stages, self.sync)
             begin = self._overlap.noting(begin)
-        self.hooks = ModelHooks(self._called, self.shards, self.edits, begin)
+        self.hooks = ModelHooks(self._called, self.shards, begin)
         left_out = self.config.broadcast_buffers
         if left_out is not False and self.comm.size > 1:
             self.buffers = Buffers(

@@ -121,7 +121,7 @@ class ShardedOptimizer(StatefulOptimizer):
                     "step: expected no loss= after clip_grad_norm_, which has decided already; set "
                     "max_grad_norm in the configuration in place of the call"
                 )
-            self.edits.take()  # what was written after the clip
+            self.take_moved()  # what was assigned after the clip
         self.sync.wait()  # what an overlapped one still sends is what the update writes
         measured = self._metrics is not None and self._metrics.due()
         for update in self.updates:  # unscale, clip, rule, cast into the packs: one fused pass
@@ -137,7 +137,7 @@ class ShardedOptimizer(StatefulOptimizer):
     def _reduce(self) -> None:
         """Have the mean of all gradients in the own spans."""
         self.originals.check()
-        self.edits.take()
+        self.take_moved()
         frozen = [shard for shard in self.shards if shard.grads is None]
         if frozen:
             self._wake(frozen)
@@ -163,7 +163,6 @@ class ShardedOptimizer(StatefulOptimizer):
                 for param in compress(pack.in_model, slots)
             ]
         )
-        self.edits.note()
         self._note_clip(None)
         self._last_norm, self._last_skip = decision.norm, decision.skip
         if self._copies:

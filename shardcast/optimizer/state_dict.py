@@ -182,6 +182,7 @@ class StateDict:
     def apply(self, plan: LoadPlan) -> None:
         """Write what was planned. Every rank must call it, for a plan of the same kind."""
         optimizer = self._optimizer
+        optimizer.resync_masters()  # those that the state does not have are published below, too
         optimizer.activate_packs(plan.active)
         for shard, number, values, master in plan.fragments:
             if master is not None:

@@ -46,7 +46,7 @@ class StatefulOptimizer(PackedOptimizer):
         runs are equal bit for bit, or whether a checkpoint was loaded as it was saved. Costs a pass
         over the own masters and state, and waits for the device.
         """
-        self.wait_sync()
+        self.process_groups.everyone.together(self.resync_masters, self.device, "digest")
         return digest(self)
 
     def check_copies(self) -> None:

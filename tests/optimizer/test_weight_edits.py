@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
-from shardcast.memory import weight_edits
+from shardcast.step.update import fused
+from shardcast.step.update.fusion import Executor
 from shardcast.testing import ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(120)
@@ -174,89 +178,373 @@ def test_an_embedding_that_rescales_its_rows_keeps_their_norm(kind: Any, fields:
     assert optimizer.full_parameters()["0.weight"].norm(dim=1).max() < 0.51
 
 
-def write_data(model: nn.Module) -> None:
+# -- every door -----------------------------------------------------------------------------------
+
+Door = Callable[[nn.Parameter, Tensor], Any]  # writes values of the parameter's own dtype into it
+
+
+def by_element(param: nn.Parameter, new: Tensor) -> None:
+    flat, values = param.data.view(-1), new.reshape(-1)
+    for index in range(len(flat)):
+        if bits(flat[index]) != bits(values[index]):
+            flat[index] = values[index]
+
+
+def by_numpy(param: nn.Parameter, new: Tensor) -> None:
+    bits(param.detach()).numpy()[...] = bits(new).numpy()
+
+
+def by_storage(param: nn.Parameter, new: Tensor) -> None:
+    place = param.storage_offset(), param.shape, param.stride()
+    torch.empty(0, dtype=param.dtype).set_(param.untyped_storage(), *place).copy_(new)
+
+
+DOORS: dict[str, Door] = {
+    "copy_": lambda param, new: param.copy_(new),
+    "data": lambda param, new: param.data.copy_(new),
+    "elements": by_element,
+    "assigned": lambda param, new: setattr(param, "data", new.clone()),
+    "numpy": by_numpy,
+    "storage": by_storage,
+    "foreach": lambda param, new: torch._foreach_copy_([param.detach()], [new]),
+    "vector": lambda param, new: nn.utils.vector_to_parameters(new.reshape(-1), [param]),
+}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+
+
+def some(model: nn.Module, seed: int) -> list[tuple[nn.Parameter, Tensor]]:
+    """New values of some parameters: rows, single elements, clamps, zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    edits = []
     for param in model.parameters():
-        param.data.clamp_(-0.0625, 0.0625)
+        new = param.detach().clone()
+        kind = int(torch.randint(6, (), generator=generator))
+        if kind == 0:
+            new.view(-1)[-1] = 0.5 + seed / 256  # another one each time: none comes back
+        elif kind == 1:
+            new[-1] = 0.0
+        elif kind == 2:
+            new.clamp_(-0.0625, 0.0625)
+        elif kind == 3:
+            new.mul_(-0.5)
+        elif kind == 4:
+            new.view(-1)[0] = -0.0
+        edits.append((param, new))
+    return edits
 
 
-def write_one(model: nn.Module) -> None:
-    model.c.bias.data[0] = 3.0  # of one rank's span
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=3e-2)
 
 
-@pytest.mark.parametrize("write", [write_data, write_one])
-@pytest.mark.parametrize("kind", ["bf16", "offload", "overlap", "whole"])
-def test_a_write_through_data_is_refused_by_name_on_all_ranks(
-    kind: str, write: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(weight_edits, "PIECE", 8)  # several in a span
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
-    def run(group: Any) -> str:
-        model = CASES["mlp"].build()
-        optimizer = shardcast.shard(model, adamw(model), process_group=group, **KINDS[kind])
-        install(model, 0)
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    params = list(model.parameters())
+    matrices = torch.optim.Muon([param for param in params if param.dim() == 2])
+    return [matrices, torch.optim.AdamW([param for param in params if param.dim() != 2])]
+
+
+EPILOGUES = {"averages": {"ema": 0.5}, "metrics": 2}
+WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "bf16": (adamw, {}),
+    "fp16": (adamw, {"param_dtype": torch.float16, "loss_scale": 1.0}),
+    "epilogues": (adamw, EPILOGUES),
+    "device": (adamw, {}),
+    "device, epilogues": (adamw, EPILOGUES),
+    "offload": (adamw, {"offload": True}),
+    "overlap": (adamw, {"overlap_sync": True, "pack_params": 2}),
+    "whole": (adamw, {"partition": "whole"}),
+    "moments": (momentum, {"moments": "bf16"}),
+    "grads": (adamw, {"grads": "sharded"}),
+    "adafactor": (adafactor, {}),
+    "adafactor, epilogues": (adafactor, EPILOGUES),
+    "muon": (muon, {}),
+    "kept": (adamw, {"keep_fp32": ("b.*",)}),
+}
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have some ways update as on an accelerator, eagerly: the device alone knows of skips."""
+
+    def of(way: str) -> None:
+        if way.startswith("device"):
+            executor = Executor(compiled=False, on_host=False)
+            monkeypatch.setattr(fused, "choose_executor", lambda *_: executor)
+
+    return of
+
+
+def take_by_hand(optimizer: Any) -> None:
+    """The rule written down once more: published bits that are not the cast's are the master."""
+    optimizer.wait_sync()
+    optimizer.take_moved()
+    for shard in optimizer.shards if optimizer.config.master != "split16" else ():
+        for fragment in shard.fragments if not shard.in_place else ():
+            published = shard.published[shard.local(fragment.start, fragment.stop)]
+            master = shard.exact(fragment).clone()
+            for index in range(len(master)):
+                if bits(master[index].to(published.dtype)) != bits(published[index]):
+                    master[index] = published[index].float()
+            shard.set_exact(fragment, master)
+
+
+def set_up(group: Any, way: str, **fields: Any) -> tuple[nn.Module, Any]:
+    build, of_way = WAYS[way]
+    model = CASES["mlp"].build()
+    fields = {"fuse": "eager", **of_way, **fields}
+    return model, shardcast.shard(model, build(model), process_group=group, **fields)
+
+
+def edited_run(
+    group: Any, way: str, door: str, at: Sequence[int], by_hand: bool, **fields: Any
+) -> dict[str, Tensor]:
+    """All masters and weights at the end of a run that is edited after the steps ``at``."""
+    model, optimizer = set_up(group, way, **fields)
+    for step in range(max(at) + 3):
+        install(model, step)
         optimizer.step()
         optimizer.wait_sync()
-        write(model)
-        before = optimizer.resync_masters  # reading state would take it
-        install(model, 1)
-        with pytest.raises(RuntimeError, match=r"resync_masters") as error:
-            optimizer.step()
-        before()
-        optimizer.step()  # the script took the advice
-        return str(error.value)
-
-    for message in ThreadedWorld(2).run(run):
-        assert ("'c.bias'" if write is write_one else ".") in message
+        with torch.no_grad():
+            for param, new in some(model, step) if step in at else ():
+                DOORS[door](param, new)
+        if by_hand:
+            take_by_hand(optimizer)
+    return {f"of model {k}": v for k, v in values(model).items()} | optimizer.full_parameters()
 
 
-def write_late(model: nn.Module) -> None:
-    model.a.weight.data[-1, -1] = 3.0  # none of the elements that are compared in every step
+def assert_edits_are_trained(size: int, way: str, door: str, at: Sequence[int], **fields: Any):
+    def run(group: Any, door: str, by_hand: bool) -> Any:
+        return edited_run(group, way, door, at, by_hand, **fields)
+
+    DOORS["none"] = lambda _param, _new: None
+    found, expected, unedited = (
+        ThreadedWorld(size).run(run, *how) for how in ((door, False), (door, True), ("none", True))
+    )
+    del DOORS["none"]
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+    assert any(not torch.equal(found[0][name], unedited[0][name]) for name in found[0])
 
 
-@pytest.mark.parametrize(
-    ("write", "evaluated", "seen"),
-    [(write_data, False, True), (write_late, False, False), (write_late, True, True)],
-)
-def test_one_write_through_data_late_in_a_run_is_found(write: Any, evaluated: bool, seen: bool):
-    """The first elements are compared in all steps; after an evaluation all others are, too."""
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("way", ["bf16", "overlap"])
+def test_what_the_model_shows_is_trained_on_whatever_door_it_came_through(way: str, door: str):
+    """To the bit of a run whose masters are written by hand after every step."""
+    assert_edits_are_trained(2, way, door, (0, 3))
 
-    def run(group: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = shardcast.shard(model, adamw(model), process_group=group)
-        for step in range(20):
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_model_shows_is_trained_on_however_it_is_kept(
+    way: str, size: int, on_device: Callable[[str], None]
+):
+    on_device(way)
+    assert_edits_are_trained(size, way, "elements", (0, 3))
+
+
+@pytest.mark.parametrize("way", ["bf16", "adafactor"])
+def test_an_edit_late_in_a_run_is_trained_on(way: str):
+    assert_edits_are_trained(2, way, "elements", (20, 150))
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", ["bf16", "fp16", "epilogues"])
+def test_a_compiled_update_takes_the_same_edits_and_no_others(way: str):
+    """Compiled, a value that was rounded must not stand for one that was not."""
+    assert_edits_are_trained(1, way, "elements", (1, 3), fuse="compile")
+    model, optimizer = set_up(None, way, fuse="compile")
+    for step in range(4):
+        install(model, step)
+        optimizer.step()
+        before = optimizer.shards[0].data.clone()
+        take_by_hand(optimizer)
+        assert torch.equal(optimizer.shards[0].data, before)
+    rounded = before != optimizer.shards[0].published
+    assert rounded[before != 0].double().mean() > 0.9, "masters are more exact"
+
+
+@pytest.mark.parametrize("master", ["fp32", "split16"])
+@pytest.mark.parametrize("door", DOORS)
+def test_masters_that_are_read_are_those_that_the_model_shows(door: str, master: str):
+    model, optimizer = set_up(None, "bf16", master=master)
+    for step in range(3):
+        install(model, step)
+        optimizer.step()
+        with torch.no_grad():
+            for param, new in some(model, step):
+                DOORS[door](param, new)
+        shown = values(model)
+        for name, exact in optimizer.full_parameters().items():
+            assert torch.equal(bits(exact.to(BF16)), bits(shown[name])), name
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("way", ["bf16", "device", "offload", "adafactor"])
+def test_weights_that_come_back_have_their_masters(
+    way: str, door: str, on_device: Callable[[str], None]
+):
+    """Another model for an evaluation, through each door, moves no bit of the training."""
+    on_device(way)
+
+    def run(group: Any, switches: bool) -> Any:
+        model, optimizer = set_up(group, way)
+        for step in range(4):
             install(model, step)
             optimizer.step()
-        write(model)
-        if evaluated:
+            backup = [param.detach().clone() for param in model.parameters()]
             with torch.no_grad():
+                for param, kept in zip(model.parameters(), backup, strict=True) if switches else ():
+                    DOORS[door](param, kept * 0.5)
                 model(torch.ones(1, 7, dtype=BF16))
-        install(model, 20)
-        if seen:
-            with pytest.raises(RuntimeError, match="resync_masters") as error:
-                optimizer.step()
-            assert "parameter 'a.weight'" in str(error.value) or write is write_data
-        else:
+                for param, kept in zip(model.parameters(), backup, strict=True) if switches else ():
+                    DOORS[door](param, kept)
+        return optimizer.full_parameters()
+
+    switched, unedited = (ThreadedWorld(2).run(run, switches)[0] for switches in (True, False))
+    assert_same_bits(switched, unedited)
+
+
+@pytest.mark.parametrize("way", ["bf16", "device", "adafactor"])
+def test_an_edit_before_a_skipped_step_is_not_lost(way: str, on_device: Callable[[str], None]):
+    on_device(way)
+
+    def run(group: Any) -> tuple[Tensor, Tensor]:
+        model, optimizer = set_up(group, way)
+        install(model, 0)
+        optimizer.step()
+        model.a.weight.data[-1] = 3.0
+        before = optimizer.shards[0].data.clone()
+        install(model, 1)
+        model.c.weight.grad.fill_(torch.nan)
+        optimizer.step()
+        assert optimizer.last_step_skipped
+        assert torch.equal(optimizer.shards[0].data, before), "a skipped step changes nothing"
+        assert (model.a.weight[-1] == 3.0).all()
+        install(model, 2)
+        optimizer.step()
+        return model.a.weight[-1].detach().clone(), optimizer.full_parameters()
+
+    shown, _ = ThreadedWorld(2).run(run)[1]
+    assert ((shown - 3.0).abs() < 0.1).all() and not (shown == 3.0).all()
+
+
+def test_an_edit_of_a_parameter_without_a_gradient_waits_for_one():
+    def run(group: Any) -> None:
+        model, optimizer = set_up(group, "bf16")
+        for step in range(5):
+            install(model, step)
+            if step in (1, 2):
+                model.b.weight.grad = None
+            if step == 1:
+                model.b.weight.data[:, -1] = 3.0
             optimizer.step()
+            if step in (1, 2):
+                assert (model.b.weight[:, -1] == 3.0).all()
+        assert ((model.b.weight[:, -1] - 3.0).abs() < 0.2).all()
+        assert not (model.b.weight[:, -1] == 3.0).all()
 
     ThreadedWorld(2).run(run)
 
 
-@pytest.mark.parametrize("period", [5, 6, 8])
-def test_writes_through_data_in_every_few_steps_are_found(period: int):
-    model = CASES["mlp"].build()
-    optimizer = shardcast.shard(model, adamw(model))
-    for step in range(16):  # the first steps have none
-        install(model, step)
+def test_the_copy_of_the_owner_decides():
+    """An edit on one rank alone, with which DDP would drift: all ranks have the owner's values."""
+
+    def run(group: Any, editor: int) -> dict[str, Tensor]:
+        model, optimizer = set_up(group, "whole")
+        install(model, 0)
         optimizer.step()
+        if group.rank() == editor:
+            model.a.weight.data.fill_(3.0)
+        install(model, 1)
+        optimizer.step()
+        return values(model)
 
-    def run() -> None:
-        for step in range(1, 127 * period + 1):
-            if step % period == 0:
-                write_data(model)
+    ends = [ThreadedWorld(2).run(run, editor) for editor in (0, 1)]
+    for one, other in ends:
+        assert_same_bits(one, other)
+    assert sorted(bool((end[0]["a.weight"] > 2).all()) for end in ends) == [False, True]
+
+
+def test_a_nan_that_a_script_writes_is_in_the_model_after_the_step():
+    model, optimizer = set_up(None, "bf16")
+    install(model, 0)
+    optimizer.step()
+    model.a.weight.data[3, 2] = torch.nan
+    install(model, 1)
+    optimizer.step()
+    assert model.a.weight.isnan().sum() == 1 and model.a.weight[3, 2].isnan()
+
+
+def test_weights_written_before_the_first_step_begin_an_average():
+    model, optimizer = set_up(None, "bf16", averages={"ema": 0.75})
+    model.a.bias.data.fill_(8.0)
+    install(model, 0)
+    optimizer.step()
+    assert (optimizer.full_parameters("ema")["a.bias"] > 7).all()
+
+
+def random_run(group: Any, way: str, seed: int, by_hand: bool) -> Any:
+    """Edits through all doors, reads, switched weights, absent gradients, skips; as ``seed`` says.
+
+    Args:
+        by_hand: write masters by hand before each step that is made.
+    """
+    draw = random.Random(seed)
+    model, optimizer = set_up(group, way, max_skipped_steps=99)
+    seen = []
+    for step in range(12):
+        with torch.no_grad():
+            for _ in range(draw.randrange(3)):
+                for param, new in some(model, draw.randrange(99)):
+                    if draw.random() < 0.5:
+                        DOORS[draw.choice([*DOORS])](param, new)
+        if draw.random() < 0.3:
+            backup = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model.load_state_dict({name: 0.5 * tensor for name, tensor in backup.items()})
+            model.load_state_dict(backup)
+        install(model, step)
+        for param in model.parameters():
+            if draw.random() < 0.2:
+                param.grad = None
+        skips = draw.random() < 0.2
+        if skips:
+            model.a.weight.grad = torch.full_like(model.a.weight, torch.inf)
+        if by_hand and not skips:
+            take_by_hand(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the skips
             optimizer.step()
+        optimizer.wait_sync()
+        if draw.random() < 0.3:
+            seen.append(optimizer.digest())
+    return seen, optimizer.digest(), values(model)
 
-    with pytest.raises(RuntimeError, match="resync_masters"):
-        run()
+
+@pytest.mark.parametrize("seed", range(45))
+def test_random_edits_are_those_of_masters_that_are_written_by_hand(
+    seed: int, on_device: Callable[[str], None]
+):
+    way, size = [*WAYS][seed % len(WAYS)], 1 + seed % 4
+    on_device(way)
+    found, expected = (
+        ThreadedWorld(size).run(random_run, way, seed, by_hand) for by_hand in (False, True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one[:2] == other[:2]
+        assert_same_bits(one[2], other[2])
+        assert_same_bits(one[2], found[0][2])
 
 
 def test_full_precision_is_kept_where_an_edit_changes_nothing():
@@ -278,7 +566,7 @@ def test_weights_that_become_nan_are_no_edits():
     model = CASES["mlp"].build()
     optimizer = shardcast.shard(model, adamw(model))
     optimizer.param_groups[0]["lr"] = float("nan")
-    for step in range(weight_edits.FIRST + 2):
+    for step in range(3):
         install(model, step)
         optimizer.step()
     assert model.a.weight.isnan().all()
@@ -301,15 +589,11 @@ def meshed(mesh: Any, way: str) -> Tensor:
         else:
             model.weight.to_local().data.clamp_(-0.25, 0.25)
     model.weight.grad = DTensor.from_local(torch.zeros(4, 4, dtype=BF16), mesh["tp"], [Shard(0)])
-    if way == "data":
-        with pytest.raises(RuntimeError, match=r"'weight'|another rank"):
-            optimizer.step()
-    else:
-        optimizer.step()
+    optimizer.step()
     return copy.copy(optimizer.shards[0].data)
 
 
 @pytest.mark.parametrize("way", ["dtensor", "local", "data"])
 def test_tensor_parallel_weights_may_be_written_too(way: str):
     largest = max(m.abs().max() for m in threaded_world({"dp": 2, "tp": 2}, meshed, way))
-    assert (largest < 0.251) == (way != "data")  # below it masters are cast to 0.25
+    assert largest < 0.251  # below it masters are cast to 0.25

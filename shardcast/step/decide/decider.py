@@ -16,7 +16,6 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
-from shardcast.memory.weight_edits import WeightEdits, unseen_error
 from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
@@ -40,7 +39,6 @@ class Decider:
         device: where the scalars live.
         originals: the optimizers, whose groups it reads.
         divisor: of the mean, which all ranks must have alike.
-        edits: of weights, of which all ranks must know those that no counter saw.
         micro_batches: of a step, if it is to be reproducible.
 
     Attributes:
@@ -49,11 +47,11 @@ class Decider:
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
-        device: torch.device, originals: OptimizerList, divisor: Divisor, edits: WeightEdits,
+        device: torch.device, originals: OptimizerList, divisor: Divisor,
         micro_batches: MicroBatches | None,
     ) -> None:  # fmt: skip
         self._grads, self._process_groups, self._device = grads, process_groups, device
-        self._originals, self._divisor, self._edits = originals, divisor, edits
+        self._originals, self._divisor = originals, divisor
         self._clip_value: float | None = None  # of the coming step
         self.tokens = divisor.tokens = TokenCount(device)
         self.guard = None if config.guard is None else Guard(config.guard, device)
@@ -100,9 +98,9 @@ class Decider:
 
         Raises:
             TypeError: there is a loss that no guard takes.
-            RuntimeError: on every rank, if on one of them the loss was not scaled or weights were
-                written unseen, or if they differ in options of groups. On an accelerator the step
-                is skipped for it, and :meth:`SkipReport.poll` raises.
+            RuntimeError: on every rank, if on one of them the loss was not scaled, or if they
+                differ in options of groups. On an accelerator the step is skipped for it, and
+                :meth:`SkipReport.poll` raises.
         """
         limits = {
             # Some classes have an option of that name.
@@ -120,7 +118,6 @@ class Decider:
             self._own_rank if is_unscaled else self._nowhere,
             self._presence.counts(local),
             self._options.pairs(self._originals.groups, arguments),
-            self._edits.unseen(),
             self.tokens.local() if self.tokens.counted else self._zero,
             self._loss(loss),
         )
@@ -206,14 +203,14 @@ class Decider:
         Model-parallel ranks, which hold other parameters, have one small all-gather more.
         Mistakes are 1-d fp64, 0 for none, and of one sign, so that none cancels another: whether
         ranks differ in what they train (which skips no step), twice whether in options, whether
-        there are unseen writes, whether there are no tokens or another number of them on other
-        model-parallel ranks, and per data-parallel rank whether its loss was not scaled.
+        there are no tokens or another number of them on other model-parallel ranks, and per
+        data-parallel rank whether its loss was not scaled.
         """
         powers = self._norm.agreed(control.powers, self._process_groups.dp.size)
         differing = self._options.differing(control.options)
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
         has_no_tokens = (~(control.tokens > 0)).double() if self.tokens.counted else self._zero
-        flags = [differing, control.unseen, has_no_tokens]
+        flags = [differing, has_no_tokens]
         loss = control.loss / self._process_groups.dp.size if len(control.loss) else control.loss
         if comm.size == 1:
             return powers, [*flags, control.unscaled], loss
@@ -226,7 +223,7 @@ class Decider:
         )
         flag = all_flags.abs().amax(0)
         flag[1] = torch.maximum(flag[1], self._options.differing_across(options).double())
-        flag[4] = torch.maximum(flag[4], (tokens != tokens[0]).any().double())
+        flag[3] = torch.maximum(flag[3], (tokens != tokens[0]).any().double())
         # Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
         # some rank of every stage says so.
         by_dim = unscaled.view(1, *(parallel_dims.sizes[dim] for dim in parallel_dims.model), -1)
@@ -294,16 +291,13 @@ class Decider:
         On a CPU all ranks call it in the same step, and exchange what they know; on an accelerator
         each calls it when it has the numbers, and names its own.
         """
-        training_differs, *options_differ, unseen, wrong_tokens = mistakes[:MISTAKES]
+        training_differs, *options_differ, wrong_tokens = mistakes[:MISTAKES]
         everyone, groups = self._process_groups.everyone, self._originals.groups
         if training_differs:
             packs = [grads.pack for grads in self._grads]
             slots = [slot.name for pack in packs for slot in pack.layout.slots]
             params = [param for pack in packs for param in pack.params]
             self._options.warn_of_training(groups, dict(zip(params, slots, strict=True)))
-        if unseen:
-            names = known(self._edits.first_name(), everyone, self._device)
-            raise unseen_error([*names.values()])
         if ranks := [rank for rank, missing in enumerate(mistakes[MISTAKES:]) if missing]:
             raise unscaled_error(ranks)
         if any(options_differ):

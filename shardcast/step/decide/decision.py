@@ -50,7 +50,7 @@ class Decision:
 class ControlVector(NamedTuple):
     """The doubles of the one small all-reduce of a step; parts are 1-d.
 
-    That is ``8 * (groups + 2 * ranks + slots + 8)`` bytes: 19 KB for AdamW with 2 groups and 300
+    That is ``8 * (groups + 2 * ranks + slots + 7)`` bytes: 19 KB for AdamW with 2 groups and 300
     parameters on 1,024 ranks, 2.5 KB on 2.
 
     Attributes:
@@ -59,7 +59,6 @@ class ControlVector(NamedTuple):
         unscaled: per data-parallel rank 1 if its loss was not scaled, else 0.
         presence: see :class:`Presence`.
         options: pairs of :class:`.options.OptionCheck`.
-        unseen: how many ranks have weights that were written unseen; see :class:`WeightEdits`.
         tokens: of all micro-batches; see :class:`.tokens.TokenCount`.
         loss: the sum of the ranks' losses if a guard takes them, else empty.
     """
@@ -69,7 +68,6 @@ class ControlVector(NamedTuple):
     unscaled: Tensor
     presence: Tensor
     options: Tensor
-    unseen: Tensor
     tokens: Tensor
     loss: Tensor
 

@@ -20,7 +20,7 @@ from shardcast.messages import warn
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
 
-MISTAKES = 5  # in Decision.report, before those of each rank
+MISTAKES = 4  # in Decision.report, before those of each rank
 ELSEWHERE = "on other model-parallel ranks, which name it"
 
 

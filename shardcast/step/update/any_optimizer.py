@@ -114,6 +114,8 @@ class AnyOptimizerUpdate(Update):
 
     def _update(self, shards: Sequence[Shard], decision: Decision) -> None:
         owned = [shard for shard in shards if shard in self._params]
+        for shard in owned:
+            shard.absorb()  # what a script wrote
         measured = any(epilogue.sums for epilogue in self._active)
         old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
@@ -198,6 +200,8 @@ class AnyOptimizerUpdate(Update):
         Args:
             old: the masters before the step, where epilogues compare; overwritten.
         """
+        if old is None:
+            shard.publish()  # else the pass takes published values for edits of a script
         state, span = self._states[shard], slice(0, shard.pack.own.numel)
         row, device = row_of(self._config, shard.pack.layout.dtype), shard.published.device
         old_masters = None
@@ -213,6 +217,8 @@ class AnyOptimizerUpdate(Update):
 
     def switch(self, mode: str) -> bool:
         self._read_groups()
+        for shard in self._params if callable(getattr(self._inner, mode, None)) else ():
+            shard.absorb()  # what a script wrote in the other mode
         if not twins.switch(self._inner, mode):
             return False
         self._write_groups()

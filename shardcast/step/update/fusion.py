@@ -3,9 +3,11 @@
 :func:`update_` is the only arithmetic of Adam, AdamW and SGD here, whatever codecs masters and
 moments have. It runs in two ways (see :mod:`.execute`): compiled, where decoded values are in
 registers only, and eagerly, a piece at a time. Traffic in bytes per element of AdamW with bf16
-parameters (all but the gradient, which is read, and the parameter, which is written, is read and
-written): 28; with ``moments: bf16`` 20; with ``split16`` too, whose parameter is read, 18.3; with
-``split16`` and ``int8`` 14.5.
+parameters (all but the gradient, which is read, is read and written): 30; with ``moments: bf16``
+22; with ``split16`` too 18.3; with ``split16`` and ``int8`` 14.5.
+
+What the model shows is what is trained: a published value that is not the cast of its master, which
+a script has written, becomes the master before the rule.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.chance import random_bits
-from shardcast.memory.codecs import Codec, Pieces
+from shardcast.memory.codecs import Codec, Pieces, shown, take_shown_
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
@@ -52,8 +54,9 @@ class NamedOperands(NamedTuple):
 
     Attributes:
         grad: any floating dtype, read only.
-        published: the low-precision parameter, overwritten by the cast of the new masters; ``None``
-            where the master is the parameter, or has it.
+        published: the low-precision parameter, which wins over a master whose cast it is not, and
+            is overwritten by the cast of the new one; ``None`` where the master is the parameter,
+            or has it.
         stored: pieces of masters, of the rule's state, of the epilogues' state; overwritten.
         keys: of the rows, where a codec rounds by chance.
         sums: of each row, overwritten.
@@ -123,8 +126,9 @@ def update_(
     Args:
         operands: of shape ``(rows, row)``, or ``(rows,)`` where there is one number per row.
         factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1.
-        skip: 0-dim bool; if true nothing changes, not even the sign of a zero. ``None``: the host
-            has decided that the step is not skipped.
+        skip: 0-dim bool; if true nothing changes, not even the sign of a zero, and what a script
+            wrote is still there for the next step. ``None``: the host has decided that the step is
+            not skipped.
     """
     rule, epilogues = fusion.rule, fusion.epilogues
     grad, published, stored, keys, sums = fusion.parts(operands)
@@ -134,6 +138,10 @@ def update_(
         exact = exact.mul_(factor) if copied else exact * factor
     codecs = (fusion.master, *fusion.state)
     olds = [codec.decode(pieces) for codec, pieces in zip(codecs, stored, strict=True)]
+    if published is not None and skip is not None:
+        olds[0] = shown(olds[0], published)
+    elif published is not None:
+        take_shown_(olds[0], published)
     # Where nothing can be skipped plain values are updated where they lie. Else the old ones are
     # needed until the end.
     news = olds if skip is None else [old.clone() for old in olds]
@@ -166,11 +174,11 @@ def update_(
         for memory, values in zip(sums, row_sums, strict=True):
             _write_(memory, values, skip)
 
-    # Hazard: what is written from here on was read above, old published values by an epilogue.
-    if published is not None and compares:
-        _write_(published, new_published, skip)
+    # Hazard: what is written from here on was read above.
+    if published is not None and skip is None:
+        published.copy_(master)
     elif published is not None:
-        published.copy_(master if skip is None else torch.where(skip, old_master, master))
+        _write_(published, master.to(published.dtype), skip)
     steps = [numbers.step] * len(codecs)
     if fusion.by_chance and numbers.epilogue_steps is not None:
         # A fragment without a gradient is averaged too.

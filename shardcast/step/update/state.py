@@ -67,6 +67,8 @@ class ShardState:
 
     def begin(self) -> None:
         """Let the stored tensors of epilogues begin as the masters, where none were loaded."""
+        if any(self._unbegun.values()):
+            self.shard.absorb()
         for name, numbers in self._unbegun.items():
             for number in numbers:
                 values = self.shard.exact(self.shard.fragments[number])

@@ -176,7 +176,7 @@ def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: in
 
     def operands() -> list[Tensor]:
         state = [torch.zeros(numel) for _ in rule.state]
-        return [torch.empty(numel), torch.empty(numel).half(), master.clone(), *state]
+        return [torch.empty(numel), master.half(), master.clone(), *state]
 
     return group, fusion, operands
 
