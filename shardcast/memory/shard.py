@@ -183,6 +183,16 @@ class Shard:
         pack.data = pack.own_data = pack.data[:0]
 
 
+def take_moved(shards: Sequence[Shard]) -> None:
+    """Take values that a script assigned as ``param.data`` into their packs. Local.
+
+    Raises:
+        RuntimeError: names a parameter that has another dtype, device or shape now.
+    """
+    for shard in shards:
+        shard.pack.take_moved()
+
+
 def build_shard(
     layout: PackLayout,
     params: list[nn.Parameter],

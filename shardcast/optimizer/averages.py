@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.memory.shard import Shard
+from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.packed import PackedOptimizer
 
@@ -59,7 +59,7 @@ class Averages:
         finally:
             with torch.no_grad():
                 optimizer.sync.wait()
-                optimizer.take_moved()
+                take_moved(optimizer.shards)
                 if any(self._is_edited(shard, name) for shard in shards):
                     warn(
                         f"averaged({name!r}): weights were written while the average was in the "

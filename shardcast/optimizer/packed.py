@@ -15,7 +15,7 @@ import torch
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.shard import Shard
+from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.model_hooks import ModelCopy, ModelHooks, mark, unmark
@@ -210,18 +210,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.sync.wait()
         if self._closed or self.average_in_model is not None:  # the model goes its own way
             return
+        take_moved(self.shards)
         for shard in self.shards:
-            shard.pack.take_moved()
             shard.absorb()
-
-    def take_moved(self) -> None:
-        """Take values that were assigned as ``param.data`` into their packs. Local.
-
-        Raises:
-            RuntimeError: names a parameter that has another dtype, device or shape now.
-        """
-        for shard in self.shards:
-            shard.pack.take_moved()
 
     def refuse_averaged(self, call: str) -> None:
         """Raise RuntimeError inside ``averaged()``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
-from shardcast.memory.shard import Shard
+from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.metrics import Metrics
 from shardcast.optimizer.model_hooks import watch_copies
@@ -121,7 +121,7 @@ class ShardedOptimizer(StatefulOptimizer):
                     "step: expected no loss= after clip_grad_norm_, which has decided already; set "
                     "max_grad_norm in the configuration in place of the call"
                 )
-            self.take_moved()  # what was assigned after the clip
+            take_moved(self.shards)  # what was assigned after the clip
         self.sync.wait()  # what an overlapped one still sends is what the update writes
         measured = self._metrics is not None and self._metrics.due()
         for update in self.updates:  # unscale, clip, rule, cast into the packs: one fused pass
@@ -137,7 +137,7 @@ class ShardedOptimizer(StatefulOptimizer):
     def _reduce(self) -> None:
         """Have the mean of all gradients in the own spans."""
         self.originals.check()
-        self.take_moved()
+        take_moved(self.shards)
         frozen = [shard for shard in self.shards if shard.grads is None]
         if frozen:
             self._wake(frozen)

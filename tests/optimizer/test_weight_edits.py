@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
+from shardcast.memory.shard import take_moved
 from shardcast.step.update import fused
 from shardcast.step.update.fusion import Executor
 from shardcast.testing import ThreadedWorld, threaded_world
@@ -284,7 +285,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def take_by_hand(optimizer: Any) -> None:
     """The rule written down once more: published bits that are not the cast's are the master."""
     optimizer.wait_sync()
-    optimizer.take_moved()
+    take_moved(optimizer.shards)
     for shard in optimizer.shards if optimizer.config.master != "split16" else ():
         for fragment in shard.fragments if not shard.in_place else ():
             published = shard.published[shard.local(fragment.start, fragment.stop)]
