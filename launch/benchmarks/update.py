@@ -22,7 +22,7 @@ from shardcast.step.update.epilogues import Average, Epilogue, SquareSums
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 from shardcast.step.update.state import SUM_ROW
 
-BYTES = 28  # per element: gradient 2, master and moments 12 read and 12 written, parameter 2
+BYTES = 30  # per element: gradient 2; master, moments and parameter 14 read and 14 written
 CODED = {  # master and moments as in the configuration
     "split16": ("split16", "fp32"),
     "bf16 moments": ("fp32", "bf16"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardcast
 from gpu.bench import Bench, flat_model, give_gradients, kernels
 
-BYTES = 28  # per element: gradient 2, masters and moments 24, parameter 2
+BYTES = 30  # per element: gradient 2, masters and moments 24, parameter 4
 SIZES = {False: (10**6, 10**7, 10**8, 10**9, 2 * 10**9), True: (10**5,)}
 HELD = 24  # bytes per element that the hungriest form holds
 

@@ -81,7 +81,7 @@ def draw(folder: Path, results: list[Result]) -> None:
             curves[row["form"]].append((row["elements"], row["GB/s"]))
     for name, points in curves.items():
         left.plot(*zip(*points, strict=True), marker="o", label=name)
-    left.set(xscale="log", xlabel="elements", ylabel="GB/s, 28 bytes per element", title="update")
+    left.set(xscale="log", xlabel="elements", ylabel="GB/s, 30 bytes per element", title="update")
     if curves:
         left.legend()
     rows = [row for row in figures.get("end_to_end", []) if "tokens/s" in row]
