@@ -373,7 +373,12 @@ def ewc(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("best weights copied back through .data, late in a run", "torch")
+@recipe(
+    "best weights copied back through .data, late in a run",
+    "torch",
+    ratio=15.0,
+    remark="the copy is in bf16",
+)
 def late_rollback(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
