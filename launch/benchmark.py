@@ -26,8 +26,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import (
     averages,
@@ -48,6 +49,7 @@ from benchmarks import (
 )  # fmt: skip
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
+from products import multiplied
 
 from shardcast.estimate import PRESETS
 from shardcast.testing import spawn
@@ -88,45 +90,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.command == "collectives":
         title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
         sizes = args.elements // args.packs, args.packs, args.rounds
-        lines = collectives.rows(spawn(collectives.measure, args.ranks, *sizes, timeout=TIMEOUT)[0])
+        lines = collectives.rows(on_ranks(collectives.measure, args.ranks, *sizes))
         columns = ("collective", "ms", "x")
     elif args.command == "averages":
         numel = averages.LAYERS * averages.WIDTH * (averages.WIDTH + 1)
         title = f"averages of {numel:,} weights in bf16, {args.ranks} ranks, AdamW, 1 thread"
         title += ", processor time"
-        lines = spawn(averages.measure, args.ranks, args.rounds, timeout=TIMEOUT)[0]
+        lines = on_ranks(averages.measure, args.ranks, args.rounds)
         columns = averages.COLUMNS
     elif args.command == "buffers":
         title = f"{buffers.LAYERS} linear layers with BatchNorm, {args.ranks} ranks, fp32"
-        lines = spawn(buffers.measure, args.ranks, args.rounds, timeout=TIMEOUT)[0]
+        lines = on_ranks(buffers.measure, args.ranks, args.rounds)
         columns = buffers.COLUMNS
     elif args.command == "matrix":
         title = f"Muon + AdamW, {WORKLOADS[args.model].title}, {args.ranks} ranks"
         run = args.model, args.rounds
-        lines = matrix.rows(spawn(matrix.measure, args.ranks, *run, timeout=TIMEOUT)[0])
+        lines = matrix.rows(on_ranks(matrix.measure, args.ranks, *run))
         columns = matrix.COLUMNS
     elif args.command == "reproducible":
         plan = step.Plan(args.model, (), args.rounds, args.micros, args.clock)
         title = f"{WORKLOADS[args.model].title}, {args.ranks} ranks x {args.micros} micro-batches"
         title += "" if args.clock == "wall" else f", {args.clock} time"
-        lines = reproducible.rows(spawn(reproducible.measure, args.ranks, plan, timeout=TIMEOUT)[0])
+        lines = reproducible.rows(on_ranks(reproducible.measure, args.ranks, plan))
         columns = reproducible.COLUMNS
     elif args.command == "costmodel":
         title = f"predicted and measured: {WORKLOADS[args.model].title}, {args.ranks} ranks"
         title += "" if args.clock == "wall" else f", {args.clock} time"
         timed = args.model, args.rounds, args.clock
-        result = spawn(costmodel.measure, args.ranks, *timed, timeout=TIMEOUT)[0]
+        result = on_ranks(costmodel.measure, args.ranks, *timed)
         lines, columns = costmodel.rows(result), costmodel.COLUMNS
         print(f"# for shardcast estimate --machine\n{costmodel.as_yaml(result.machine)}\n")
     else:
         plan = step.Plan(args.model, names(args), args.rounds, args.micros, args.clock)
         title = report.title(plan, args.ranks)
-        results = spawn(step.measure, args.ranks, plan, timeout=TIMEOUT)
-        lines, columns = report.rows(results[0]), report.COLUMNS
+        result = on_ranks(step.measure, args.ranks, plan)
+        lines, columns = report.rows(result), report.COLUMNS
         if args.plot:
-            report.plot(results[0], title, args.plot)
+            report.plot(result, title, args.plot)
     print("\n".join([title, "", *report.head(command), ""]))
     print(report.table(columns, lines, args.markdown))
+
+
+def on_ranks(measure: Callable[..., Any], ranks: int, *given: Any) -> Any:
+    """What rank 0 measures in a process per rank; every system has the same products."""
+    return spawn(multiplied, ranks, measure, *given, timeout=TIMEOUT)[0]
 
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:
@@ -146,9 +153,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "averages": 60, "buffers": 60, "flatten": 15, "cost": 5, "worlds": 9, "launches": 200,
-        "collectives": 9, "costmodel": 15, "matrix": 9, "predicted": 1, "reproducible": 15,
-        "step": 15, "peers": 15,
+        "update": 9, "averages": 60, "buffers": 60, "flatten": 15, "cost": 5, "worlds": 9,
+        "launches": 200, "collectives": 9, "costmodel": 15, "matrix": 9, "predicted": 1,
+        "reproducible": 15, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")

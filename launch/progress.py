@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import time
+from datetime import timedelta
 
 import torch
 from metrics import Metrics
 from processes import Processes
 from torch import Tensor
 from tqdm import tqdm
+
+WARM_UP = 2
 
 
 class Progress:
@@ -22,6 +25,7 @@ class Progress:
         self._metrics, self._processes = metrics, processes
         self._tokens_per_step = tokens_per_step
         self._bar = tqdm(total=steps, unit="step", disable=None if processes.main else True)
+        self._steps, self._made, self._warm = steps, 0, 0.0
         self._loss = torch.zeros((), device=processes.device)
         self._step = 0
         self._started = time.perf_counter()
@@ -61,6 +65,16 @@ class Progress:
         self._loss.zero_()
         self._step = step
         self._started = time.perf_counter()
+
+    def after(self, step: int) -> None:
+        """Say once, from the first ten steps of this process, how long the rest takes."""
+        self._made += 1
+        if self._made == WARM_UP:  # the first steps compile
+            self._warm = time.perf_counter()
+        elif self._made == 10 and step < self._steps:
+            seconds = (time.perf_counter() - self._warm) / (10 - WARM_UP)
+            left = timedelta(seconds=round(seconds * (self._steps - step)))
+            self.say(f"{seconds:.2f} seconds per step: the other {self._steps - step} take {left}")
 
     def validation(self, step: int, loss: float) -> None:
         self._metrics.write("validation", step=step, loss=loss)

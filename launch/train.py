@@ -25,6 +25,7 @@ from corpus import Corpus
 from gpt import GPT, GPTConfig
 from plot import loss_curves
 from processes import Processes
+from products import by_way_of_fp32
 from progress import Progress
 from torch import nn
 
@@ -116,6 +117,7 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
             progress.validation(step, validation_loss(network, corpus, args, processes, autocast))
             if args.reproducible is not None:
                 log.write("digest", step=step, digest=optimizer.digest())
+        progress.after(step)
         if checkpoints is not None and checkpoints.after(step, args.steps):
             progress.say(f"told to stop; saved step {step}")
             break
@@ -129,7 +131,7 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
     if processes.main:
         text = sample(network, args, device, autocast)
         log.write("sample", text=text)
-        print(f"--- sample ---\n{text}\n--------------")
+        print(f"--- sample ---\n{shown(text)}\n--------------")
         name = args.baseline or "shardcast"
         print(loss_curves({name: metrics.read(args.output)}, args.output / "loss.png"))
 
@@ -174,6 +176,11 @@ def sample(
         generator = torch.Generator().manual_seed(args.seed)
         tokens = network.generate(prompt, args.sample_bytes, generator)
     return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
+
+
+def shown(text: str) -> str:
+    """The text for a terminal, which control characters would set to anything."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -276,7 +283,10 @@ def main(arguments: list[str] | None = None) -> None:
         compare(args.compare, args.output)
         return
     processes = Processes.start(args.device)
-    train(args, processes)
+    with by_way_of_fp32(processes.device) as reason:
+        if reason and processes.main:
+            print(reason)
+        train(args, processes)
     processes.stop()
 
 

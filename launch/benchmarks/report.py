@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from products import why
 
 from benchmarks.models import WORKLOADS
 from benchmarks.step import Plan, Result, compute, exposed, ratio
@@ -30,7 +31,9 @@ def device() -> str:
 
 def head(command: str) -> list[str]:
     """What was run, where, with what."""
-    return [f"device: {device()}", f"torch: {torch.__version__}", f"command: {command}"]
+    reason = why(torch.device("cpu"))
+    every = [f"every system: {reason}"] if reason else []
+    return [f"device: {device()}", f"torch: {torch.__version__}", *every, f"command: {command}"]
 
 
 def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:

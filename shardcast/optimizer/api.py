@@ -19,6 +19,7 @@ from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import called_by_script, joined
 from shardcast.plan.originals import OptimizerList
+from shardcast.plan.products import warn_of_slow_products
 from shardcast.step.compiling import compiles
 from shardcast.step.update import updates_of
 
@@ -148,6 +149,8 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)
+        if process_groups.everyone.rank == 0:
+            warn_of_slow_products(device, {pack.dtype for pack in plan.layout.packs})
         sharded = ShardedOptimizer(plan, shards, process_groups, dtypes)
         if divisor is not None:
             sharded.divisor = divisor

@@ -251,6 +251,17 @@ def figures(name: str, autocast: bool, dtype: torch.dtype = BF16) -> tuple[float
     return max(distance), max(noise), max(gradients)
 
 
+def skip_where_torch_itself_cannot(name: str, dtype: torch.dtype) -> None:
+    """Run stock autocast alone: oneDNN has no LSTM in low precision for some CPUs."""
+    build, kind, _ = SCRIPTS[name]
+    try:
+        loss_and_norm(build(), batches(0)[kind], True, dtype)
+    except RuntimeError as error:
+        if "primitive descriptor" not in str(error):
+            raise
+        pytest.skip(f"{name}: torch on this CPU {error}")
+
+
 FP16_TOO = ("time steps", "bare weights", "fp32 residual stream")
 
 
@@ -260,6 +271,7 @@ FP16_TOO = ("time steps", "bare weights", "fp32 residual stream")
      if dtype is BF16 or mode[0] in FP16_TOO],
 )  # fmt: skip
 def test_a_script_has_the_loss_of_stock_autocast(name: str, autocast: bool, dtype: torch.dtype):
+    skip_where_torch_itself_cannot(name, dtype)
     distance, noise, gradients = figures(name, autocast, dtype)
     assert distance < 2 * noise
     assert gradients < 0.05

@@ -1,0 +1,84 @@
+"""Products of matrices in bf16 and fp16 by way of fp32, on CPUs where torch multiplies by a loop.
+
+There a product takes up to 150 times as long as in fp32. :func:`by_way_of_fp32` takes the operands
+to fp32, multiplies, and rounds once: the same arithmetic as of kernels for low precision, up to the
+order of their fp32 sums. It holds for all of a process, in forwards and backwards, whoever trains.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.plan.products import SLOW, slowdown
+
+LOW = (torch.bfloat16, torch.float16)
+OPERATORS = (
+    *("mm", "mm.out", "addmm", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm.out"),
+    *("mv", "mv.out", "addmv", "addmv.out", "dot"),
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+
+
+def why(device: torch.device) -> str:
+    """The line that says that products go by way of fp32; empty where torch's own are kept."""
+    times = {dtype: slowdown(dtype) for dtype in LOW} if device.type == "cpu" else {}
+    if max(times.values(), default=0.0) <= SLOW:
+        return ""
+    known = ", ".join(f"{str(d).removeprefix('torch.')} {x:.0f}x" for d, x in times.items())
+    return f"products by way of fp32, as this CPU has no fast ones in low precision ({known})"
+
+
+@contextmanager
+def by_way_of_fp32(device: torch.device) -> Iterator[str]:
+    """Within it products on a CPU go by way of fp32, if that is faster: in all of this process.
+
+    Gives the line of :func:`why`.
+    """
+    reason = why(device)
+    if not reason:
+        yield reason
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for name in OPERATORS:
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            library.impl(name, _through_fp32(kernel), "CPU", with_keyset=True, allow_override=True)
+    slowdown.cache_clear()  # nothing is slow any more, until the end
+    try:
+        yield reason
+    finally:
+        library._destroy()
+        slowdown.cache_clear()
+
+
+def multiplied(group: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(group, *arguments)`` within :func:`by_way_of_fp32`, for a process of its own."""
+    with by_way_of_fp32(torch.device("cpu")):
+        return function(group, *arguments)
+
+
+def _through_fp32(kernel: Any) -> Callable[..., Any]:
+    def product(keys: Any, *operands: Any, **options: Any) -> Any:
+        low = next((x.dtype for x in operands if isinstance(x, Tensor) and x.dtype in LOW), None)
+        if low is None:
+            return kernel.call_boxed(keys, *operands, **options)
+        wide = [x.float() if isinstance(x, Tensor) and x.dtype == low else x for x in operands]
+        out = options.get("out")
+        if out is not None:
+            kernel.call_boxed(keys, *wide, **{**options, "out": (wide_out := out.float())})
+            return out.copy_(wide_out)
+        result = kernel.call_boxed(keys, *wide, **options)
+        if isinstance(result, Tensor):
+            return result.to(low)
+        # Of attention: the sums of exponentials, (sequence, head, token), are fp32 in any case.
+        return tuple(x.to(low) if x.dim() == 4 else x for x in result)
+
+    return product
