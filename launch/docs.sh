@@ -11,8 +11,7 @@ source launch/environment.sh
 
 venv=${DOCS_VENV:-.venv-docs}
 if ! cmp --silent launch/site/requirements.txt "$venv/requirements.txt"; then
-    find_python
-    [[ -x $venv/bin/python ]] || "$found" -m venv "$venv"
+    has_pip "$venv/bin/python" || make_venv "$venv"
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
         --requirement launch/site/requirements.txt
     cp launch/site/requirements.txt "$venv/requirements.txt"

@@ -20,22 +20,31 @@ environment() {
     done
     venv=${VENV:-.venv}
     python=$venv/bin/python
-    if [[ ! -x $python ]]; then
-        find_python
-        echo "creating the virtual environment $venv with $("$found" --version)"
-        "$found" -m venv "$venv"
-    fi
+    has_pip "$python" || make_venv "$venv"
     "$python" -m pip install --disable-pip-version-check --progress-bar off \
         --constraint constraints.txt --editable ".[$extra]"
 }
 
-# Sets $found to the first Python 3.10 or newer.
+has_pip() { "$1" -m pip --version >/dev/null 2>&1; }
+
+# make_venv FOLDER  a virtual environment of $found, as find_python sets it.
+make_venv() {
+    find_python
+    echo "creating the virtual environment $1 with $("$found" --version)"
+    "$found" -m venv "$1" && return
+    echo "error: $found makes no virtual environments; on Debian and Ubuntu: apt install" \
+        "python3-venv; or name another Python with PYTHON=/path/to/python" >&2
+    return 1
+}
+
+# Sets $found to the first Python 3.11 or newer.
 find_python() {
-    for found in ${PYTHON:-} python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
-        if "$found" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    local others=(python3 python3.14 python3.13 python3.12 python3.11 python)
+    for found in ${PYTHON:+"$PYTHON"} "${others[@]}"; do
+        if "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             return
         fi
     done
-    echo "error: Python 3.10 or newer is needed; name one with PYTHON=/path/to/python" >&2
+    echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python" >&2
     return 1
 }

@@ -20,7 +20,8 @@ train() {
         launch/train.py --device cpu "$@"
 }
 
-printf '\nTwo trainings of one GPT, with equal seeds, on two CPU processes.\n'
+printf '\nTwo trainings of one GPT, with equal seeds, on two CPU processes;\n'
+printf 'each says after ten steps how long it takes.\n'
 printf '\n== 1 of 2: DDP + autocast ==\n'
 train --baseline ddp --output "$output/ddp" "$@"
 printf '\n== 2 of 2: shardcast ==\n'

@@ -36,6 +36,6 @@ def unmet(extra: str) -> bool:
 
 if __name__ == "__main__":
     try:
-        sys.exit(sys.version_info < (3, 10) or unmet(sys.argv[1]))
+        sys.exit(sys.version_info < (3, 11) or unmet(sys.argv[1]))
     except ImportError:  # packaging comes with accelerate
         sys.exit(1)

@@ -24,8 +24,7 @@ if [[ ${1:-} == --codegen ]]; then
     shift
     python=${VENV:-.venv-cuda}/bin/python
     if ! "$python" -c 'import accelerate, triton, torch; assert torch.version.cuda' 2>/dev/null; then
-        find_python
-        [[ -x $python ]] || "$found" -m venv "${python%/bin/python}"
+        has_pip "$python" || make_venv "${python%/bin/python}"
         "$python" -m pip install --disable-pip-version-check --progress-bar off \
             --requirement launch/codegen/requirements.txt
     fi
@@ -41,8 +40,7 @@ if [[ ${1:-} == --versions ]]; then
         python=$venv/bin/python
         tried="import lightning, pytest, torch; assert torch.__version__.startswith('$version')"
         if ! "$python" -c "$tried" 2>/dev/null; then
-            find_python
-            [[ -x $python ]] || "$found" -m venv "$venv"
+            has_pip "$python" || make_venv "$venv"
             grep --invert-match --extended-regexp '^(torch|setuptools)==' constraints.txt \
                 >"$venv/constraints.txt"
             "$python" -m pip install --disable-pip-version-check --progress-bar off \
@@ -58,8 +56,7 @@ if [[ ${1:-} == --ecosystem ]]; then
     venv=${VENV:-.venv-ecosystem}
     python=$venv/bin/python
     if ! cmp --silent tests/ecosystem/requirements.txt "$venv/requirements.txt"; then
-        find_python
-        [[ -x $python ]] || "$found" -m venv "$venv"
+        has_pip "$python" || make_venv "$venv"
         "$python" -m pip install --disable-pip-version-check --progress-bar off \
             --constraint constraints.txt --requirement tests/ecosystem/requirements.txt
         cp tests/ecosystem/requirements.txt "$venv/requirements.txt"

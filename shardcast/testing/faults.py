@@ -81,8 +81,3 @@ class Death:
 
 Fault = Delay | Drop | Death
 """What :meth:`ThreadedWorld.run` can inject."""
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note(note)``, which Python 3.10 lacks; pytest shows the notes there as well."""
-    error.__dict__.setdefault("__notes__", []).append(note)

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .faults import add_note
 from .record import name_ranks
 
 T = TypeVar("T")
@@ -216,9 +215,9 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
             error = ProcessFailedError(f"rank {rank} of {self.world_size}: {answer.text}")
         else:
             error = pickle.loads(answer.error)
-            add_note(error, f"raised by rank {rank} of {self.world_size}:\n{answer.text}")
+            error.add_note(f"raised by rank {rank} of {self.world_size}:\n{answer.text}")
         if unfinished:
-            add_note(error, f"{name_ranks(unfinished)} had not finished")
+            error.add_note(f"{name_ranks(unfinished)} had not finished")
         return error
 
     def _late(self, unfinished: Sequence[int], task: Task, timeout: float) -> TimeoutError:
@@ -228,7 +227,7 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
         for rank in unfinished:
             stack = Path(f"{task.path}.stack-{rank}")
             text = stack.read_text() if stack.exists() else ""
-            add_note(error, f"rank {rank} was in:\n{text}" if text else f"rank {rank}: starting")
+            error.add_note(f"rank {rank} was in:\n{text}" if text else f"rank {rank}: starting")
         return error
 
     def _kill(self) -> None:

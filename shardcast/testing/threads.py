@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._compat import keep_device_guard, separate_process_groups
-from .faults import CollectiveMismatchError, Fault, RankLeftError, add_note
+from .faults import CollectiveMismatchError, Fault, RankLeftError
 from .mesh import Shape, rank_of_mesh, ranks_of
 from .record import Collective
 from .rendezvous import ThreadedRun
@@ -210,10 +210,10 @@ class ThreadedWorld:
         if first in mismatches:  # the same everywhere, but who raised last knows most
             first = max(mismatches, key=lambda r: len(mismatches[r].calls))
         raised = errors[first]
-        add_note(raised, f"raised by rank {first} of a threaded world of {self.world_size}")
+        raised.add_note(f"raised by rank {first} of a threaded world of {self.world_size}")
         for rank in range(self.world_size):
             if rank in self._stuck:
-                add_note(raised, f"rank {rank} has not finished")
+                raised.add_note(f"rank {rank} has not finished")
             elif rank != first and rank in errors:
-                add_note(raised, f"rank {rank} raised {type(errors[rank]).__name__}")
+                raised.add_note(f"rank {rank} raised {type(errors[rank]).__name__}")
         raise raised
