@@ -179,13 +179,15 @@ def run(*command: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.timeout(300)
 def test_the_quickstart_ends_with_a_table_and_a_picture_and_warns_of_nothing(
     tmp_path: Path,
 ) -> None:
     satisfied = python("launch/satisfied.py", "plot").returncode == 0
     if not satisfied or sys.prefix == sys.base_prefix:
         pytest.skip("the quickstart would install another torch, or matplotlib, first")
-    done = command("bash", "launch/quickstart.sh", *TINY_RUN, VENV=sys.prefix, OUTPUT=str(tmp_path))
+    variables = {"VENV": sys.prefix, "OUTPUT": str(tmp_path)}
+    done = command("bash", "launch/quickstart.sh", *TINY_RUN, timeout=280, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after ten steps how long it takes" in done.stdout.split("== 1 of 2")[0]
     end = done.stdout.split("== comparison ==")[1]
