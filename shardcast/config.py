@@ -194,8 +194,7 @@ class ShardcastConfig(ValidatedOptions):
     averages: Averages = option(
         (),
         "moving averages of the fp32 masters at their owners, a mapping from names to decays: "
-        "{ema: 0.9999}; or to {half_life: 5000} (in steps), warmup: true, stored: bf16, "
-        "use_buffers: true",
+        "{ema: 0.9999}; or to {half_life: 5000} (in steps), warmup: true, stored: bf16",
     )
     reduce: str = option(
         "auto",

@@ -78,15 +78,12 @@ class AverageOptions(ValidatedOptions):
         decay: in [0, 1).
         warmup: the decay is at most ``(1 + t) / (10 + t)`` in the average's step ``t = 1, 2, ...``
         stored: ``fp32``, or ``bf16`` rounded by chance.
-        use_buffers: floating-point buffers are averaged too; else an average has those of the
-            model, as with torch's ``AveragedModel``.
     """
 
     name: str = option("", within=("a name of letters, digits and _", str.isidentifier))
     decay: float = option(None, within=("a number in [0, 1)", lambda decay: 0 <= decay < 1))
     warmup: bool = option(False)
     stored: str = option("fp32", within=one_of("fp32", "bf16"))
-    use_buffers: bool = option(False)
 
 
 Averages = tuple[AverageOptions, ...]

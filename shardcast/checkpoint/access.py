@@ -19,6 +19,7 @@ from shardcast.checkpoint.inventory import Inventory, LocalInventory, Replica, m
 from shardcast.checkpoint.region import Region, ShardView
 from shardcast.checkpoint.source import StateSource, model_path, state_path
 from shardcast.memory.shard import Shard
+from shardcast.optimizer.averages import saved_buffers
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.optimizer.state_view import is_elementwise
@@ -65,7 +66,7 @@ class Snapshot:
         cut = {param for param in self._trained.values() if param.numel()}
         # What no fragment is of: parameters without an optimizer, and those without elements.
         self._outside = {n: p for n, p in optimizer.model.named_parameters() if p not in cut}
-        self._buffers = optimizer.buffer_averages.saved()
+        self._buffers = saved_buffers(optimizer.stages)
         tensors = {**self._trained, **self._outside, **self._buffers}
         self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
         self._extra: dict[str, tuple[nn.Module, Any]] = {
@@ -165,20 +166,9 @@ class Snapshot:
             # Ranks with equal copies take turns.
             if pack_groups.is_primary and comm.rank == number % comm.size:
                 yield self._view(name, param)
-        averages = self._optimizer.buffer_averages.state()
         for name, buffer in self._buffers.items():
             if self.inventory.buffers[name, self._regions[name]] == self.comm.rank:
-                own = self._optimizer.buffer_averages.of_training.get(name, buffer)
-                yield self._view(name, own)
-                for key, average in averages.get(name, {}).items():
-                    yield self._average_view(name, key, average)
-
-    def _average_view(self, name: str, key: str, average: Tensor) -> ShardView:
-        """An average of a buffer, or its number of steps."""
-        path = state_path(self.inventory.stored(name), key)
-        if average.dim() == 0:
-            return ShardView.whole(path, average)
-        return ShardView(path, self._regions[name], 0, average.reshape(-1))
+                yield self._view(name, self._optimizer.buffers_of_training.get(name, buffer))
 
     def _view(self, name: str, tensor: Tensor) -> ShardView:
         """A parameter or buffer that the optimizer does not have."""
@@ -271,16 +261,6 @@ class Snapshot:
         for tensor, view in zip(untrained.values(), staged, strict=True):
             local = _compat.local_tensor(tensor)
             local.copy_(view.flat.view(local.shape))
-        averages: dict[str, dict[str, Tensor]] = {}
-        for name, values in self._optimizer.buffer_averages.state().items():
-            stored = source.state.get(self.inventory.stored(name), {})
-            averages[name] = {
-                key: torch.empty_like(value, device="cpu")
-                for key, value in values.items()
-                if key in stored
-            }
-            source.read([self._average_view(name, *item) for item in averages[name].items()])
-        self._optimizer.buffer_averages.load(averages)
 
     def _take_pack(self, shard: Shard, source: StateSource) -> None:
         views, loading = [], []

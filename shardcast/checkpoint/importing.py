@@ -21,7 +21,7 @@ from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.loading import Directory, compare, take
 from shardcast.checkpoint.source import StateSource, from_reader, from_tensors
-from shardcast.optimizer.state_dict import BUFFERS, plain_state, state_by_param
+from shardcast.optimizer.state_dict import plain_state, state_by_param
 
 Values = str | os.PathLike[str] | Mapping[str, Any]
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
@@ -68,7 +68,7 @@ def load_plain(
                 "give that part to optimizer.load_state_dict() on its rank, or what "
                 "full_state_dict() returned on rank 0 to load_plain() on all"
             )
-        by_name = state_by_param(loaded, head["groups"]) | loaded.get(BUFFERS, {})
+        by_name = state_by_param(loaded, head["groups"])
         source = from_tensors(where, tensors, by_name)
         groups = zip(head["groups"], loaded["param_groups"], strict=True)
         named = [{**loaded_group, "params": group["params"]} for group, loaded_group in groups]

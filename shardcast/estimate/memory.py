@@ -17,7 +17,6 @@ from shardcast.memory.chance import KEY
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, Shard
-from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
 from shardcast.plan.costs import PRESETS, Machine
@@ -150,7 +149,6 @@ def estimate(
     sharded = config.grads == "sharded" and world_size > 1
     owned = [rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks]
     fullest = ranks[owned.index(max(owned))]
-    averages = fullest.averages + BufferAverages([model], config.averages, Comm(None)).nbytes
     parameters = sum(pack.nbytes for pack in layout.packs)
     sent = [rank.sent for rank in ranks]
     return Estimate(
@@ -160,7 +158,7 @@ def estimate(
         gradients=fullest.gradients if sharded else sum(rank.gradients for rank in ranks),
         masters=fullest.masters,
         state=fullest.state,
-        averages=averages,
+        averages=fullest.averages,
         outside=live - parameters,
         host=fullest.masters + fullest.state + fullest.averages if config.offload else 0,
         setup_peak=peak,

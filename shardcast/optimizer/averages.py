@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.packed import PackedOptimizer
+
+
+def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The buffers that ``state_dict`` saves, each under its first name.
+
+    Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
+    """
+    names: dict[Tensor, str] = {}
+    for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in names.items()}
 
 
 class Averages:
@@ -45,7 +58,12 @@ class Averages:
             optimizer.resync_masters()
 
         optimizer.process_groups.everyone.together(ready, optimizer.device, "averaged")
+        buffers = {
+            key: _compat.local_tensor(buffer)
+            for key, buffer in saved_buffers(optimizer.stages).items()
+        }
         with torch.no_grad():
+            optimizer.buffers_of_training |= {key: b.clone() for key, b in buffers.items()}
             shards = [shard for shard in optimizer.shards if shard.grads is not None]
             weights = [shard.lend() for shard in shards]
             for shard in shards:
@@ -54,10 +72,12 @@ class Averages:
                     shard.published[part].copy_(self.values(shard, number, name))
             self._sync(shards, name)
         try:
-            with optimizer.buffer_averages.switched(name):
-                yield
+            yield
         finally:
             with torch.no_grad():
+                for key, buffer in buffers.items():
+                    # ``.data``: a graph that has saved the buffer stays usable.
+                    buffer.data.copy_(optimizer.buffers_of_training.pop(key))
                 optimizer.sync.wait()
                 take_moved(optimizer.shards)
                 if any(self._is_edited(shard, name) for shard in shards):
@@ -96,8 +116,6 @@ class Averages:
             self.check("load_average", name)
             optimizer.refuse_averaged("load_average")
             shapes = {slot.name: slot.shape for _, slot in optimizer.layout.slots()}
-            buffers = optimizer.buffer_averages.averaged().items()
-            shapes |= {key: tuple(buffer.shape) for key, buffer in buffers if key in weights}
             for parameter, expected in shapes.items():
                 given = weights.get(parameter)
                 shape = None if given is None else tuple(_compat.local_tensor(given).shape)
@@ -114,4 +132,3 @@ class Averages:
                 given = _compat.local_tensor(weights[fragment.slot.name]).detach()
                 values = given.reshape(-1)[start:stop]
                 optimizer.update_of(shard).load_average(shard, number, name, values, steps)
-        optimizer.buffer_averages.begin(name, weights, steps)

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.state_dict import (
-    BUFFERS,
-    MASTER,
-    StateDict,
-    copied,
-    plain_dict,
-)
+from shardcast.optimizer.state_dict import MASTER, copied, plain_dict
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.plan.layout import Fragment, Slot
 from shardcast.plan.precision import MASTER_DTYPE
@@ -52,13 +46,8 @@ class FullState:
         Args:
             place: of one of several optimizers, whose state alone is wanted.
         """
-        optimizer = self._optimizer
         state = self._full_state(self._state_of, on_all=False, place=place)
-        if optimizer.process_groups.everyone.rank != 0:
-            return {}
-        if optimizer.buffer_averages.active and not place:  # of several optimizers with the first
-            state[BUFFERS] = StateDict(optimizer).buffers("cpu")
-        return state
+        return state if self._optimizer.process_groups.everyone.rank == 0 else {}
 
     def gather_on_all(self) -> dict[str, Any]:
         """The full state on every rank, with masters where parameters are less exact, for DCP.

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
-from shardcast.optimizer.buffer_averages import BufferAverages
 from shardcast.optimizer.model_hooks import ModelCopy, ModelHooks, mark, unmark
 from shardcast.optimizer.outside_edits import OutsideEdits
 from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
@@ -47,7 +47,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
         buffers: sends buffers to all ranks; ``None`` where none are to be sent.
-        buffer_averages: those of averages with ``use_buffers``.
+        buffers_of_training: inside ``averaged()``, what the model's buffers were before, by name.
         device: of the packs.
         average_in_model: name of the average that the model has, inside ``averaged()``.
     """
@@ -80,7 +80,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.reduce.divisor, self.reduce.micro_batches,
         )  # fmt: skip
         self.sync = Sync()
-        self.buffer_averages = BufferAverages(self.stages, plan.config.averages, self.comm)
+        self.buffers_of_training: dict[str, Tensor] = {}
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
         self._copies: list[ModelCopy] = []  # of the model
@@ -234,7 +234,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         report["state"] = sum(update.nbytes() for update in self.updates)
         if self.config.averages:
             report["averages"] = sum(update.averages_nbytes() for update in self.updates)
-            report["averages"] += self.buffer_averages.nbytes
         if self.decider.guard is not None:
             report["guard"] = self.decider.guard.nbytes
         return report

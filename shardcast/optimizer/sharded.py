@@ -129,8 +129,6 @@ class ShardedOptimizer(StatefulOptimizer):
         if self._metrics is not None and measured:
             self._metrics.collect()
         self.send()  # owners -> everybody
-        if self.buffer_averages.active:
-            self.buffer_averages.update(decision.skip)
         self._conclude(decision)
         return result
 

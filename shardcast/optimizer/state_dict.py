@@ -22,7 +22,6 @@ from shardcast.plan.layout import Fragment
 
 FORMAT = 1  # of the local state
 MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
-BUFFERS = "shardcast_buffers"  # averages of buffers beside a plain optimizer's state
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -42,7 +41,6 @@ class LoadPlan(NamedTuple):
         active: indices of the packs that are trained, or were at some time.
         fragments: this rank's.
         decider: the loss scale and the count of skipped steps, of a local state.
-        buffers: averages by name of buffer.
         groups: options of the parameter groups.
         masters: masters are among it, on every rank.
     """
@@ -52,7 +50,6 @@ class LoadPlan(NamedTuple):
     decider: Mapping[str, Any] | None = None
     groups: Groups = ()
     masters: bool = False
-    buffers: Mapping[str, Mapping[str, Tensor]] | None = None
 
 
 class StateDict:
@@ -85,14 +82,8 @@ class StateDict:
                 **self._head(),
                 "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
                 "scaler": optimizer.decider.state_dict(),
-                "buffers": self.buffers(),
             },
         }
-
-    def buffers(self, device: str | None = None) -> dict[str, dict[str, Any]]:
-        """Averages by name of buffer, copies on ``device`` if one is given. Local."""
-        averages = self._optimizer.buffer_averages.state()
-        return {name: copied(values, device) for name, values in averages.items()}
 
     def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
         """What is to be written. Every rank must call it; if one cannot load, all raise.
@@ -119,13 +110,11 @@ class StateDict:
         loaded = plain_state(state_or_list, self._optimizer.originals.places)
         groups, head = loaded["param_groups"], loaded.get("shardcast")
         state = state_by_param(loaded, self._groups)
-        buffers = loaded.get(BUFFERS) if head is None else head.get("buffers", {})
-        self._optimizer.buffer_averages.check(buffers or {})
         if head is None:
-            return self.plan_plain(state)._replace(groups=groups, buffers=buffers)
+            return self.plan_plain(state)._replace(groups=groups)
         self._check_head(head)
         fragments = self._fragments(state, is_local=True)
-        return LoadPlan(frozenset(head["active"]), fragments, head["scaler"], groups, True, buffers)
+        return LoadPlan(frozenset(head["active"]), fragments, head["scaler"], groups, True)
 
     def _head(self) -> dict[str, Any]:
         optimizer, parallel_dims = self._optimizer, self._optimizer.process_groups.parallel_dims
@@ -190,8 +179,6 @@ class StateDict:
             optimizer.update_of(shard).load_fragment(shard, number, values)
         if plan.decider is not None:
             optimizer.decider.load_state_dict(dict(plan.decider))
-        if plan.buffers is not None:
-            optimizer.buffer_averages.load(plan.buffers)
         if plan.masters:
             optimizer.publish()
         load_groups(self._groups, plan.groups)
@@ -242,7 +229,6 @@ def plain_state(
             f"{len(sizes)} with {sizes}; give one for each optimizer, in the order of shard()"
         )
     groups: list[dict[str, Any]] = []
-    buffers = [(BUFFERS, state[BUFFERS]) for state in listed if BUFFERS in state]
     joined: dict[int, Any] = {}
     start = 0
     for state in states:
@@ -253,7 +239,7 @@ def plain_state(
                     joined[number] = state["state"][number_in_state]
             groups.append({**group, "params": list(numbers)})
             start = numbers.stop
-    return {"state": joined, "param_groups": groups, **dict(buffers)}
+    return {"state": joined, "param_groups": groups}
 
 
 def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:

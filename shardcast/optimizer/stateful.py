@@ -195,8 +195,7 @@ class StatefulOptimizer(PackedOptimizer):
     def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
         """The unsharded optimizer's ``state_dict``, on rank 0; empty elsewhere. All must call it.
 
-        Averages of weights are among the state, those of buffers beside it, under
-        ``shardcast_buffers``, with the first of several optimizers.
+        Averages of weights are among the state.
 
         Args:
             place: of one of several optimizers, in the order in which they were given; without it

@@ -240,18 +240,6 @@ def test_real_runs_hold_what_was_estimated(name: str, fields: dict[str, Any], gl
     assert fullest == pytest.approx(found.total, rel=0.01)
 
 
-def test_averages_of_buffers_are_estimated_too():
-    fields = {"averages": {"ema": {"decay": 0.9, "use_buffers": True}}, "fuse": "eager"}
-    with torch.device("meta"):
-        shape = Convolutions()
-    found = estimate(shape, trained_by(shape), 1, fields)
-    model = Convolutions()
-    optimizer = shardcast.shard(model, trained_by(model), **fields)
-    model(REAL["convolutions"][1]()).sum().backward()
-    optimizer.step()
-    assert found.averages == optimizer.memory_report()["averages"]
-
-
 def test_peers_hold_what_is_known_of_them_at_two_ranks():
     assert peers(1, 2, 2) == {
         "DDP + autocast": 16, "ZeroRedundancyOptimizer": 12, "ZeRO-1": 10, "ZeRO-2": 9, "FSDP": 8,

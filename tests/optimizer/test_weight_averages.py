@@ -188,3 +188,23 @@ def test_metrics_change_no_bit_of_an_average_that_is_rounded_by_chance(kind: Any
     plain = average(False)
     for metrics in (True, 2):
         assert_same_bits(average(metrics), plain)
+
+
+def test_what_is_written_to_buffers_inside_averaged_is_undone_and_a_checkpoint_has_the_trainings(
+    tmp_path: Path,
+):
+    """As ``update_bn`` writes them."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer = sharded(model, averages={"ema": 0.5}, param_dtype=FP32)
+    batch = torch.randn(8, 4)
+    model(batch).square().mean().backward()
+    optimizer.step()
+    training = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with optimizer.averaged("ema"):
+        model(batch + 1)
+        assert not torch.equal(model[1].running_mean, training["1.running_mean"])
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+    assert_same_bits(dict(model.named_buffers()), training)
+    model(batch + 2)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert_same_bits(dict(model.named_buffers()), training)
