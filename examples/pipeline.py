@@ -35,7 +35,6 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 stage = PipelineStage(model, number, 2, device, group=mesh["pp"].get_group())
 schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
-optimizer.overlap_reduce([stage])  # <- a stage is reduced when its own backwards are done
 
 data = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
 for _ in range(100):

@@ -184,8 +184,6 @@ def pipelined(
         for number, stage in enumerate(stages)
     ]
 
-    optimizer.overlap_reduce(parts)
-
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return optimizer.scale_loss(loss / count)

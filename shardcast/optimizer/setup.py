@@ -118,7 +118,7 @@ def plan_for(
 
     Args:
         world: the number of ranks, or the dimensions of a mesh.
-        stages: of a pipeline, of which several in ``model`` share no pack.
+        stages: of a pipeline, which ``model`` holds.
         before: the layout of all groups but the ``added`` one, which alone is planned, behind it.
 
     Raises:
@@ -149,9 +149,6 @@ def plan_for(
             validate.check_whole(name, param, originals.owner(groups[name]))
     costs = _costs(params, groups, originals, config)
     infos = describe(params, config, groups, precision.storage_dtype, costs, pack_groups_by_name)
-    if len(stages) > 1:  # each can be reduced as soon as its own backwards are done
-        numbers = {param: n for n, stage in enumerate(stages) for param in stage.parameters()}
-        infos = [i._replace(key=f"{i.key}stage {numbers[params[i.name]]}") for i in infos]
     begun = (n for n, param in params.items() if originals.owner(groups[n]).state.get(param))
     old = before.packs if before else ()
     layout = plan_packs(infos, parallel_dims, partitions, config, len(old))

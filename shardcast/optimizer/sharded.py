@@ -18,7 +18,6 @@ from shardcast.optimizer.metrics import Metrics
 from shardcast.optimizer.model_hooks import watch_copies
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.setup import Plan
-from shardcast.optimizer.stages import overlap_stages
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.plan import validate
 from shardcast.step.decide.decision import Decision
@@ -41,7 +40,7 @@ class ShardedOptimizer(StatefulOptimizer):
     # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
     # would skip the step on the ranks that saw an infinity and leave the others waiting.
     _step_supports_amp_scaling = True
-    _reduces_stages = False  # or has warned of schedules that divide gradients
+    _warned_of_schedules = False
 
     def __init__(
         self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
@@ -215,19 +214,6 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         self.reduce.micro_batch(index)
 
-    def overlap_reduce(self, stages: Sequence[Any]) -> None:
-        """Reduce each stage of a pipeline as soon as its own backwards of a schedule are done.
-
-        Without it all are reduced in :meth:`step`. ``scale_grads`` of the schedule becomes part of
-        the mean. Call it once, before the first schedule, on every rank, and :meth:`step` after
-        each run of a schedule.
-
-        Args:
-            stages: the ``PipelineStage`` of all modules that are sharded here, and no others.
-        """
-        overlap_stages(self, stages)
-        self._reduces_stages = True
-
     def _note_clip(self, decision: Decision | None) -> None:
         """Keep a decision on the present gradients; ``None`` forgets the last one."""
         self._clipped = decision
@@ -276,12 +262,11 @@ class ShardedOptimizer(StatefulOptimizer):
                 "count: called after clip_grad_norm_, which has divided by the tokens of this "
                 "step; count each micro-batch before its backward, and clip after the last one"
             )
-        if self.reduce.at_step and not self._reduces_stages and not self.decider.tokens.counted:
-            self._reduces_stages = True  # warned once
+        if self.reduce.at_step and not self._warned_of_schedules:
+            self._warned_of_schedules = True
             warn(
                 "count: torch's schedules divide gradients by the micro-batches, and the tokens "
-                "divide them again; build the schedule with scale_grads=False, or call "
-                "optimizer.overlap_reduce(stages), which leaves that division out"
+                "divide them again; build the schedule with scale_grads=False"
             )
         self.decider.tokens.add(tokens, self.reduce.backwards)
 

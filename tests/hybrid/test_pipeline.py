@@ -79,7 +79,6 @@ class How(NamedTuple):
 
     as_list: bool = True
     scale_grads: bool = False
-    overlap: bool = False
     late: bool = False  # a group that is added after shard()
     autocast: bool = False
     counted: bool = False  # the loss is a sum, its rows are counted
@@ -117,8 +116,6 @@ def pipelined(mesh: DeviceMesh, schedule: str, dtype: torch.dtype, how: How) -> 
         loss_fn=lambda output, x: mean_loss(output, x) / (1 if is_sum else MICRO_BATCHES),
         scale_grads=how.scale_grads,
     )
-    if how.overlap:
-        optimizer.overlap_reduce(parts)
     if added:
         optimizer.add_param_group({"params": added})
     norms, sent = [], 0
@@ -132,10 +129,8 @@ def pipelined(mesh: DeviceMesh, schedule: str, dtype: torch.dtype, how: How) -> 
         sent += len(dp_log) - before
         optimizer.step()
         optimizer.zero_grad()
-        if how.overlap and not how.shared:  # torch has no eval() of a V schedule
-            before = len(dp_log)
+        if not how.shared:  # torch has no eval() of a V schedule
             pipeline.eval(*[x] * parts[0].is_first, target=target)
-            assert len(dp_log) == before
         norms.append(optimizer.grad_norm)
     return {"values": values(stages), "norms": torch.stack(norms), "sent": sent}
 
@@ -210,9 +205,6 @@ def test_a_pipeline_gives_what_data_parallelism_alone_gives(schedule: str, dtype
     torch.testing.assert_close(ranks[0]["norms"], expected["norms"], rtol=1e-6, atol=0)
 
 
-EARLY = How(scale_grads=True, overlap=True)
-
-
 @pytest.mark.parametrize(
     ("schedule", "dtype", "how"),
     [
@@ -221,40 +213,27 @@ EARLY = How(scale_grads=True, overlap=True)
         ("1F1B", FP32, How(scale_grads=True)),
         ("InterleavedZeroBubble", FP32, How(scale_grads=True)),
         ("1F1B", FP32, How(as_list=False)),
-        ("1F1B", FP32, EARLY),
-        ("Interleaved1F1B", FP32, EARLY),
-        ("InterleavedZeroBubble", FP32, EARLY),
-        ("Interleaved1F1B", FP32, EARLY._replace(late=True)),
+        ("Interleaved1F1B", FP32, How(scale_grads=True, late=True)),
     ],
     ids=str,
 )
 def test_what_is_said_otherwise_moves_no_bit(schedule: str, dtype: torch.dtype, how: How):
-    """A scaled loss or the schedule's scale, one stage or a list, stages that are reduced early
-    (in a step of the schedule, not in its eval), a group that is added late."""
+    """A scaled loss or the schedule's scale, one stage or a list, a group that is added late."""
     plain, ranks = on_four(schedule, dtype), on_four(schedule, dtype, how)
     assert_same_bits(joined(ranks), joined(plain))
     assert torch.equal(ranks[0]["norms"], plain[0]["norms"])
-    several = issubclass(get_schedule_class(schedule), PipelineScheduleMulti)
-    for rank in ranks:
-        if how.overlap:
-            assert rank["sent"] >= (2 if several else 1) * STEPS
-        else:
-            assert rank["sent"] == 0
+    assert all(rank["sent"] == 0 for rank in ranks)
 
 
 @pytest.mark.parametrize(
     ("schedule", "how"),
-    [
-        (schedule, How(overlap=overlap, scale_grads=scale_grads, **of))
-        for schedule, of in (("1F1B", {"counted": True}), ("ZBVZeroBubble", {"shared": True}))
-        for overlap, scale_grads in ((False, False), (True, False), (True, True))
-    ],
+    [("1F1B", How(counted=True)), ("ZBVZeroBubble", How(shared=True))],
     ids=str,
 )
 def test_counted_rows_and_weights_of_two_stages_of_a_rank_train_as_without_a_pipeline(
     schedule: str, how: How
 ):
-    """Where it reduces stages early, the optimizer knows of the schedule's own division."""
+    """And warn that the schedule is not to divide, which torch does silently."""
     if how.shared and torch.__version__ < (2, 13):
         pytest.skip("torch sends to itself, which fails")
     with warnings.catch_warnings(record=True) as warned:
@@ -262,40 +241,9 @@ def test_counted_rows_and_weights_of_two_stages_of_a_rank_train_as_without_a_pip
         on_four.cache_clear()
         ranks = on_four(schedule, FP32, how)
     told = " ".join(str(warning.message) for warning in warned)
-    if how.shared:
-        assert "scale_grads" in told
-    else:  # torch divides silently where the schedule is not told otherwise
-        assert ("overlap_reduce" in told) == (not how.overlap)
+    assert "scale_grads=False" in told
     expected = without_pipeline(shared=how.shared)
     torch.testing.assert_close(ranks[0]["norms"], expected["norms"], rtol=1e-5, atol=0)
     for name, value in joined(ranks).items():
         name = "0.net1.weight" if how.shared and name == "7.net2.weight" else name
         torch.testing.assert_close(value, expected["values"][name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_second_schedule_before_the_step_is_refused_where_stages_are_reduced_at_once():
-    def twice(mesh: DeviceMesh) -> str:
-        pp = mesh["pp"]
-        stage = layers()
-        optimizer = shardcast.shard([stage], adam([stage]), mesh=mesh, param_dtype=FP32)
-        part = PipelineStage(stage, 0, 1, torch.device("cpu"), group=pp.get_group())
-        part.has_backward = True  # as in a schedule's step
-        optimizer.overlap_reduce([part])
-        with pytest.raises(ValueError, match="expected the 1 PipelineStage"):
-            optimizer.overlap_reduce([])
-        x = inputs(0, 0)
-        second = "ran a second time before step"
-        mean_loss(stage(x), x).backward()
-        part.scale_grads(8)
-        with pytest.raises(RuntimeError, match=second):
-            part.scale_grads(8)  # as of a zero-bubble schedule, whose gradients no hook sees
-        with pytest.raises(RuntimeError, match=second):
-            mean_loss(stage(x), x).backward()
-        optimizer.zero_grad()  # forgets it
-        mean_loss(stage(x), x).backward()
-        part.scale_grads(8)
-        optimizer.step()
-        return str(optimizer.grad_norm)
-
-    first, second = threaded_world({"dp": 2, "pp": 1}, twice)
-    assert first == second

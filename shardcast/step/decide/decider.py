@@ -193,7 +193,7 @@ class Decider:
         scale = None if self.loss_scale is None else self.loss_scale.value
         if not self.tokens.counted:
             return scale, None if scale is None else 1.0 / scale
-        by_tokens = tokens[0] / (self._divisor.value * self._divisor.micro_batches)
+        by_tokens = tokens[0] / self._divisor.value
         scale = by_tokens if scale is None else by_tokens * scale
         return scale, (1.0 / scale).float()
 

@@ -47,8 +47,6 @@ class Bucket:
         counting: the backward whose further gradients need no more than to be put into ``arrived``.
         absent: slots without a gradient here when it was last sent: the own span has others'.
         carry: fp32 means of earlier reductions of this step.
-        early: it was sent before the reduction of its step, as all gradients of its pipeline stage
-            were there; they are sums over ``micro_batches``.
         tree: sums of micro-batches of this step, where their order is fixed.
     """
 
@@ -63,8 +61,6 @@ class Bucket:
     counting: int | None = None
     absent: set[int] = field(default_factory=set)
     carry: Tensor | None = None
-    early: bool = False
-    micro_batches: int = 1
     tree: PartialSums | None = None
     _reduction: Reduction | None = None
 
@@ -87,7 +83,6 @@ class Bucket:
 
     def forget(self) -> None:
         """All gradients were cleared, by whomever."""
-        self.end_early()
         self.carry = self.grads.joint = None
         if self.tree is not None:
             self.tree.clear()
@@ -112,10 +107,6 @@ class Bucket:
         if any(param.grad is not None for param in self.grads.pack.params):
             self.grads.collect()
             self.grads.take(self.tree.add(self.grads.data))
-
-    def end_early(self) -> None:
-        """The reduction of the step is here, for which it was sent early, or it is not to be."""
-        self.early, self.micro_batches = False, 1
 
     def drop_cleared(self, of_all_ranks: bool) -> None:
         """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
@@ -203,10 +194,10 @@ class Bucket:
         reduction, grads = self._reduction, self.grads
         if reduction is None:
             return None
-        pieces, divisor = reduction.wait(), self.divisor.value * self.micro_batches
+        pieces, divisor = reduction.wait(), self.divisor.value
         if self.late:
             pieces = [self._summed(pieces)]
-        usual = self.divisor.given is None and self.micro_batches == 1 and not self.sums
+        usual = self.divisor.given is None and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         if isinstance(reduction, TreeReduction):
             mean = reduction.mean_

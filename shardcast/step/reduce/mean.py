@@ -41,14 +41,12 @@ class Divisor:
     Attributes:
         ranks: how many data-parallel ones there are, for the mean.
         given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
-        micro_batches: by which the gradients of a pipeline are divided besides.
         of_tree: the micro-batches of a step, where a tree adds them.
         tokens: those of the step, if a script counts them.
     """
 
     ranks: int
     given: float | Tensor | None = None
-    micro_batches: int = 1
     of_tree: MicroBatches | None = None
     tokens: TokenCount | None = None
 

@@ -62,7 +62,7 @@ class ReducePass:
         of_tree = reducer.micro_batches
         # Buffers to be used again.
         self._spare: list[Tensor] = [] if of_tree is None else of_tree.spare
-        land_all(bucket for bucket in self._buckets if not bucket.early)  # where a backward failed
+        land_all(self._buckets)  # where a backward failed
         reducer.drop_cleared(more_come=self.backward >= 0)
         for bucket in self._buckets:
             bucket.arrived, bucket.counting = set(), None
@@ -144,16 +144,7 @@ class ReducePass:
                 "its module being called, or was made before that step; call "
                 "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
             )
-        self._check_not_sent(bucket)
         bucket.reopen(self._reducer.spent)
-
-    def _check_not_sent(self, bucket: Bucket) -> None:
-        """Raise for more gradients of a stage that was reduced for this step."""
-        if bucket.early:
-            raise RuntimeError(
-                "overlap_reduce: a pipeline schedule ran a second time before step(); call "
-                "optimizer.step() after each, or do without overlap_reduce"
-            )
 
     def _end(self) -> None:
         self.over = True  # an engine's thread may keep the callback for a moment longer
@@ -181,27 +172,12 @@ class ReducePass:
         if micro_batches is not None and any(bucket.grads.adopt() for bucket in buckets):
             micro_batches.begin()  # set by hand
         for bucket in buckets:
-            if bucket.early:
-                land_all([bucket])
-                bucket.drop_cleared(of_all_ranks=False)
-                bucket.end_early()
-            else:
-                self._launch(bucket)
+            self._launch(bucket)
         while self._flying:
             self._land()
         if micro_batches is not None and micro_batches.begun:
             micro_batches.end()
         self._reducer.due = self._reducer.spent = False
-
-    def send_early(self, bucket: Bucket, micro_batches: int) -> None:
-        """Send a pack of which this step brings no further gradient, before the pass of the step.
-
-        It lands in that pass, so that the backwards of other stages do not wait for it.
-        """
-        self._check_not_sent(bucket)
-        bucket.micro_batches = micro_batches
-        self._launch(bucket)
-        bucket.early = True
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.reopen(self._reducer.spent)

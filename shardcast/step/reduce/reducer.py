@@ -8,7 +8,7 @@ the mean is rounded once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -212,28 +212,6 @@ class Reducer:
         replaced = [grads.adopt() for grads in self.grads]
         if reduced and any(replaced):
             self.edits.warn_of_replaced(self.spent)
-
-    @torch.no_grad()
-    def finish_early(self, packs: Collection[Pack], micro_batches: int) -> None:
-        """Send packs whose gradients of this step are all here; :meth:`finish` has the others.
-
-        Every rank that cuts them must call it, in the same order.
-
-        Args:
-            micro_batches: of which the gradients are sums, and by which they are divided.
-        """
-        reduce_pass = self._new_pass()
-        self.divisor.micro_batches = micro_batches
-        for pack in packs:
-            bucket = self.buckets.get(pack)
-            if bucket is None:  # frozen
-                continue
-            if bucket.late or self.alone:
-                for param in pack.params:
-                    if param.grad is not None:
-                        param.grad.div_(micro_batches)
-            else:
-                reduce_pass.send_early(bucket, micro_batches)
 
     @torch.no_grad()
     def gather(self) -> None:
