@@ -13,11 +13,6 @@ every rank's shard in ``shardcast/`` in place of ``optimizer.pt``, and loads at 
 Where Trainer takes an optimizer it may be a list of them. The schedule that Trainer makes drives
 the groups of all, each from its own learning rate; or give a list of schedulers of your own:
 ``optimizers=([muon, adamw], [of_muon, of_adamw])``.
-
-Tensor parallelism beside it, by the model's own plan, over neighbouring ranks::
-
-    model = tensor_parallel(AutoModelForCausalLM.from_config(config), 2)
-    trainer = ShardcastTrainer(model=model, ...)
 """
 
 from __future__ import annotations
@@ -26,15 +21,13 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardcast import _compat, checkpoint
+from shardcast import checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
@@ -50,7 +43,7 @@ except ImportError as error:
         "pip install 'shardcast-optim[transformers]'"
     ) from error
 
-__all__ = ["ShardcastTrainer", "ShardcastTrainerMixin", "tensor_parallel"]
+__all__ = ["ShardcastTrainer", "ShardcastTrainerMixin"]
 
 FOLDER = "shardcast"  # of a checkpoint directory
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # Trainer's own names
@@ -265,62 +258,6 @@ class ShardcastTrainerMixin:
 
 class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
     """``transformers.Trainer`` with a sharded optimizer; see :class:`ShardcastTrainerMixin`."""
-
-
-def tensor_parallel(model: Any, size: int, plan: str | Mapping[str, str] = "auto") -> Any:
-    """Cut the parameters of a model of transformers over every ``size`` neighbours, in place.
-
-    Every rank must call it, before the optimizer is built, with the same whole model: from a
-    configuration, or from ``from_pretrained`` without a plan (which itself would go on to cut
-    parameters over the data-parallel ranks too, by FSDP2). The other ranks are data-parallel.
-
-    Args:
-        plan: transformers' own for the model, or rules that replace some of it.
-
-    Returns:
-        The model.
-
-    Raises:
-        ImportError: the release of transformers has no such plans on DTensors.
-        ValueError: ``size`` does not divide the number of ranks, or the model has no plan.
-    """
-    try:
-        from transformers.distributed.configuration_utils import DistributedConfig
-        from transformers.distributed.utils import initialize_distributed_mesh
-    except ImportError as error:
-        raise ImportError(
-            "tensor_parallel: expected transformers 5.23 or newer, whose plans make DTensors"
-        ) from error
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    ranks = max(ranks, int(os.environ.get("WORLD_SIZE", "1")))
-    if size < 2 or ranks % size:
-        raise ValueError(f"size: expected a divisor of {ranks} ranks, at least 2, got {size}")
-    rules = plan if isinstance(plan, str) else dict(plan)
-    device, meshes = initialize_distributed_mesh(
-        DistributedConfig(tp_size=size, tp_plan=rules, fsdp_size=ranks // size)
-    )
-    _untie(model)  # a plan cuts each name by itself
-    alone = DistributedConfig(tp_size=size, tp_plan=rules, fsdp_size=1)  # so nothing is fully_shard
-    model = type(model).maybe_distribute_model(model, alone, meshes)
-    model.tie_weights()
-    for tensor in chain(model.parameters(), model.buffers()):
-        if not _compat.is_dtensor(tensor):
-            tensor.data = tensor.data.to(device)
-    # What Trainer and Accelerate ask for the number of data-parallel ranks.
-    model.config.distributed_config.fsdp_size = ranks // size
-    model._is_distributed_loading_by_transformers = False  # else Trainer refuses to save for resume
-    return model
-
-
-def _untie(model: nn.Module) -> None:
-    """Give each name a parameter of its own."""
-    seen = set()
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if param in seen:
-                copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
-                setattr(module, name, copy)
-            seen.add(param)
 
 
 class Schedulers:

@@ -53,8 +53,7 @@ def _check_model(model: nn.Module, size: int) -> None:
             f"prepare: expected a model that is tensor-parallel over {size} ranks, as the "
             f"parallelism config says, found {', '.join(map(str, sorted(sizes)))}; parallelize it "
             "before its optimizer is built: parallelize_module(model, "
-            'accelerator.torch_device_mesh["tp"], plan), or for a model of transformers '
-            f"shardcast.transformers.tensor_parallel(model, {size})"
+            'accelerator.torch_device_mesh["tp"], plan)'
         )
 
 

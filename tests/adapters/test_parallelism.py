@@ -6,6 +6,7 @@ Accelerate takes a ParallelismConfig on accelerators only; here it takes the pro
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
@@ -218,13 +220,32 @@ def qwen() -> Any:
     )  # fmt: skip
 
 
+def cut_by_its_plan(model: Any, size: int) -> Any:
+    """Tensor parallelism of transformers over neighbouring ranks, without its FSDP2."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    plan = DistributedConfig(tp_size=size, tp_plan="auto", fsdp_size=ranks // size)
+    _, meshes = initialize_distributed_mesh(plan)
+    head = model.lm_head.weight  # tied: a plan cuts each name by itself
+    model.lm_head.weight = nn.Parameter(head.detach().clone())
+    alone = DistributedConfig(tp_size=size, tp_plan="auto", fsdp_size=1)
+    model = type(model).maybe_distribute_model(model, alone, meshes)
+    model.tie_weights()
+    # What Trainer and Accelerate ask for the number of data-parallel ranks.
+    model.config.distributed_config.fsdp_size = ranks // size
+    model._is_distributed_loading_by_transformers = False  # else Trainer refuses to save for resume
+    return model
+
+
 @as_on_accelerators
 def trained(_group: Any, folder: str, tp: int, resume: bool = False) -> Any:
-    from shardcast.transformers import ShardcastTrainer, tensor_parallel
+    from shardcast.transformers import ShardcastTrainer
 
     model = seeded(qwen)
     if tp > 1:
-        model = tensor_parallel(model, tp)
+        model = cut_by_its_plan(model, tp)
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": folder, "use_cpu": True, "max_steps": STEPS, "logging_steps": 1,
