@@ -20,11 +20,12 @@ import torch.distributed as dist
 import yaml
 from commands import TORCHRUN, command, python
 from corpus import Corpus
-from gpt import GPT, GPTConfig
+from gpt import GPT, GPTConfig, gpt_7b
 from processes import Processes
 from train import main, parse_arguments, train
 
 import shardcast
+from shardcast import estimate as estimates
 from shardcast.testing import SpawnedWorld
 
 ROOT = Path(__file__).parents[2]
@@ -221,6 +222,24 @@ def test_the_picture_of_the_readme_shows_its_table(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
     plot.memory_and_losses({"shardcast": {1: 2e9, 2: 1e9}}, {}, runs, ("memory", "loss"), path)
     assert path.read_text().startswith("<?xml")
+
+
+def test_every_row_of_the_readme_is_what_the_estimate_says() -> None:
+    with torch.device("meta"):
+        model = gpt_7b()
+    numel = sum(param.numel() for param in model.parameters())
+    expected = {
+        {"ZeRO-1": "DeepSpeed ZeRO-1", "ZeRO-2": "DeepSpeed ZeRO-2"}.get(name, name): nbytes
+        for name, nbytes in estimates.peers(numel, 2, 8).items()
+    }
+    adamw = torch.optim.AdamW(model.parameters())
+    sharded = shardcast.ShardcastConfig(grads="sharded")
+    expected["shardcast, `grads: sharded`"] = estimates.estimate(model, adamw, 8, sharded).total
+    rows = re.findall(r"^\| (.*?) \| ([\d.]+) \|", README.replace("*", ""), re.MULTILINE)
+    for name, nbytes in expected.items():
+        (shown,) = (value for row, value in rows if row.startswith(name))
+        assert shown == f"{nbytes / 1e9:.1f}", name
+    assert len(rows) == len(expected) + 2, "shardcast, and lean.yaml: see above"
 
 
 def test_a_bf16_model_without_masters_trains_worse_as_its_page_says(tmp_path: Path) -> None:
