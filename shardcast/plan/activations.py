@@ -69,6 +69,10 @@ class CastForward:
         self._looks = LOOKS
         module.forward = self
 
+    @property
+    def __code__(self) -> Any:
+        return self.__wrapped__.__code__  # torch.export names places by that of a model's forward
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and self._looks:  # in this order: it is no guard then
             self._looks -= 1

@@ -408,6 +408,15 @@ def test_a_compiled_model_has_the_loss_of_an_eager_one(name: str, autocast: bool
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_sharded_model_is_exported_by_torch(autocast: bool):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2))
+    sharded(model, param_dtype=BF16, autocast=autocast)
+    inputs = torch.randn(BATCH, WIDTH)
+    program = torch.export.export(model.eval(), (inputs,))
+    assert torch.equal(program.module()(inputs), model(inputs))
+
+
 def test_layers_of_torch_that_read_their_childrens_weights_work_in_evaluation():
     """The fast paths of a transformer's layers, which call no module inside."""
     torch.manual_seed(0)
