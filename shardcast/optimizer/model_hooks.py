@@ -2,14 +2,13 @@
 
 A backward that begins (so that the outermost one flushes the reduction), weights that
 ``load_state_dict`` has in full precision, a model that was converted, and a DDP wrapper put around
-a sharded one. And a copy of the model that is written in every step, as an average is.
+a sharded one. And a copy of the model, which has no masters.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,53 +18,46 @@ from shardcast.hook import Hook
 from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
 from shardcast.messages import page, warn
-from shardcast.plan.precision import MASTER_DTYPE, is_packable
 
-WRITES = 3  # steps after whose writes a copy is taken for an average
 MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
-
-
-class ModelCopy(NamedTuple):
-    """A copy of a sharded model, made by ``copy.deepcopy``.
-
-    Attributes:
-        version: of its first low-precision parameter when it was last looked at.
-        writes: steps in a row between which that parameter was written.
-    """
-
-    model: weakref.ref[nn.Module]
-    version: int = -1
-    writes: int = 0
 
 
 class ShardedModel:
     """What a model knows of its sharding; its copies and pickles know nothing.
 
     Args:
-        copies: where to note copies of the model while it is sharded.
+        low: the dtype of parameters that have masters; ``None`` where all are fp32.
         restore: gives a model that was sharded back in fp32, with the masters that are still kept.
     """
 
     def __init__(
-        self, model: nn.Module, copies: list[ModelCopy] | None, restore: Callable[[], None] | None
+        self, model: nn.Module, low: torch.dtype | None, restore: Callable[[], None] | None
     ) -> None:
-        self._model, self._copies, self.restore = id(model), copies, restore
+        self._model, self._low, self.restore = id(model), low, restore
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        if self._copies is not None and isinstance(memo.get(self._model), nn.Module):
-            self._copies.append(ModelCopy(weakref.ref(memo[self._model])))
+        low, self._low = self._low, None  # warns once
+        if low is not None and isinstance(memo.get(self._model), nn.Module):
+            warn(
+                f"a sharded model was copied: the copy has its weights in {low}, without fp32 "
+                "masters. An average that such a copy is moved to in small steps stands still, for "
+                "they are rounded away: use shardcast.shard(..., averages={'ema': 0.999}), or copy "
+                f"the model before shardcast.shard ({page('averages')})"
+            )
+        elif low is not None:
+            self._low = low
 
 
 def mark(
     model: nn.Module,
-    copies: list[ModelCopy] | None = None,
+    low: torch.dtype | None = None,
     restore: Callable[[], None] | None = None,
 ) -> None:
     """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
-    setattr(model, MARK, ShardedModel(model, copies, restore))
+    setattr(model, MARK, ShardedModel(model, low, restore))
 
 
 def unmark(model: nn.Module) -> None:
@@ -83,28 +75,6 @@ def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
     """What gives these models back in fp32, each once; see :func:`mark`."""
     notes = (getattr(model, MARK, None) for model in models)
     return list(dict.fromkeys(note.restore for note in notes if note and note.restore))
-
-
-def watch_copies(copies: list[ModelCopy]) -> None:
-    """Warn of a low-precision copy that is written between any two of some steps. Local."""
-    watched = copies[:]
-    copies.clear()
-    for copy in watched:
-        model = copy.model()
-        params = () if model is None or is_marked(model) else model.parameters()
-        low = (param for param in params if is_packable(param) and param.dtype != MASTER_DTYPE)
-        param = next(low, None)
-        if param is None:
-            continue
-        writes = copy.writes + 1 if param._version != copy.version else 0
-        if writes <= WRITES:
-            copies.append(ModelCopy(copy.model, param._version, writes))
-        else:
-            warn(
-                f"a copy of the sharded model, in {param.dtype}, is written in every step: an "
-                "average that is kept so stands still, for its changes are rounded away; copy "
-                f"the model before shardcast.shard ({page('averages')})"
-            )
 
 
 class ModelHooks:

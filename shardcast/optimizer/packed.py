@@ -18,9 +18,15 @@ from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
-from shardcast.optimizer.model_hooks import ModelCopy, ModelHooks, mark, unmark
-from shardcast.optimizer.outside_edits import OutsideEdits
-from shardcast.optimizer.setup import Plan, agreed, allocate, plan_for, restore_rest
+from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
+from shardcast.optimizer.setup import (
+    Plan,
+    agreed,
+    allocate,
+    plan_for,
+    restore_rest,
+    warn_of_outside,
+)
 from shardcast.optimizer.stages import called_by_script
 from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import GroupId, Layout
@@ -83,11 +89,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.buffers_of_training: dict[str, Tensor] = {}
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
-        self._copies: list[ModelCopy] = []  # of the model
-        given = {name: dtype for of_stage in dtypes for name, dtype in of_stage.items()}
-        self._outside_edits = OutsideEdits(plan.outside, given, self.comm.size == 1)
+        if self.comm.size > 1:
+            warn_of_outside(plan.outside)
+        low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
         for module in {*self.stages, *self._called}:
-            mark(module, copies=self._copies)
+            mark(module, low)
             self.reduce.watch(module)
         self._hook()
         several = len(originals.optimizers) > 1

@@ -27,6 +27,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_, free_bytes
 from shardcast.memory.local_param import as_packed
 from shardcast.memory.shard import Shard, build_shard
+from shardcast.messages import SHOWN, warn
 from shardcast.plan import probe, validate
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import GroupId, Layout, PackLayout
@@ -36,6 +37,7 @@ from shardcast.plan.parallel_dims import PackGroups, ParallelDims, Tie
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
 from shardcast.plan.shard_ranks import shard_ranks
+from shardcast.step.reduce.reducer import is_reduced
 
 
 @dataclass(frozen=True)
@@ -320,6 +322,19 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: Proces
         for name, buffer in module.named_buffers(recurse=False):
             equal = _broadcast(name, buffer, process_groups.dp)
             module._buffers[name] = equal.to(precision.buffer_dtype(module, buffer))
+
+
+def warn_of_outside(outside: Mapping[str, nn.Parameter]) -> None:
+    """Warn of parameters with gradients that no sharded optimizer holds: nobody averages them."""
+    names = [name for name, p in outside.items() if p.requires_grad and not is_reduced(p)]
+    if names:
+        listed = ", ".join(map(repr, names[:SHOWN])) + ", ..." * (len(names) > SHOWN)
+        warn(
+            f"no optimizer that was given to shardcast.shard holds {listed}, which require "
+            "gradients: DDP would average these over the ranks, here each rank keeps its own. If "
+            "another optimizer trains them shard both together, shardcast.shard(model, [one, "
+            "other]); else requires_grad_(False)"
+        )
 
 
 def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:

@@ -15,7 +15,6 @@ from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.metrics import Metrics
-from shardcast.optimizer.model_hooks import watch_copies
 from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.stateful import StatefulOptimizer
@@ -162,10 +161,6 @@ class ShardedOptimizer(StatefulOptimizer):
         )
         self._note_clip(None)
         self._last_norm, self._last_skip = decision.norm, decision.skip
-        if self._copies:
-            watch_copies(self._copies)
-        if self._outside_edits.params:
-            self._outside_edits()
         self.decider.conclude(decision)
         self.reduce.show(decision.present)
         self.reduce.used()

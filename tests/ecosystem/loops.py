@@ -544,7 +544,7 @@ def ema_before(variant: Variant) -> Report:
     return averaged_by_hand(variant, plain, ema)
 
 
-@recipe("EMA by deepcopy after wrapping", "torch", warned="average that is kept")
+@recipe("EMA by deepcopy after wrapping", "torch", warned="stands still")
 def ema_after(variant: Variant) -> Report:
     return averaged_by_hand(variant, mlp(), None)
 

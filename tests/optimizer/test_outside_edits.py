@@ -1,111 +1,78 @@
-"""Parameters of the model that no sharded optimizer holds, and that move all the same."""
+"""Parameters of the model that no sharded optimizer holds; copies of a sharded model."""
 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable
+import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardcast
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
-BF16, FP32 = torch.bfloat16, torch.float32
-Edit = Callable[["Net"], Any]
+HELD, COPIED = "no optimizer that was given", "a sharded model was copied"
 
 
-class Average(nn.Module):
-    """Stands between the average and the net that it follows, as in ema-pytorch."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.inside = copy.deepcopy(net).requires_grad_(False)
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.average = Average(self.net)
-        self.centres = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).float() - self.centres.float()
-
-
-def average(model: Net) -> None:
-    pairs = zip(model.average.inside.parameters(), model.net.parameters(), strict=True)
-    for slow, fast in pairs:
-        slow.data.lerp_(fast.data.to(slow.dtype), 0.25)
-
-
-def train_centres(model: Net) -> None:
-    assert model.centres.grad is not None
-    model.centres.sub_(0.1 * model.centres.grad)
-
-
-def load(model: Net) -> None:
-    model.load_state_dict(model.state_dict())
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("edit", "size", "fields", "told"),
-    [
-        (average, 1, {}, "'average.inside.0.weight'.*keep_fp32"),
-        (average, 2, {}, "'average.inside.0.weight'.*keep_fp32"),
-        (average, 2, {"keep_fp32": "average.*"}, None),
-        (average, 2, {"param_dtype": FP32}, None),
-        (train_centres, 2, {"param_dtype": FP32}, "'centres'.*averages its gradients"),
-        (train_centres, 1, {"param_dtype": FP32}, None),
-        (lambda _: None, 2, {}, None),
-        (load, 2, {}, None),
-    ],
+    ("size", "frozen", "told"), [(2, False, True), (1, False, False), (2, True, False)]
 )
-def test_parameters_that_the_script_moves_by_itself_are_warned_of(
-    edit: Edit, size: int, fields: dict[str, Any], told: str | None, recwarn: Any
+def test_parameters_with_gradients_that_no_optimizer_holds_are_warned_of_once(
+    size: int, frozen: bool, told: bool, recwarn: pytest.WarningsRecorder
 ):
     def run(group: Any) -> None:
-        model = Net()
-        optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1)
-        optimizer = shardcast.shard(
-            model, optimizer, process_group=group, **{"param_dtype": BF16, **fields}
-        )
-        for step in range(9):
-            model.zero_grad()
-            model(torch.randn(3, 4)).square().mean().backward()
+        model = net()
+        if frozen:
+            model[0].requires_grad_(False)
+        optimizer = shardcast.shard(model, sgd(model[2].parameters()), process_group=group)
+        for _ in range(3):
+            model(torch.randn(3, 4)).float().square().mean().backward()
             optimizer.step()
-            if edit is not load or step in (2, 5):
-                with torch.no_grad():
-                    edit(model)
+            model.zero_grad()
 
     ThreadedWorld(size).run(run)
-    messages = [str(each.message) for each in recwarn.list if "no sharded" in str(each.message)]
-    assert bool(messages) == bool(told)
-    for message in messages:
-        assert told is not None and re.search(told, message)
+    messages = [str(each.message) for each in recwarn.list if HELD in str(each.message)]
+    assert len(set(messages)) == told
+    assert all("'0.weight', '0.bias'" in message for message in messages)
 
 
 def test_a_layer_that_another_sharded_model_trains_is_not_warned_of(recwarn: Any):
     def run(group: Any) -> None:
-        torch.manual_seed(0)
-        one = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        one = net()
         other = nn.Sequential(one[0], nn.Linear(8, 1))
-        optimizers = [
-            shardcast.shard(model, torch.optim.SGD(params, lr=0.1), process_group=group)
-            for model, params in ((one, one.parameters()), (other, other[1].parameters()))
-        ]
-        for _ in range(9):
-            (one(torch.randn(3, 4)) + other(torch.randn(3, 4))).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        for model, params in ((one, one.parameters()), (other, other[1].parameters())):
+            shardcast.shard(model, sgd(params), process_group=group)
 
     ThreadedWorld(2).run(run)
-    assert not [each for each in recwarn.list if "no sharded" in str(each.message)]
+    assert not [each for each in recwarn.list if HELD in str(each.message)]
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bf16", 1), ("fp32", 0)])
+def test_a_copy_of_a_sharded_model_is_warned_of_once_where_it_has_no_masters(dtype: str, told: int):
+    model = net()
+    optimizer = shardcast.shard(model, sgd(model.parameters()), param_dtype=dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        copy.deepcopy(model[0])
+        copy.deepcopy(model.state_dict())
+        pickle.dumps(model)
+        assert not [each for each in caught if COPIED in str(each.message)]
+        for _ in range(2):
+            copy.deepcopy(copy.deepcopy(model))
+        optimizer.close()
+        copy.deepcopy(model)
+    assert len([each for each in caught if COPIED in str(each.message)]) == told
