@@ -292,7 +292,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             begin = self._overlap.noting(begin)
         self.hooks = ModelHooks(self._called, self.shards, begin)
         left_out = self.config.broadcast_buffers
-        if left_out is not False and self.comm.size > 1:
+        has_buffers = any(True for stage in self.stages for _ in stage.buffers())
+        if left_out is not False and has_buffers and self.comm.size > 1:
             self.buffers = Buffers(
                 self.stages, self._called, self.comm, () if left_out is True else left_out,
                 lambda: self.reduce.synchronises,
