@@ -18,6 +18,7 @@ from shardcast.checkpoint.dcp import Stored
 from shardcast.checkpoint.inventory import Inventory, LocalInventory, Replica, merge
 from shardcast.checkpoint.region import Region, ShardView
 from shardcast.checkpoint.source import StateSource, model_path, state_path
+from shardcast.memory.codecs import row_of
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.averages import saved_buffers
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -213,10 +214,19 @@ class Snapshot:
         return {"digest": self._optimizer.digest(), "digest_of": self.forms()}
 
     def forms(self) -> str:
-        """The options that decide which state there is, and how exact."""
+        """What decides which state there is, and how exact, equal on all ranks. Collective."""
         config = self._optimizer.config
         averages = [(average.name, average.stored) for average in config.averages]
-        return f"moments={config.moments!r}, averages={averages!r}"
+        forms = f"moments={config.moments!r}, averages={averages!r}"
+        if "int8" in (config.moments, *(stored for _, stored in averages)):
+            # Values of a row share a scale, so that other rows are other values.
+            rows = [
+                (slot.name, row_of(config, layout.dtype), self._regions[slot.name])
+                for layout, slot in self._optimizer.layout.slots()
+            ]
+            digest = hashlib.sha256(repr(sorted(map(repr, rows))).encode()).hexdigest()
+            forms += f", rows={sorted(set(self.comm.exchange(digest, self.device)))}"
+        return forms
 
     # -- in ---------------------------------------------------------------------------------
 
@@ -251,6 +261,7 @@ class Snapshot:
     @torch.no_grad()
     def take_tensors(self, source: StateSource) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
+        self._optimizer.forget_averages()
         self._optimizer.resync_masters()  # masters that the source does not have are published, too
         for shard in self._optimizer.shards:
             self._take_pack(shard, source)
@@ -288,6 +299,7 @@ class Snapshot:
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
+        self._optimizer.agree_on_averages()
         self._optimizer.publish()
 
 

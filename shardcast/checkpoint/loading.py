@@ -77,7 +77,7 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
 
     source, resumed, manifest = snapshot.together(compared, "load")
     take(snapshot, source, "load")
-    if manifest.digest_of == snapshot.forms():
+    if manifest.digest is not None and manifest.digest_of == snapshot.forms():
         loaded = snapshot.digest()["digest"]
         if loaded != manifest.digest:
             raise DamagedCheckpointError(

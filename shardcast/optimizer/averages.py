@@ -12,6 +12,7 @@ from shardcast import _compat
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.plan.layout import Fragment
 
 
 def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -126,9 +127,23 @@ class Averages:
                     )
 
         optimizer.process_groups.everyone.together(checked, optimizer.device, "load_average")
-        for shard in optimizer.shards:
-            for number, fragment in enumerate(shard.fragments):
+
+        def parts(shard: Shard) -> Iterator[tuple[Fragment, Tensor]]:
+            for fragment in shard.fragments:
                 start, stop = fragment.param_range
                 given = _compat.local_tensor(weights[fragment.slot.name]).detach()
-                values = given.reshape(-1)[start:stop]
+                yield fragment, given.reshape(-1)[start:stop]
+
+        # A frozen parameter is its own average, and keeps none, unless it is given another one.
+        frozen = [shard for shard in optimizer.shards if shard.grads is None]
+        others = [any(_differs(shard, *part) for part in parts(shard)) for shard in frozen]
+        if frozen:
+            optimizer.activate_together(frozen, others)
+        for shard in optimizer.shards:
+            for number, (_, values) in enumerate(parts(shard)):
                 optimizer.update_of(shard).load_average(shard, number, name, values, steps)
+
+
+def _differs(shard: Shard, fragment: Fragment, values: Tensor) -> bool:
+    own = shard.exact(fragment)
+    return not torch.equal(values.to(own), own)

@@ -183,8 +183,13 @@ class PackedOptimizer(torch.optim.Optimizer):
         One more small all-reduce, whose result the host waits for, in models that have such
         packs; parameters that stay frozen are better left out of the optimizer.
         """
-        has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
-        flags = torch.tensor(has_gradient, dtype=torch.float32).to(self.device)
+        self.activate_together(
+            frozen, [any(p.grad is not None for p in s.pack.params) for s in frozen]
+        )
+
+    def activate_together(self, frozen: Sequence[Shard], wanted: Sequence[bool]) -> None:
+        """Activate those of the ``frozen`` that are wanted on some rank. Collective."""
+        flags = torch.tensor(wanted, dtype=torch.float32).to(self.device)
         for number, shard in enumerate(frozen):
             pack_groups = shard.pack.layout.pack_groups
             if pack_groups.sums_replicas:  # copies must be active on all ranks alike
@@ -194,6 +199,21 @@ class PackedOptimizer(torch.optim.Optimizer):
         for shard, count in zip(frozen, flags.tolist(), strict=True):
             if count:
                 self.activate(shard)
+
+    # -- averages ---------------------------------------------------------------------------
+
+    def forget_averages(self) -> None:
+        """Count the steps of averages from zero, before a state is loaded. Local."""
+        for update in self.updates:
+            update.epilogue_steps = [0.0] * len(update.epilogue_steps)
+
+    def agree_on_averages(self) -> None:
+        """Count the steps of averages alike on all ranks, after a state was loaded. Collective."""
+        if self.config.averages:
+            own = [update.epilogue_steps for update in self.updates]
+            by_rank = self.process_groups.everyone.exchange(own, self.device)
+            for update, counts in zip(self.updates, zip(*by_rank, strict=True), strict=True):
+                update.epilogue_steps = [max(steps) for steps in zip(*counts, strict=True)]
 
     # -- masters and parameters -------------------------------------------------------------
 

@@ -173,10 +173,12 @@ class StateDict:
         optimizer = self._optimizer
         optimizer.resync_masters()  # those that the state does not have are published below, too
         optimizer.activate_packs(plan.active)
+        optimizer.forget_averages()
         for shard, number, values, master in plan.fragments:
             if master is not None:
                 shard.set_exact(shard.fragments[number], master)
             optimizer.update_of(shard).load_fragment(shard, number, values)
+        optimizer.agree_on_averages()
         if plan.decider is not None:
             optimizer.decider.load_state_dict(dict(plan.decider))
         if plan.masters:

@@ -78,7 +78,10 @@ class FusedUpdate(Update):
     @torch.no_grad()
     def __call__(self, decision: Decision, measured: bool = False) -> None:
         on_host = self._execute.on_host
-        if not self._states or (on_host and bool(decision.skip)):
+        if not self._states:  # yet: this rank counts as the others do
+            self._begin_epilogues(~decision.skip, measured)
+            return
+        if on_host and bool(decision.skip):
             return
         present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
         taken = ~decision.skip

@@ -283,6 +283,20 @@ class Update(ABC):
             if name + STEPS in state:
                 self._epilogue_steps[self._places[name]] = float(state[name + STEPS])
 
+    @property
+    def epilogue_steps(self) -> list[float]:
+        """How many steps each epilogue has taken part in; equal on all ranks. Waits for the device.
+
+        Whoever loads sets them to zero first, and afterwards to the most that any rank has loaded:
+        a state has them with each parameter, and a rank may own none of those.
+        """
+        steps: list[float] = self._epilogue_steps.tolist()
+        return steps
+
+    @epilogue_steps.setter
+    def epilogue_steps(self, steps: Sequence[float]) -> None:
+        self._epilogue_steps = self._epilogue_steps.new_tensor(steps)  # others may have the old one
+
     @abstractmethod
     def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite torch's state of one fragment."""
