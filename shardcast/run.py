@@ -61,9 +61,9 @@ def main() -> None:
 
 def install() -> None:
     """From now on ``from accelerate import Accelerator`` gives a ``ShardcastAccelerator``."""
-    import accelerate
+    from shardcast.accelerate import ShardcastAccelerator  # says which extra is missing
 
-    from shardcast.accelerate import ShardcastAccelerator
+    import accelerate  # isort: skip
 
     class RunAccelerator(ShardcastAccelerator):
         """One that finds the Trainer of transformers, where the script has imported it by then."""

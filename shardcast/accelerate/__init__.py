@@ -4,7 +4,8 @@ try:
     import accelerate  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "shardcast.accelerate needs Accelerate, which is not installed here: pip install accelerate"
+        "shardcast.accelerate needs Accelerate, which is not installed here: "
+        "pip install 'shardcast-optim[accelerate]'"
     ) from error
 
 from shardcast.accelerate.accelerator import ConfigSource, ShardcastAccelerator, enable

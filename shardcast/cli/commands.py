@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough; the interpreter must not flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         print(f"shardcast {name}: error: {error}", file=sys.stderr)
         return 2
 

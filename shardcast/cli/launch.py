@@ -31,7 +31,9 @@ def launch(arguments: list[str]) -> int:
     and reaches the processes through ``SHARDCAST_CONFIG``; everything else, flags and file, is
     Accelerate's. The script runs under ``shardcast.run``, so that it may be an unedited one.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    import shardcast.accelerate  # noqa: F401  # says which extra is missing
+
+    from accelerate.commands.launch import launch_command, launch_command_parser  # isort: skip
 
     parsed = launch_command_parser().parse_args(arguments)
     ours, accelerate_options = split_config(parsed.config_file)

@@ -174,7 +174,8 @@ def test_buffers_that_ddp_is_told_to_leave_alone_are_left_alone(
 @pytest.mark.parametrize(
     ("package", "adapter", "remedy"),
     [
-        ("accelerate", "accelerate", "pip install accelerate"),
+        ("accelerate", "accelerate", r"pip install 'shardcast-optim\[accelerate\]'"),
+        ("accelerate", "cli.launch", r"pip install 'shardcast-optim\[accelerate\]'"),
         ("transformers", "transformers", r"pip install 'shardcast-optim\[transformers\]'"),
         ("lightning", "lightning", r"pip install 'shardcast-optim\[lightning\]'"),
     ],
@@ -184,6 +185,8 @@ def test_a_missing_package_is_named_with_its_remedy(
 ):
     for name in [package, *(name for name in sys.modules if name.split(".")[0] == package)]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"shardcast.{adapter}", raising=False)
+    for name in (adapter, package):
+        monkeypatch.delitem(sys.modules, f"shardcast.{name}", raising=False)
     with pytest.raises(ImportError, match=remedy):
-        importlib.import_module(f"shardcast.{adapter}")
+        module = importlib.import_module(f"shardcast.{adapter}")
+        module.launch(["script.py"])
