@@ -280,7 +280,7 @@ class Centred(nn.Module):
         return self.head(features) + distance.square().mean()
 
 
-@recipe("center loss: an optimizer of its own that is not sharded", "torch", warned="averages its")
+@recipe("center loss: an optimizer of its own that is not sharded", "torch", warned="average these")
 def own_optimizer(variant: Variant) -> Report:
     plain = Centred()
     variant.starts(plain)
