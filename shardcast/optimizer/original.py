@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -15,6 +14,9 @@ if TYPE_CHECKING:  # it imports this module
     from shardcast.optimizer.sharded import ShardedOptimizer
 
 
+REASON = "it no longer owns gradients and state"
+
+
 def take_hooks(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
     """Give ``optimizer`` the hooks that were registered on ``original``."""
     for name, hooks in vars(original).items():
@@ -23,16 +25,49 @@ def take_hooks(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer
 
 
 def retire(original: torch.optim.Optimizer) -> None:
-    """Free its state, and have it refuse what would bypass the sharded optimizer.
+    """Free its state, and have it refuse every method, those that its class adds as well.
 
-    Its groups stay: they are those of the sharded optimizer.
+    Its groups and defaults stay: schedulers read them, and the groups are those of the sharded
+    optimizer.
     """
-    original.state = defaultdict(dict)
-    for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
-        refuse = _refused(name, "the original optimizer", "it no longer owns the state")
-        # A scheduler that watches the original looks for its own wrapper's mark, and would warn.
-        refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        setattr(original, name, refuse)
+    original.state = GoneState()  # type: ignore[assignment]
+    for name in dir(type(original)):
+        if not name.startswith("_") and callable(getattr(type(original), name)):
+            refuse = _refused(name, "the original optimizer", REASON)
+            # A scheduler that watches the original looks for its own wrapper's mark, and would
+            # warn.
+            refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            setattr(original, name, refuse)
+
+
+class GoneState:
+    """The state of an optimizer that was given to ``shard``: whatever is done with it raises."""
+
+    def _refuse(self, *_args: Any, **_named: Any) -> NoReturn:
+        raise RuntimeError(
+            f"state of the original optimizer was used: {REASON}; use the optimizer that "
+            "shardcast.shard returned"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __reduce__ = _refuse  # copies and pickles of the optimizer
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # asked for by Python
+            raise AttributeError(name)
+        self._refuse()
+
+
+def without_method(name: str, originals: Sequence[torch.optim.Optimizer]) -> AttributeError:
+    """The error of a method that only the class of an original optimizer has."""
+    owners = [type(original).__name__ for original in originals if hasattr(type(original), name)]
+    if not owners:
+        return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
+    return AttributeError(
+        f"{name}: {owners[0]} has it, the sharded optimizer has not: each rank has gradients and "
+        "state of its own part alone, and what else than step() the class does with them is not "
+        "known; use DDP, or an optimizer that updates in step()"
+    )
 
 
 def _refused(call: str, owner: str, reason: str) -> Callable[..., Any]:

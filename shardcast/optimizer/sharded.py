@@ -15,7 +15,13 @@ from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.metrics import Metrics
-from shardcast.optimizer.original import OptimizerHandle, check_stepped, retire, take_hooks
+from shardcast.optimizer.original import (
+    OptimizerHandle,
+    check_stepped,
+    retire,
+    take_hooks,
+    without_method,
+)
 from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.plan import validate
@@ -433,6 +439,10 @@ class ShardedOptimizer(StatefulOptimizer):
     def eval(self) -> None:
         """The evaluation mode of :meth:`train`."""
         self.train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        originals = self.__dict__.get("originals")
+        raise without_method(name, originals.optimizers if originals else ())
 
     def __repr__(self) -> str:
         return f"Sharded{self.originals.name}: {self.layout.lines()[0]}"
