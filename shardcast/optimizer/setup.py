@@ -151,7 +151,11 @@ def plan_for(
             validate.check_whole(name, param, originals.owner(groups[name]))
     costs = _costs(params, groups, originals, config)
     infos = describe(params, config, groups, precision.storage_dtype, costs, pack_groups_by_name)
-    begun = (n for n, param in params.items() if originals.owner(groups[n]).state.get(param))
+    begun = (
+        name
+        for name, param in params.items()
+        if before is None and originals.owner(groups[name]).state.get(param)
+    )
     old = before.packs if before else ()
     layout = plan_packs(infos, parallel_dims, partitions, config, len(old))
     over = partial(plan_packs, infos, partition=partitions, config=config)

@@ -130,7 +130,7 @@ def _refuse_holder(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_common_state(optimizer: torch.optim.Optimizer) -> None:
     """Raise for state that belongs to no parameter: no rank would save it."""
-    for key in optimizer.state:
+    for key in optimizer.state if isinstance(optimizer.state, dict) else ():  # else it is sharded
         if not isinstance(key, Tensor):
             raise _RefusedError(
                 f"optimizer: {type(optimizer).__name__} cannot be sharded: its state {key!r} "

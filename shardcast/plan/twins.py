@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 
-# What a twin has of its own: torch's, and the step that a scheduler put around that of the class.
+# What a twin has of its own: torch's, and a step that was put around that of the class.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OWN = ("state", "param_groups", "step", *HOOKS)
 # In place of lr, which a schedule may have set to 0, and of a decay too weak to be measured.
@@ -30,7 +30,12 @@ GROUPS = 6  # groups with different options that are tried
 def bare_twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer with the same class and attributes, without groups, state and hooks."""
     twin = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
-    twin.__dict__.update((k, v) for k, v in vars(optimizer).items() if k not in OWN)
+    # A scheduler marks what it puts around a method, and so does ``shard`` what it refuses.
+    twin.__dict__.update(
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if name not in OWN and not hasattr(value, "_wrapped_by_lr_sched")
+    )
     for hooks in HOOKS:
         setattr(twin, hooks, OrderedDict())
     twin.state, twin.param_groups = defaultdict(dict), []

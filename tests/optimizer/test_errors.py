@@ -348,7 +348,14 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
     "sharded gradients": (lambda _, optimizer: optimizer.gather_gradients(), RuntimeError,
                           "gather_gradients: .* grads 'sharded'"),
     **{f"the original's {name}": (original(name), RuntimeError, rf"call {name}\(\) of the optimize")
-       for name in ("step", "add_param_group", "state_dict", "load_state_dict")},
+       for name in ("step", "add_param_group", "state_dict", "load_state_dict", "zero_grad",
+                    "register_step_post_hook")},
+    "the original's state": (
+        lambda model, optimizer: optimizer.originals.optimizers[0].state[model.a.weight],
+        RuntimeError, "state of the original optimizer"),
+    "a copy of the original": (
+        lambda _, optimizer: copy.deepcopy(optimizer.originals.optimizers[0]),
+        RuntimeError, "state of the original optimizer"),
     **{f"converted by {to}": (convert(to), RuntimeError, r"'a\.weight' was moved out of its pack")
        for to in ("double", "half")},
 }  # fmt: skip

@@ -260,3 +260,31 @@ def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
             optimizer.load_state_dict(state)
         train(model, plain, range(3, 6))
         assert difference(model, expected) <= tol
+
+
+class WithHessian(foreign.Signs):
+    """A second method that works on gradients and state, as of Sophia."""
+
+    def update_hessian(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["hessian"] = param.grad.square()
+
+
+def test_a_method_that_a_class_adds_is_refused_by_name():
+    model = mlp()
+    inner = WithHessian([model[0].weight])
+    optimizer = shardcast.shard(model, inner, param_dtype="fp32")
+    with pytest.raises(RuntimeError, match=r"update_hessian\(\) of the original optimizer"):
+        inner.update_hessian()
+    with pytest.raises(AttributeError, match="update_hessian: WithHessian has it"):
+        optimizer.update_hessian()
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        optimizer.other()
+    optimizer.add_param_group({"params": [model[0].bias]})  # measures the class anew
+    assert [pack.partition for pack in optimizer.layout.packs] == ["even", "even"]
+    before = model[0].bias.detach().clone()
+    model[0].bias.grad = torch.ones_like(model[0].bias)
+    optimizer.step()
+    assert not torch.equal(model[0].bias, before)
