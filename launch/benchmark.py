@@ -6,8 +6,6 @@
     python launch/benchmark.py flatten                     # packs against tensor by tensor
     python launch/benchmark.py collectives --ranks 2
     python launch/benchmark.py cost                        # per parameter, of more and more
-    python launch/benchmark.py costmodel --ranks 2         # the estimate of times against gloo
-    python launch/benchmark.py predicted                   # the estimate of times beside others
     python launch/benchmark.py worlds                      # the host's part, of 8 to 1,024 ranks
     python launch/benchmark.py launches --packs 15         # of a step on an accelerator, by stage
     python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
@@ -35,12 +33,10 @@ from benchmarks import (
     buffers,
     collectives,
     cost,
-    costmodel,
     document,
     flatten,
     launches,
     matrix,
-    predicted,
     report,
     reproducible,
     step,
@@ -51,7 +47,6 @@ from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 from products import multiplied
 
-from shardcast.estimate import PRESETS
 from shardcast.testing import spawn
 
 TIMEOUT = 3600.0
@@ -80,10 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.command == "worlds":
         title = f"processor time of one rank's step, {worlds.PACKS} packs, nothing is sent, bf16"
         lines, columns = worlds.rows(worlds.measure(args.sizes, args.rounds)), worlds.COLUMNS
-    elif args.command == "predicted":
-        title = f"predicted steps of {args.tokens:,} tokens of one rank; x: over the best of others"
-        lines = predicted.rows(args.machines, args.sizes, args.tokens)
-        columns = predicted.COLUMNS
     elif args.command == "launches":
         title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
         lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
@@ -113,13 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title += "" if args.clock == "wall" else f", {args.clock} time"
         lines = reproducible.rows(on_ranks(reproducible.measure, args.ranks, plan))
         columns = reproducible.COLUMNS
-    elif args.command == "costmodel":
-        title = f"predicted and measured: {WORKLOADS[args.model].title}, {args.ranks} ranks"
-        title += "" if args.clock == "wall" else f", {args.clock} time"
-        timed = args.model, args.rounds, args.clock
-        result = on_ranks(costmodel.measure, args.ranks, *timed)
-        lines, columns = costmodel.rows(result), costmodel.COLUMNS
-        print(f"# for shardcast estimate --machine\n{costmodel.as_yaml(result.machine)}\n")
     else:
         plan = step.Plan(args.model, names(args), args.rounds, args.micros, args.clock)
         title = report.title(plan, args.ranks)
@@ -154,8 +138,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "averages": 60, "buffers": 60, "flatten": 15, "cost": 5, "worlds": 9,
-        "launches": 200, "collectives": 9, "costmodel": 15, "matrix": 9, "predicted": 1,
-        "reproducible": 15, "step": 15, "peers": 15,
+        "launches": 200, "collectives": 9, "matrix": 9, "reproducible": 15, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
@@ -169,11 +152,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if name == "cost":
             sub.add_argument("--most", type=int, default=10**8, help="parameters")
             sub.add_argument("--total", type=int, default=10**8, help="of 10 to 10,000 tensors")
-            continue
-        if name == "predicted":
-            sub.add_argument("--machines", nargs="+", choices=PRESETS, default=["h100"])
-            sub.add_argument("--sizes", type=int, nargs="+", default=[*predicted.SIZES])
-            sub.add_argument("--tokens", type=int, default=8192, help="of one rank in a step")
             continue
         if name == "worlds":
             sub.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
@@ -202,8 +180,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             "--clock", choices=step.CLOCKS, default="wall",
             help="what times are of; on a busy machine: processor",
         )  # fmt: skip
-        if name == "costmodel":
-            continue
         many = 4 if name == "reproducible" else 1
         sub.add_argument("--micros", type=int, default=many, help="micro-batches per step")
         if name == "reproducible":

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from metrics import Record, curve
 
-from shardcast.cli.plot import INK, draw_memory, empty_figure, save, style_of
-
+INK = "#8b949e"  # of text and frames: readable on white and on black
+STYLES: dict[str, dict[str, Any]] = {  # colors that are readable on both, too
+    "shardcast": {"color": "#2f81f7", "marker": "o", "linewidth": 2.5, "zorder": 3},
+    "shardcast, lean": {"color": "#2f81f7", "marker": "o", "linestyle": "--"},
+    "DDP + autocast": {"color": "#db6d28", "marker": "s", "linewidth": 2.5},
+}
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 RANDOM_BYTES = 5.545  # ln 256: nats per byte of a model that knows nothing
 
 
@@ -155,3 +162,59 @@ def agreement(runs: dict[str, list[Record]], *paths: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         save(figure, path)
     return f"picture: {paths[0]}"
+
+
+def draw_memory(axes: Any, memory: Mapping[str, Mapping[int, float]]) -> float:
+    """Draw bytes per rank by name and world size; return the bytes of the unit on the axis."""
+    most = max(max(by_size.values()) for by_size in memory.values())
+    unit, word = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
+    for name, by_size in memory.items():
+        values = [nbytes / unit for nbytes in by_size.values()]
+        axes.plot(list(by_size), values, label=name, **style_of(name))
+    axes.set_ylabel(f"memory per rank, {word}")
+    _over_ranks(axes, list(next(iter(memory.values()))))
+    return unit
+
+
+def style_of(name: str) -> dict[str, Any]:
+    """Keywords of ``Axes.plot`` for the line of a system."""
+    return {"markersize": 4, "linewidth": 1.5, **STYLES.get(name, {})}
+
+
+def _over_ranks(axes: Any, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize="small")
+    axes.set_xlabel("data-parallel ranks")
+    axes.set_ylim(bottom=0)
+
+
+def empty_figure(width: float = 11, height: float = 5) -> Any:
+    """An empty figure of so many inches without a window, whatever the backend.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(
+            "expected matplotlib, which is not installed; install it with pip install matplotlib"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a picture for light and dark pages, the same bytes for the same figure."""
+    import matplotlib
+
+    for axes in figure.axes:
+        for spine in axes.spines.values():
+            spine.set_color(INK)
+        axes.tick_params(which="both", colors=INK)
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            text.set_color(INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=INK, alpha=0.25)
+    with matplotlib.rc_context({"svg.hashsalt": "shardcast"}):
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=150, transparent=True, metadata=metadata)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on two hosts that are network namespaces, with two processes each and a link of 200 Mbit/s
 # and then of 1 Gbit/s between them: the steps of shardcast's algorithms beside DDP and
-# ZeroRedundancyOptimizer, what the cost model predicts of them, and the bits that they end with.
+# ZeroRedundancyOptimizer, and the bits that they end with.
 # Needs root, iproute2 and Linux; elsewhere it says so and ends. Ten minutes on two cores.
 #
 # Usage: bash launch/two_hosts.sh [--rounds N]

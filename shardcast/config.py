@@ -106,10 +106,9 @@ class ShardcastConfig(ValidatedOptions):
         None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
     )
     shard_ranks: str | int = option(
-        "auto",
-        "over how many ranks masters and state are sharded: all, or so many neighbours, each run "
-        "of which has a copy; auto: all, or on several nodes over NCCL those of a node or a few, "
-        "if that is predicted to be faster and takes at most an eighth of the free memory",
+        "all",
+        "over how many ranks masters and state are sharded: all, or so many neighbors, each run "
+        "of which has a copy: more memory, but updated parameters travel within a run",
         RANKS,
     )
     pack_mb: float | None = option(
@@ -198,8 +197,9 @@ class ShardcastConfig(ValidatedOptions):
     )
     reduce: str = option(
         "auto",
-        "how gradients reach their owner; two_level: summed within each node first; auto: what "
-        "is fastest and rounds once",
+        "how gradients reach their owner; two_level: summed within each node first; auto: "
+        "reduce_scatter for fp32 on NCCL, two_level on several nodes of more than two ranks each, "
+        "else all_to_all",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     reproducible: bool | int = option(
@@ -210,8 +210,8 @@ class ShardcastConfig(ValidatedOptions):
     )
     sync: str = option(
         "auto",
-        "how updated parameters reach everybody; all_gather needs the even partition; auto: what "
-        "is fastest, as print(optimizer.layout) shows",
+        "how updated parameters reach everybody; all_gather needs the even partition; auto: that "
+        "where spans are equal, else broadcast; on gloo within a node messages",
         one_of("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = option(

@@ -25,8 +25,8 @@ ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
 FINITE: Range = ("a number above 0, not inf", lambda value: 0 < value < float("inf"))
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
 RANKS: Range = (
-    "auto, all or a number of ranks >= 1",
-    lambda value: value in ("auto", "all") if isinstance(value, str) else value >= 1,
+    "all or a number of ranks >= 1",
+    lambda value: value == "all" if isinstance(value, str) else value >= 1,
 )
 PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),

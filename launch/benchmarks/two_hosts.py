@@ -1,13 +1,9 @@
-"""Steps of two hosts with a few ranks each beside what the cost model predicts of them.
-
-A program for torchrun, which launch/two_hosts.sh starts on two hosts. Exchanges of two ranks inside
-a host, and between the hosts, give the constants of a machine, as in :mod:`benchmarks.costmodel`;
-the compute alone gives its rate of operations.
-"""
+"""Steps of two hosts with a few ranks each: a program for torchrun, which two_hosts.sh starts."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import os
 import statistics
@@ -22,13 +18,10 @@ import torch.distributed as dist
 from gpt import GPT, Block, GPTConfig
 from torch import nn
 
-from benchmarks import costmodel, report
+from benchmarks import report
 from benchmarks.models import Workload
 from benchmarks.step import Plan, one_step
 from benchmarks.systems import DDP, LOCAL, Build, Shardcast, System, TorchZeRO
-from shardcast.comm import Comm
-from shardcast.config import ShardcastConfig
-from shardcast.estimate import Machine, Protocol, estimate, peer_times, step_time, units_of
 
 WORKLOAD = Workload(
     "GPT",
@@ -38,6 +31,7 @@ WORKLOAD = Workload(
     sequences=2,
     tokens=32,
 )
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt() in glibc
 STEPS = 2  # that are timed together
 WIRE = Path("/sys/class/net/wire/statistics")  # of the link between the hosts
 OWN: dict[str, dict[str, Any]] = {
@@ -53,8 +47,7 @@ PEERS: dict[str, Build] = {
     "ZeroRedundancyOptimizer": partial(TorchZeRO, views=False),
 }
 COLUMNS = (
-    "system", "step ms", "x", "step - local ms", "predicted ms", "predicted / measured",
-    "link MB, there / back", "bits",
+    "system", "step ms", "x", "step - local ms", "link MB, there / back", "bits",
 )  # fmt: skip
 
 
@@ -64,18 +57,16 @@ def main() -> None:
     parser.add_argument("--title", default="")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    costmodel.keep_freed_memory()
+    keep_freed_memory()
     systems: dict[str, System] = {}
     builds = {name: partial(Shardcast, **fields) for name, fields in OWN.items()} | PEERS
     for name, build in {**builds, "local, bf16": LOCAL["local, bf16"]}.items():
         torch.manual_seed(0)
         systems[name] = build(WORKLOAD.build(), WORKLOAD)
     systems["local, autocast"] = LOCAL["local, autocast"](WORKLOAD.build(), WORKLOAD)
-    links = Links(int(os.environ["LOCAL_WORLD_SIZE"]))
     times: dict[str, list[float]] = {name: [] for name in systems}
     names = list(systems)
     for number in range(args.rounds + 1):
-        links.measure()
         for name in names[number % len(names) :] + names[: number % len(names)]:
             seconds = torch.tensor(seconds_of(systems[name], number), dtype=torch.float64)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -84,11 +75,8 @@ def main() -> None:
     bits = {name: digest(systems[name].model) for name in OWN}
     medians = {name: statistics.median(values) for name, values in times.items()}
     crossed = {name: crossing(systems[name]) for name in builds}
-    machine = links.machine(medians["local, bf16"])
-    predicted = predictions(machine)
     if dist.get_rank() == 0:
         print(f"{args.title}; load of the machine {os.getloadavg()[0]:.1f}\n")
-        print(f"{costmodel.as_yaml(machine)}; tflops: {machine.flops / 1e12:.4f}\n")
         lines = []
         for name in builds:
             alone = medians[systems[name].local]
@@ -98,9 +86,8 @@ def main() -> None:
                 f"{medians[name] / base:.2f}",
                 f"{1e3 * added:.0f}",
             )
-            ahead = f"{1e3 * predicted[name]:.0f}", f"{predicted[name] / added:.2f}"
             both = " / ".join(f"{nbytes / 1e6:.1f}" for nbytes in crossed[name])
-            lines.append((name, *cells, *ahead, both, bits.get(name, "")))
+            lines.append((name, *cells, both, bits.get(name, "")))
         print(report.table(COLUMNS, lines, True))
     dist.destroy_process_group()
 
@@ -131,66 +118,13 @@ def crossing(system: System) -> tuple[float, float]:
     return sent / STEPS, received / STEPS
 
 
-class Links:
-    """Exchanges of pairs of ranks, all pairs at a time: inside each host, and between the hosts."""
-
-    def __init__(self, per_host: int) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if per_host % 2 or size != 2 * per_host:
-            raise SystemExit(f"two hosts of an even number of ranks are needed, got {size} ranks")
-        self.per_host, self.comms, self.times = per_host, {}, {}
-        pairs_of = {
-            "inside": [(first, first + 1) for first in range(0, size, 2)],
-            "between": [(first, first + per_host) for first in range(per_host)],
-        }
-        for link, pairs in pairs_of.items():
-            groups = {pair: dist.new_group(pair) for pair in pairs}
-            own = next(pair for pair in pairs if rank in pair)
-            self.comms[link] = Comm(groups[own])
-            self.times[link] = {size: [] for size in costmodel.SIZES}
-        self.sums: list[float] = []
-
-    def measure(self) -> None:
-        for link, comm in self.comms.items():
-            for size in costmodel.SIZES:
-                self.times[link][size] += costmodel.exchanged(comm, size, "wall")[:2]
-        self.sums += costmodel.summed(Comm(dist.group.WORLD), "wall")[:2]
-
-    def machine(self, local: float) -> Machine:
-        """The machine that exchanges and sums so fast, and computes a step in ``local`` seconds."""
-        begins, bandwidths = {}, {}
-        for link, times in self.times.items():
-            medians = [statistics.median(times[size]) for size in costmodel.SIZES]
-            begins[link], each = costmodel.fitted(costmodel.SIZES, medians)
-            bandwidths[link] = 0.5 / each  # a rank sends half of what is exchanged
-        memory = costmodel.memory_of(2 * self.per_host, statistics.median(self.sums))
-        numel = sum(param.numel() for param in WORKLOAD.build().parameters())
-        flops = 6 * numel * WORKLOAD.sequences * WORKLOAD.tokens / local
-        protocol = Protocol(begins["inside"], 0.0, max(0.0, begins["between"] - begins["inside"]))
-        return Machine(
-            "here", self.per_host, bandwidths["inside"], bandwidths["between"], memory, memory,
-            flops, (protocol,), exchanged=1, backend="gloo", launch=0.0,
-        )  # fmt: skip
-
-
-def predictions(machine: Machine) -> dict[str, float]:
-    """Seconds beyond the compute, of each system."""
-    torch.manual_seed(0)
-    model = WORKLOAD.build()
-    numel = sum(param.numel() for param in model.parameters())
-    group, tokens = machine.group(2 * machine.ranks_per_node), WORKLOAD.sequences * WORKLOAD.tokens
-    found = {}
-    for name, fields in OWN.items():
-        config = ShardcastConfig(**fields)
-        inner = torch.optim.AdamW(model.parameters())
-        parts = estimate(model, inner, group.size, config, machine)
-        found[name] = step_time(parts, config, machine, numel, tokens).added
-    ddp = peer_times(units_of(model), 2, group, tokens)["DDP + autocast"]
-    found["DDP + autocast"] = ddp.added
-    # DDP's, with a part of the update, and then every owner's fp32 weights to all others.
-    sync = group.broadcasts(4 * numel, len(list(model.parameters())))
-    found["ZeroRedundancyOptimizer"] = ddp.added - (1 - 1 / group.size) * ddp.update + sync
-    return found
+def keep_freed_memory() -> None:
+    """Have the C library not give freed memory back: with its defaults every reduction has its
+    buffers from the system anew, and page by page, which is no collective's cost.
+    """
+    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
+        if not ctypes.CDLL(None).mallopt(parameter, value):
+            raise RuntimeError("mallopt: the C library refused it")
 
 
 def digest(model: nn.Module) -> str:

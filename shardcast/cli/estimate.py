@@ -1,4 +1,4 @@
-"""``shardcast estimate``: what an importable model needs, as a table, JSON or a picture."""
+"""``shardcast estimate``: what an importable model needs, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
-from shardcast import estimate as estimates
-from shardcast.cli.plot import KINDS, PLOTTED, Row, empty_figure, plot
 from shardcast.config import ShardcastConfig
+from shardcast.estimate import Estimate, peers, state_tensors
+from shardcast.estimate import estimate as estimated
 from shardcast.estimate.parallel import plan_of, stages_of
 from shardcast.messages import page
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.partition import ELEMENTWISE
 
-BYTES = (*KINDS, "total", "host", "setup_peak", "sent")
+BYTES = (
+    "parameters", "gradients", "masters", "state", "averages", "outside", "total", "host",
+    "setup_peak", "sent",
+)  # fmt: skip
 COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
-STAGES = ("compute", "reduce", "decide", "update", "sync", "in_backward", "in_forward", "step")
+Row = dict[str, Any]  # the figures of one world size
 
 LEGEND = {
-    "world_size": "data-parallel ranks; below GB, counts, ms",
+    "world_size": "data-parallel ranks; below GB, then counts",
     "outside": "parameters that the optimizer does not hold, and buffers",
     "host": "how much of total is in host memory (offload)",
     "setup_peak": "the worst moment of shard(): the model as built, one pack, the masters so far",
@@ -36,73 +38,32 @@ LEGEND = {
     "collectives": "launches of a step, the small all-reduce by which all ranks decide included",
     "imbalance": "what the fullest rank holds of masters and state, over the mean; 1 at best",
     "cost_imbalance": "the same of what the update computes: whole matrices have one owner",
-    "compute": "forward and backward: 6 operations per parameter and token",
-    "reduce": "gradients to their owners and the fp32 sum there",
-    "decide": "the norm, and the all-reduce of what all ranks must agree on",
-    "update": "bytes read and written over the memory's bandwidth, and Muon's matrix products",
-    "sync": "updated parameters to everybody",
-    "in_backward": "of reduce, what runs beside the backward",
-    "in_forward": "of sync, what runs beside the next forward (overlap_sync)",
-    "step": "all of them, less what runs beside others",
-    "ratio": "the step over that of the fastest of the others; below with other constants",
-    "latency": "the share of the step that is neither bytes nor operations",
-    "ranking": "whether shardcast stays ahead, or behind, with latencies three times as long, and "
-    "with half of the bandwidth between nodes",
 }
 
 
 def estimate(arguments: list[str]) -> int:
     """Print what each rank will hold and send, for a model that is built without memory."""
     parsed = _parse(arguments)
-    if parsed.plot is not None:
-        empty_figure()  # raises before the work is done
-    machine = estimates.Machine.load(parsed.machine).beside(parsed.tp)
     model, originals = _build(parsed.model, parsed.optimizer)
     config = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())
     title = f"{numel:,} parameters, {originals.name}"
     if parsed.tp > 1 or parsed.pp > 1:
-        if config.shard_ranks == "auto":  # it is for jobs without a mesh
-            config = config.replace(shard_ranks="all")
         title += f", {parsed.tp} x tensor, {parsed.pp} x pipeline parallel"
     plan = dict(parsed.tp_plan or plan_of(model))
     stages = stages_of(model, originals, parsed.tp, parsed.pp, plan)
-    job = estimates.TrainingJob(stages, machine, parsed.tokens)
-    rows = rows_of(parsed.world_size, job, config)
-    if parsed.plot is not None:
-        plot(rows_of(PLOTTED, job, config), title, parsed.plot)
+    # Tensor-parallel neighbors leave fewer data-parallel ranks to a node.
+    joined = {
+        "backend": parsed.backend, "ranks_per_node": max(1, parsed.ranks_per_node // parsed.tp)
+    }  # fmt: skip
+    rows = [row_of(stages, size, config, joined) for size in parsed.world_size]
     if parsed.json:
         print(json.dumps(rows, indent=2))
         return 0
     print("\n".join(summary(rows, title)))
     if parsed.details:
         print("\n".join(["", *table(rows)]))
-    for row in rows if parsed.advise or parsed.write else ():
-        print("\n".join(["", *_advice(row, job, config, parsed.write)]))
     return 0
-
-
-def _advice(
-    row: Row, job: estimates.TrainingJob, config: ShardcastConfig, path: Path | None
-) -> list[str]:
-    """The better options of one world size as lines, also in the file ``path``."""
-    size = row["world_size"]
-    changes = estimates.advise(job, size, config)
-    better = row_of(estimates.figures(job, size, config.replace(**changes)), job)
-    options = yaml.safe_dump(changes, sort_keys=False).splitlines() if changes else []
-    ms, better_ms = (1e3 * each["time"]["step"] for each in (row, better))
-    gain = f"{better_ms:,.0f} ms in place of {ms:,.0f} ({1 - better_ms / ms:.1%} less)"
-    best = f"{better['ratio']:.2f} of the fastest of the others"
-    lines = [
-        f"{size:,} rank{'s' * (size > 1)}: {', '.join(options) or 'nothing to change'}: predicted "
-        f"step {gain}, {gigabytes(better['total'])} GB per rank; {best}"
-    ]
-    if path is not None:
-        named = {name: config.to_dict()[name] for name in sorted(config.named)}
-        comment = f"# shardcast estimate for {size} ranks of {row['machine']}: {gain}\n"
-        path.write_text(comment + yaml.safe_dump({**named, **changes}, sort_keys=False))
-        lines.append(f"written to {path}")
-    return lines
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -117,8 +78,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=names, help="of torch.optim; AdamW if not given")
     parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
     parser.add_argument(
-        "--world_size", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 64, 256],
-        help="numbers of data-parallel ranks",
+        "--world_size", type=_positive, nargs="+", metavar="RANKS",
+        default=[1, 2, 4, 8, 16, 64, 256], help="numbers of data-parallel ranks",
     )  # fmt: skip
     parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages")
@@ -127,29 +88,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="names of parameters, and which of their dimensions is cut; by default the plan that "
         "a transformers model has",
     )  # fmt: skip
+    parser.add_argument("--backend", default="nccl", help="of the process group (default: nccl)")
     parser.add_argument(
-        "--machine", default="h100", metavar="NAME|YAML",
-        help=f"what times are for: {', '.join(estimates.PRESETS)}, or a file that changes one",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens", type=_positive, default=8192, help="of one rank in a step, for the time that "
-        "forward and backward take",
+        "--ranks_per_node", type=_positive, default=8, metavar="RANKS",
+        help="accelerators of a node (default: 8)",
     )  # fmt: skip
     parser.add_argument("--details", action="store_true", help="print all tables too")
-    parser.add_argument(
-        "--advise", action="store_true", help="try options, and print the best ones for each size"
-    )
-    parser.add_argument(
-        "--write", type=Path, metavar="YAML", help="the same, into a file; for one world size"
-    )
-    parser.add_argument("--json", action="store_true", help="print it for programs: bytes, seconds")
-    parser.add_argument(
-        "--plot", type=Path, metavar="PNG|SVG", help="draw it over world sizes 1 to 4096"
-    )
-    parsed = parser.parse_args(arguments)
-    if parsed.write is not None and len(parsed.world_size) > 1:
-        parser.error("--write: expected one --world_size beside it, for which the file is")
-    return parsed
+    parser.add_argument("--json", action="store_true", help="print it for programs, in bytes")
+    return parser.parse_args(arguments)
 
 
 def _positive(text: str) -> int:
@@ -205,32 +151,41 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
     )
 
 
-def rows_of(sizes: Sequence[int], job: estimates.TrainingJob, config: ShardcastConfig) -> list[Row]:
-    """Per world size: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes, and seconds."""
-    return [row_of(estimates.figures(job, size, config), job) for size in sizes]
+def row_of(
+    stages: Sequence[tuple[nn.Module, OptimizerList]], size: int, config: ShardcastConfig,
+    joined: Mapping[str, Any],
+) -> Row:  # fmt: skip
+    """One world size, for programs: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes.
 
-
-def row_of(figures: estimates.Comparison, job: estimates.TrainingJob) -> Row:
-    """One world size, for programs."""
-    memory = figures.held
+    Args:
+        stages: of a pipeline, of which the one that holds most counts.
+        joined: what joins the ranks, as ``estimate`` takes it.
+    """
+    held = [estimated(model, originals, size, config, **joined) for model, originals in stages]
+    fullest = max(held, key=lambda one: one.total)
+    model, originals = stages[held.index(fullest)]
+    numel = sum(param.numel() for param in model.parameters())
     return {
-        "world_size": memory.world_size,
-        "shard_ranks": memory.layout.world_size,
-        **{name: getattr(memory, name) for name in (*BYTES, *COUNTS)},
-        "algorithms": _algorithms(memory),
-        "sharding": memory.layout.sharding,
-        "others": dict(figures.peers),
-        "machine": job.machine.name,
-        "tokens": job.tokens,
-        "time": _stages(figures.time),
-        "other_times": {name: _stages(time) for name, time in figures.peer_times.items()},
-        "latency": figures.latency,
-        "ratio": figures.ratio,
-        "doubts": dict(figures.doubts),
+        "world_size": fullest.world_size,
+        "shard_ranks": fullest.layout.world_size,
+        **{name: getattr(fullest, name) for name in (*BYTES, *COUNTS)},
+        "algorithms": _algorithms(fullest),
+        "others": peers(numel, _moments(originals), size),
+        **joined,
     }
 
 
-def _algorithms(held: estimates.Estimate) -> list[Row]:
+def _moments(originals: OptimizerList) -> float:
+    """State tensors per parameter, in the mean over all elements."""
+    elements = moments = 0
+    for _, owner, group in originals.numbered():
+        numel = sum(param.numel() for param in group["params"])
+        elements += numel
+        moments += numel * state_tensors(owner, group)
+    return moments / max(1, elements)
+
+
+def _algorithms(held: Estimate) -> list[Row]:
     """Each way in which packs travel, of how many, and why the biggest of them does."""
     ways: dict[tuple[str, str], list[PackLayout]] = {}
     for pack in held.layout.trained if held.world_size > 1 else ():
@@ -239,29 +194,20 @@ def _algorithms(held: estimates.Estimate) -> list[Row]:
     return [{"packs": count, "algorithms": str(pack.algorithms)} for count, pack in biggest]
 
 
-def _stages(time: estimates.StepTime) -> dict[str, float]:
-    return {name: getattr(time, name) for name in STAGES}
-
-
 def summary(rows: Sequence[Row], title: str) -> list[str]:
-    """A sentence per world size: memory and time of a rank, and those of others."""
-    lines = [f"{title}; {rows[0]['machine']}, {rows[0]['tokens']:,} tokens of one rank"]
+    """A sentence per world size: what a rank holds and sends, and what others hold."""
+    lines = [f"{title}; {rows[0]['backend']}, {rows[0]['ranks_per_node']} ranks per node"]
     for row in rows:
-        size, times = row["world_size"], row["other_times"]
+        size = row["world_size"]
         memory = ", ".join(f"{name} {gigabytes(n)}" for name, n in row["others"].items())
-        steps = ", ".join(f"{name} {1e3 * time['step']:,.0f}" for name, time in times.items())
+        shared = f", sharded over {row['shard_ranks']:,} of them"
         lines += [
-            f"{size:,} rank{'s' * (size > 1)}: {gigabytes(row['total'])} GB per rank, "
-            f"predicted step {1e3 * row['time']['step']:,.0f} ms",
+            f"{size:,} rank{'s' * (size > 1)}{shared if row['shard_ranks'] < size else ''}: "
+            f"{gigabytes(row['total'])} GB per rank, {row['collectives']} collectives and "
+            f"{gigabytes(row['sent'])} GB sent per step",
             f"    others hold {memory} GB",
-            f"    others take {steps} ms",
         ]
-        lines += [f"    {row['sharding']}"] if row["sharding"] else []
-    return [
-        *lines,
-        "Memory and traffic are exact, times are predictions. --details has all figures, --advise "
-        "tries options",
-    ]
+    return [*lines, "Without activations. --details has all figures"]
 
 
 def gigabytes(nbytes: float) -> str:
@@ -279,7 +225,7 @@ def table(rows: Sequence[Row]) -> list[str]:
             f"  {LEGEND.get(name, '')}".rstrip()
             for name in cells[0]
         ),
-        "how packs travel, and why (rough costs of the biggest one)",
+        "how many packs travel in which way, and why the biggest one does",
         *(
             f"{row['world_size']:>12,} {way['packs']:>12,}  {way['algorithms']}"
             for row in rows
@@ -290,16 +236,9 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def _cells(row: Row) -> dict[str, str]:
     """The figures of one world size for people, by name."""
-    seconds = row["time"] | {f"{name}, step": it["step"] for name, it in row["other_times"].items()}
-    ratios = {"ratio": row["ratio"], **row["doubts"]}
-    ranking = "holds" if len({ratio < 1 for ratio in ratios.values()}) == 1 else "open"
     return {
         "world_size": f"{row['world_size']:,}",
         **{name: gigabytes(row[name]) for name in BYTES},
         **{f"{name}, GB": gigabytes(nbytes) for name, nbytes in row["others"].items()},
         **{name: f"{row[name]:,.6g}" for name in COUNTS},
-        **{name: f"{1e3 * value:,.2f}" for name, value in seconds.items()},
-        "latency": f"{row['latency']:.1%}",
-        **{name: f"{ratio:.3f}" for name, ratio in ratios.items()},
-        "ranking": ranking,
     }

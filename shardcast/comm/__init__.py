@@ -1,7 +1,6 @@
 """The collectives of shardcast, and nothing else that talks to other ranks."""
 
 from .group import Work, copy_strided_, is_dense
-from .network import network_bytes
 from .objects import Comm
 from .process_groups import ProcessGroups, redistributed
 from .reduction import REDUCTIONS, Reduction, ReplicaSumReduction
@@ -15,6 +14,5 @@ __all__ = [
     "Work",
     "copy_strided_",
     "is_dense",
-    "network_bytes",
     "redistributed",
 ]

@@ -1,4 +1,4 @@
-"""What each rank will hold, move and send, before a job starts, without its memory."""
+"""What each rank will hold and send, before a job starts, without its memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory.chance import KEY
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, Shard
-from shardcast.optimizer.setup import Plan, plan_for
+from shardcast.optimizer.setup import Plan, plan_for, ranks_of_shards
 from shardcast.plan.algorithms import GROUPED, Topology
-from shardcast.plan.costs import PRESETS, Machine
-from shardcast.plan.layout import GroupId, PackLayout, Slot, Span
+from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
-from shardcast.plan.partition import ELEMENT, ELEMENTWISE, matrix_products
+from shardcast.plan.partition import ELEMENT, ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
-from shardcast.plan.shard_ranks import shard_ranks
-from shardcast.plan.step_time import Work, sent_dtype, sync_launches
 from shardcast.step.reduce.tree import most_bytes
 from shardcast.step.update import updates_of
 from shardcast.step.update.epilogues import epilogues_of
@@ -37,10 +33,12 @@ KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known befo
 
 
 @dataclass(frozen=True)
-class Estimate(Work):
+class Estimate:
     """Bytes of the rank that holds most, after the first step; per kind as in ``memory_report()``.
 
     Attributes:
+        world_size: data-parallel ranks.
+        layout: the packs that ``shard()`` would make, and how many of the ranks share them.
         averages: bytes of averages of weights, on the fullest rank.
         outside: parameters that the optimizer does not hold, and buffers; not in the report.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
@@ -55,6 +53,8 @@ class Estimate(Work):
             chosen by it (the units of ``cost_fn``, or operations).
     """
 
+    world_size: int
+    layout: Layout
     parameters: int
     gradients: int
     masters: int
@@ -68,6 +68,11 @@ class Estimate(Work):
     collectives: int
     imbalance: float
     cost_imbalance: float
+
+    @property
+    def copies(self) -> int:
+        """How many runs of ranks hold masters and state."""
+        return self.world_size // self.layout.world_size
 
     @property
     def packs(self) -> int:
@@ -86,7 +91,8 @@ def estimate(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerList,
     world_size: int,
     config: ShardcastConfig | Mapping[str, Any] | None = None,
-    machine: Machine = PRESETS["h100"],
+    backend: str = "nccl",
+    ranks_per_node: int = 8,
 ) -> Estimate:
     """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
@@ -95,8 +101,8 @@ def estimate(
         optimizer: an elementwise one of torch over its parameters, or Muon, or a list of them;
             unchanged.
         config: a config or a mapping; ``None`` reads the environment.
-        machine: for the choice of algorithms and ``shard_ranks: auto``: its backend, nodes, network
-            and how much memory a device has.
+        backend: of the process group; it decides by which collectives packs travel.
+        ranks_per_node: data-parallel ranks that share a node, numbered node by node; likewise.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -115,29 +121,22 @@ def estimate(
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
     updates_of(originals, config, Comm(None))  # refuses what shard() does
-    plan = plan_for(model, originals, config, world_size)
+    size = ranks_of_shards(config, world_size)
+    plan = plan_for(model, originals, config, size)
     peak, live = _convert_outside(plan)
-    topology = Topology(machine.backend, min(world_size, machine.ranks_per_node))
-    size, why = shard_ranks(
-        config, plan.layout, plan.over, topology, machine.between, machine.capacity - live,
-        plan.operations,
-    )  # fmt: skip
-    layout = plan.layout if size == world_size else plan.over(size)
-    topology = topology._replace(node=min(size, topology.node))
-    layout = dataclasses.replace(with_algorithms(layout, config, topology), sharding=why)
+    topology = Topology(backend, min(size, ranks_per_node))
+    layout = with_algorithms(plan.layout, config, topology)
     plan = dataclasses.replace(plan, layout=layout)
     copies, allocated = world_size // size, cache(partial(_allocated, originals, config))
-    costs, products = dict[str, float](), dict[str, float]()
+    costs = dict[str, float]()
     masters = [0] * size
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
-        optimizer, group = originals.owner(pack.group), originals.group(pack.group)
         trained = [0] * size
         for owner, _, count in pack.parts() if pack.requires_grad else ():
             trained[owner] += count
         for slot in pack.slots:
             costs[slot.name] = plan.costs.get(slot.name, ELEMENT * slot.numel)
-            products[slot.name] = matrix_products(optimizer, group, slot.shape)
         share_of = cache(partial(_share, plan, copies, allocated, pack))
         for owner, start, stop in pack.spans:
             share = share_of(stop - start, trained[owner])
@@ -167,9 +166,6 @@ def estimate(
         collectives=_collectives(layout.trained, topology.backend, config, size, copies),
         imbalance=_over_mean(owned),
         cost_imbalance=_over_mean(layout.by_owner(costs)),
-        updated=max(rank.updated for rank in ranks),
-        normed=max(rank.normed for rank in ranks),
-        products=layout.by_owner(products),
     )
 
 
@@ -189,12 +185,11 @@ def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 
 class _Allocated(NamedTuple):
-    """Bytes that a rank keeps of a span, and how many of them each update reads and writes."""
+    """Bytes that a rank keeps of a span."""
 
     masters: int
     state: int = 0
     averages: int = 0
-    updated: int = 0
 
 
 def _allocated(
@@ -222,13 +217,11 @@ def _allocated(
     is_fused, epilogues = type(optimizer) in STATE_NAMES, epilogues_of(config)
     shard_state = ShardState(shard, config, epilogues, 0)
     rule = rule_of(type(optimizer), options) if is_fused else NoRule()
-    keys = KEY * -(-numel // row) * shard_state.prepare(rule, epilogues).by_chance
+    shard_state.prepare(rule, epilogues)
     state, averages = (shard_state.nbytes(averages=averages) for averages in (False, True))
     if not is_fused:
         state = state_tensors(optimizer, options) * trained * MASTER_DTYPE.itemsize
-    # A pack that is its own master, or half of it, is read too; else it is only written.
-    moved = numel * grad_dtype(dtype, config).itemsize + pack.data.nbytes * (2 - shard.casts)
-    return _Allocated(masters, state, averages, moved + 2 * (masters + state + averages) - keys)
+    return _Allocated(masters, state, averages)
 
 
 class _Share(NamedTuple):
@@ -241,8 +234,6 @@ class _Share(NamedTuple):
     masters: int
     state: int
     averages: int
-    updated: int
-    normed: int
     gradients: int
     sent: int
     setup: int
@@ -257,8 +248,8 @@ def _share(
     kept = allocated(pack.dtype, pack.group, numel, trained)
     setup = _staged(plan, pack, numel, kept.masters)
     if not pack.requires_grad:
-        return _Share(*kept, normed=0, gradients=0, sent=0, setup=setup)
-    grad, wire = grad_dtype(pack.dtype, config).itemsize, sent_dtype(pack, config).itemsize
+        return _Share(*kept, gradients=0, sent=0, setup=setup)
+    grad, wire = grad_dtype(pack.dtype, config).itemsize, _sent_dtype(pack, config).itemsize
     local = grad
     if config.reproducible > size:
         dtypes = grad_dtype(pack.dtype, config), wire_dtype(pack.dtype, config)
@@ -271,7 +262,7 @@ def _share(
     sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
     if trained or pack.algorithms.sync == "all_gather":
         sent += (size - 1) * numel * pack.dtype.itemsize
-    return _Share(*kept, numel * grad if trained else 0, numel * local, sent, setup)
+    return _Share(*kept, numel * local, sent, setup)
 
 
 def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
@@ -295,6 +286,31 @@ def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
     return staged + max(0, pack.nbytes + beside - sum(param.nbytes for param in params))
 
 
+def _sync_launches(
+    packs: Sequence[PackLayout], backend: str, config: ShardcastConfig
+) -> list[tuple[str, list[PackLayout]]]:
+    """Algorithms, and packs that are synced in one launch, or by messages at the same time.
+
+    Beside the next forward, which waits for each pack by itself, each has its own, and messages
+    are broadcasts. See ``Comm.all_gather_all``, and ``Sync.begin``.
+    """
+    launches: dict[Any, tuple[str, list[PackLayout]]] = {}
+    for pack in packs:
+        sync = pack.algorithms.sync
+        if config.overlap_sync and sync == "messages":
+            sync = "broadcast"
+        together = not config.overlap_sync and (sync == "messages" or backend in GROUPED)
+        kind = sync, pack.dtype if sync == "all_gather" else None
+        launches.setdefault(kind if together else pack.index, (sync, []))[1].append(pack)
+    return list(launches.values())
+
+
+def _sent_dtype(pack: PackLayout, config: ShardcastConfig) -> torch.dtype:
+    """Of gradients as they travel: sums of several micro-batches do so in fp32."""
+    several = config.reproducible > len(pack.spans)
+    return MASTER_DTYPE if several else wire_dtype(pack.dtype, config)
+
+
 def _collectives(
     packs: Sequence[PackLayout], backend: str, config: ShardcastConfig, size: int, copies: int
 ) -> int:
@@ -303,7 +319,7 @@ def _collectives(
     if size == 1:
         return launches
     launches += sum(1 + (pack.algorithms.reduce == "two_level") for pack in packs)
-    for sync, synced in sync_launches(packs, backend, config):
+    for sync, synced in _sync_launches(packs, backend, config):
         if sync == "all_gather" or backend in GROUPED:
             launches += 1
         elif sync == "messages":

@@ -107,7 +107,7 @@ def shard(
         raise ValueError("process_group: expected None beside mesh=, which names the groups")
     elif isinstance(config.shard_ranks, int):
         raise ValueError(
-            f"shard_ranks: expected 'auto' or 'all' beside mesh=, got {config.shard_ranks}; give "
+            f"shard_ranks: expected 'all' beside mesh=, got {config.shard_ranks}; give "
             "the mesh a dimension for copies, and dp=(copies, shards)"
         )
     else:
@@ -137,10 +137,9 @@ def shard(
     with torch.no_grad(), setup.without_collector():
         plan = setup.agreed(planned, process_groups, device, "shard")
         if mesh is None and process_groups.dp.size > 1:
-            process_groups, why = setup.over_fewer_ranks(plan, process_groups, device)
+            process_groups = setup.over_fewer_ranks(process_groups, config)
             if not process_groups.is_data_parallel:
                 plan = setup.agreed(planned, process_groups, device, "shard")
-            plan = dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, sharding=why))
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,21 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, ProcessGroups, is_dense, network_bytes
+from shardcast.comm import Comm, ProcessGroups, is_dense
 from shardcast.config import ShardcastConfig
-from shardcast.memory.convert import convert_tensor_, free_bytes
+from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.messages import SHOWN, warn
 from shardcast.plan import probe, validate
-from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import PackGroups, ParallelDims, Tie
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
-from shardcast.plan.shard_ranks import shard_ranks
 from shardcast.step.reduce.reducer import is_reduced
 
 
@@ -49,7 +46,6 @@ class Plan:
         stages: what is called: that module, or the stages.
         originals: the optimizers.
         layout: all packs of the optimizer.
-        over: plans them over another number of ranks, where there is no mesh.
         new: those that are to be allocated.
         params: the parameters of the new packs by name.
         outside: those that the optimizer does not hold.
@@ -66,7 +62,6 @@ class Plan:
     config: ShardcastConfig
     precision: Precision
     layout: Layout
-    over: Callable[[int], Layout]
     new: tuple[PackLayout, ...]
     params: Mapping[str, nn.Parameter]
     outside: Mapping[str, nn.Parameter]
@@ -75,11 +70,6 @@ class Plan:
     begun: tuple[str, ...]
     options: tuple[str, ...]
     unmatched: tuple[str, ...]
-
-    @property
-    def operations(self) -> Mapping[str, float]:
-        """The costs, unless a ``cost_fn`` gives them in units of its own."""
-        return self.costs if self.config.cost_fn is None else {}
 
     def facts(self) -> list[str]:
         """What all data-parallel ranks must have planned alike, a line each."""
@@ -158,14 +148,13 @@ def plan_for(
     )
     old = before.packs if before else ()
     layout = plan_packs(infos, parallel_dims, partitions, config, len(old))
-    over = partial(plan_packs, infos, partition=partitions, config=config)
     new = layout.packs
     if before is not None:
         layout = dataclasses.replace(before, packs=old + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += parallel_dims.options() + validate.describe_groups(originals, added)
     return Plan(
-        inner, tuple(stages) or (inner,), originals, config, precision, layout, over, new, params,
+        inner, tuple(stages) or (inner,), originals, config, precision, layout, new, params,
         outside, pack_groups_by_name, costs, tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
 
@@ -266,26 +255,38 @@ def agreed(
     return dataclasses.replace(plan, layout=layout, new=new)
 
 
-def over_fewer_ranks(
-    plan: Plan, process_groups: ProcessGroups, device: torch.device
-) -> tuple[ProcessGroups, str]:
-    """The groups of ranks that are to share masters and state, and why; the present ones if all.
+def ranks_of_shards(config: ShardcastConfig, size: int) -> int:
+    """Over how many of ``size`` data-parallel ranks masters and state are sharded.
 
-    Every data-parallel rank must call it, with an agreed plan over all of them.
+    Sharded over fewer than all of them, each run of neighbors has a copy: more memory, but the
+    sync stays among neighbors. Then a step sends the gradients to the owners of the own run first,
+    and the sums of these between the runs.
+
+    Raises:
+        ValueError: a number that does not divide the ranks.
+    """
+    asked = config.shard_ranks
+    if isinstance(asked, str) or asked >= size:
+        return size
+    if size % asked:
+        raise ValueError(
+            f"shard_ranks: expected a number that divides the {size} ranks, got {asked}; use "
+            "'all', or the number of ranks of a node"
+        )
+    return asked
+
+
+def over_fewer_ranks(process_groups: ProcessGroups, config: ShardcastConfig) -> ProcessGroups:
+    """The groups of ranks that are to share masters and state; the present ones if all.
+
+    Every data-parallel rank must call it, with an agreed configuration.
 
     Raises:
         ValueError: on every rank, for a number of ``shard_ranks`` that does not divide them.
     """
-    comm, free, between = process_groups.dp, math.inf, 0.0
-    backend, node = comm.backend(device), plan.layout.packs[0].algorithms.node
-    if plan.config.shard_ranks == "auto" and backend == "nccl" and 1 < node < comm.size:
-        facts = comm.exchange((free_bytes(device), network_bytes() / node), device)
-        free, between = (min(of_ranks) for of_ranks in zip(*facts, strict=True))
-    ranks, why = shard_ranks(
-        plan.config, plan.layout, plan.over, Topology(backend, node, device.type == "cpu"),
-        between, free, plan.operations,
-    )  # fmt: skip
-    return process_groups if ranks == comm.size else ProcessGroups.replicated(comm, ranks), why
+    comm = process_groups.dp
+    ranks = ranks_of_shards(config, comm.size)
+    return process_groups if ranks == comm.size else ProcessGroups.replicated(comm, ranks)
 
 
 def allocate(plan: Plan, process_groups: ProcessGroups) -> list[Shard]:

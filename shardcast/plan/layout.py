@@ -199,7 +199,6 @@ class Layout:
 
     world_size: int
     packs: tuple[PackLayout, ...]
-    sharding: str = ""  # over how many of the ranks, and why, where that was a choice
 
     @property
     def partition(self) -> str:
@@ -246,7 +245,6 @@ class Layout:
             f"packs, {self.numel} elements ({self.padding} padding), partition "
             f"{self.partition!r}, world size {self.world_size}"
         ]
-        lines += [f"  {self.sharding}"] if algorithms and self.sharding else []
         for pack in self.packs:
             dtype = str(pack.dtype).removeprefix("torch.")
             frozen = "" if pack.requires_grad else " frozen"

@@ -81,9 +81,8 @@ def with_algorithms(
     for pack in layout.packs:
         if pack.algorithms == Algorithms() and len(pack.spans) > 1:
             lengths = [span.numel for span in pack.spans]
-            owned = [span.numel for span in pack.owned_spans]
             joined_by = (experts or {}).get(pack.pack_groups.shard, topology)
-            chosen = choose(config, joined_by, lengths, owned, pack.dtype)
+            chosen = choose(config, joined_by, lengths, pack.dtype)
             pack = dataclasses.replace(pack, algorithms=chosen)
         packs.append(pack)
     return dataclasses.replace(layout, packs=tuple(packs))

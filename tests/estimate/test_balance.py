@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcast import ShardcastConfig
-from shardcast.estimate import Estimate, estimate, peer_times, step_time
-from shardcast.plan.costs import PRESETS
+from shardcast.estimate import Estimate, estimate
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = 128
@@ -137,21 +135,3 @@ def test_counting_elements_alone_falls_short(
     assert computed(misled, heads) >= others
     if not heads:
         assert misled.cost_imbalance < 1.1  # by its own count it is even
-
-
-def test_the_time_of_an_update_has_the_matrix_products_of_the_busiest_rank():
-    machine, config = PRESETS["h100"], ShardcastConfig()
-    shapes = MODELS["GPT 125M"]()
-    one, several = (estimated(shapes, size) for size in (1, 64))
-    whole = 5 * 12 * sum(4 * 768**2 * n + 2 * 768**3 for n in (2304, 768, 3072, 3072))
-    assert sum(one.products) == sum(several.products) == whole
-    assert max(several.products) == 5 * (4 * 768**2 * 3072 + 2 * 768**3)  # the largest matrix
-    for found in (one, several):
-        moved = found.updated / machine.memory
-        update = step_time(found, config, machine, 10**8, 1).update
-        assert update == pytest.approx(moved + max(found.products) / machine.flops)
-    group = machine.group(64)
-    without, others = (peer_times([10**8], 2, group, 1, products) for products in (0, whole))
-    more = {name: time.update - without[name].update for name, time in others.items()}
-    assert more["DDP + autocast"] == pytest.approx(whole / machine.flops)
-    assert more["Megatron"] == pytest.approx(whole / machine.flops / 64)

@@ -395,17 +395,15 @@ REFUSED = {
     "estimate misbuilt:pair --optimizer AdamW": "leave out --optimizer AdamW",
     "estimate misbuilt:triple": "got Linear, SGD, NoneType",
     "estimate misbuilt:unlike": "got Linear, str",
-    "estimate misbuilt:pair --machine tpu": "expected one of h100, a100, h100-ethernet, gloo",
     **{
         f"estimate misbuilt:pair {option} {text}": f"{option}: {COUNT}"
-        for option in ("--tokens", "--world_size")
+        for option in ("--ranks_per_node", "--world_size")
         for text in ("0", "-1", "1.5", "many")
     },
-    "estimate misbuilt:pair --world_size 8 64 --write x.yaml": "--write: expected one",
+    "estimate misbuilt:pair --advise": "unrecognized arguments: --advise",
     "estimate misbuilt:pair --tp 2": "tp: expected a plan beside it",
     "estimate misbuilt:pair --tp 2 --tp_plan '*.upp.*=0'": "matches no parameter",
     "estimate misbuilt:pair --pp 9": "pp: expected at most as many stages as layers",
-    "estimate nothing:there --plot x.png": "pip install matplotlib",  # before the work
     # the training programs
     "launch/train.py --steps 0": "0 is not a positive number",
     "launch/train.py --step 3": "--step",  # torchrun would take an abbreviation

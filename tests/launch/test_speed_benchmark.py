@@ -15,14 +15,13 @@ import benchmark
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import counters, document, report, step, systems, two_hosts
+from benchmarks import counters, document, report, step, systems
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
 from models import MLP
 from torch import nn
 
-from shardcast.estimate import PRESETS
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -171,13 +170,6 @@ def test_each_table_of_the_document_is_replaced_by_what_its_command_prints(tmp_p
     assert f"`python {command}`: optimizer phase of" in after and "torch" in after
     assert after.endswith("\n\nProse.\n") and "| tensor by tensor" in after
     assert "old." not in after and "| b |" not in after
-
-
-def test_every_system_on_two_hosts_has_a_prediction() -> None:
-    machine = replace(PRESETS["gloo"], ranks_per_node=2, between=25e6, inside=1e9)
-    predicted = two_hosts.predictions(machine)
-    assert predicted.keys() == {*two_hosts.OWN, *two_hosts.PEERS}
-    assert predicted["shardcast"] < predicted["DDP + autocast"], "the link counts: half the bytes"
 
 
 def test_two_hosts_are_skipped_with_a_message_without_root(tmp_path: Path) -> None:
