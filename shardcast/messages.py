@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
+import time
 import warnings
 from collections.abc import Iterable
 
+LOG = logging.getLogger("shardcast")
 SHOWN = 8  # ranks, or facts, that a message lists one by one
 DCP = "torch.distributed.checkpoint"
 INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
@@ -80,6 +83,12 @@ def outside_as_plain(call: str) -> RuntimeError:
         "what shardcast.shard returned, which stands for all of several, or use "
         "shardcast.checkpoint.save"
     )
+
+
+def note_speed(what: str, nbytes: int, began: float) -> None:
+    """Log at INFO how many GB took how long, since ``began`` on the monotonic clock."""
+    seconds, size = time.monotonic() - began, nbytes / 1e9
+    LOG.info("%s: %.3g GB in %.1f s, %.3g GB/s", what, size, seconds, size / max(seconds, 1e-9))
 
 
 def by_rank(facts: Iterable[tuple[int, object]]) -> str:

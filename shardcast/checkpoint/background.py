@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ class Saving:
         return self.path
 
     def _run(self, job: saving.RankSave, views: list[ShardView]) -> None:
+        began = time.monotonic()
         try:
             try:
                 written = job.write(views)
@@ -140,7 +142,7 @@ class Saving:
                 raise
             finally:
                 views.clear()
-            job.commit(written)
+            job.commit(written, began)
         except Exception as error:
             self._error = error
             job.abandon()

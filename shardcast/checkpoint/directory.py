@@ -79,6 +79,22 @@ class Manifest:
         reader = Reader(self.path)
         return {reader.paths[path]: stored for path, stored in reader.stored.items()}
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters in the optimizer's groups; reads a file."""
+        groups = Reader(self.path).object(("optimizer", "param_groups"))
+        return frozenset(name for group in groups for name in group["params"])
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """The most steps that a parameter has taken; ``None`` where the optimizer counts none.
+
+        Other than :attr:`step` where a framework numbers checkpoints in another way.
+        """
+        reader = Reader(self.path)
+        counts = [path for path in reader.stored if path[::3] == ("optimizer", "step")]
+        return max((int(reader.tensor(path).max()) for path in counts), default=None)
+
 
 def folder_of(directory: Path, step: int) -> Path:
     """The directory of the checkpoint of ``step``."""
@@ -109,7 +125,11 @@ def new_name(prefix: str, target: Path) -> str:
 def commit(
     writing: Path, target: Path, sums: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]
 ) -> None:
-    """Write the manifest and the marker, flush, and give the directory its name."""
+    """Write the manifest and the marker, flush, and give the directory its name.
+
+    Raises:
+        ValueError: a checkpoint of that name is there, and its data are others.
+    """
     sizes = {name: (writing / name).stat().st_size for name in sums if (writing / name).exists()}
     for name, (size, _) in sums.items():
         if sizes.get(name) != size:
@@ -118,6 +138,13 @@ def commit(
                 "the directory must be on a file system that all ranks share"
             )
     listed = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
+    if os.path.lexists(target):
+        there = manifest_of(target)
+        # Equal metadata may be pickled in other bytes; all that it says is in the data.
+        if _data(listed) != _data(there.files):
+            raise _exists(target)
+        shutil.rmtree(writing)
+        return
     manifest = {"format": FORMAT, **facts, "files": listed}
     data = json.dumps(manifest, indent=1).encode()
     files = storage.Files()
@@ -325,23 +352,36 @@ def inspect(directory: str | os.PathLike[str]) -> Manifest:
     return manifest_of(chosen(directory))
 
 
-def clear_the_way(target: Path) -> None:
-    """Make sure that the name is free; a damaged checkpoint of the same step is set aside.
+def clear_the_way(target: Path, facts: Mapping[str, Any]) -> None:
+    """Make sure that the name is free, or has a checkpoint that :func:`commit` may find equal.
+
+    A damaged checkpoint of the same step is set aside.
 
     Raises:
-        ValueError: a sound checkpoint of this step exists.
+        ValueError: a sound checkpoint of this step exists, of which other ``facts`` hold.
     """
     if not os.path.lexists(target):
         return
     error = damage(target)
     if error is None:
-        raise ValueError(
-            f"step: checkpoint {str(target)!r} exists already and is never overwritten; save "
-            "under another step or remove it first"
-        )
+        there = manifest_of(target)
+        if any(getattr(there, name) != fact for name, fact in facts.items()):
+            raise _exists(target)
+        return
     aside = target.with_name(new_name(DAMAGED, target))
     warn(f"{error}; set aside as {aside.name!r}")
     storage.Files().rename(target, aside)
+
+
+def _data(files: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: listed for name, listed in files.items() if name != METADATA}
+
+
+def _exists(target: Path) -> ValueError:
+    return ValueError(
+        f"step: checkpoint {str(target)!r} exists already, with other contents, and is never "
+        "overwritten; save under another step or remove it first"
+    )
 
 
 def sweep(directory: Path, *prefixes: str) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import chosen, new_name
 from shardcast.checkpoint.region import KeyPath
+from shardcast.messages import note_speed
 from shardcast.optimizer.state_dict import plain_dict
 from shardcast.step.update.epilogues import AVERAGE
 
@@ -29,6 +33,7 @@ def export(
     max_shard_mb: float = 5000.0,
     optimizer: bool = True,
     weights: str | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Path]:
     """Write the newest checkpoint, or the one that is named, for programs without shardcast.
 
@@ -43,6 +48,7 @@ def export(
         out: a directory that is new or empty. It is there with all files, or not at all.
         optimizer: ``False`` writes the model alone.
         weights: the name of an average (``averages``), which is written as the model.
+        progress: called after each tensor with the bytes that are done, and those of all.
 
     Returns:
         The files written.
@@ -55,6 +61,7 @@ def export(
     """
     if not max_shard_mb > 0:
         raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
+    began = time.monotonic()
     reader = Reader(chosen(directory))
     head = reader.object(("shardcast",))
     paths = _model_paths(reader, weights)
@@ -66,9 +73,20 @@ def export(
     writing = target.with_name(new_name(EXPORTING, target))
     storage.make_directory(writing)
     files = storage.Files()
+    reads = [*paths.values(), *(_state_paths(reader) if optimizer else ())]
+    total, done = sum(reader.stored[path].nbytes for path in reads), 0
+
+    def read(path: KeyPath) -> Tensor:
+        nonlocal done
+        value = reader.tensor(path)
+        done += value.nbytes
+        progress(done, total)
+        return value
+
     try:
-        written = _export_model(files, reader, paths, writing, int(max_shard_mb * 2**20))
-        for name, state in (_optimizer_files(reader, head) if optimizer else {}).items():
+        limit = int(max_shard_mb * 2**20)
+        written = _export_model(files, reader, paths, writing, limit, read)
+        for name, state in (_optimizer_files(reader, head, read) if optimizer else {}).items():
             written.append(name)
             with files.create_stream(writing / name, "wb") as file:
                 torch.save(state, file)
@@ -78,15 +96,25 @@ def export(
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-    return [target / name for name in written]
+    exported = [target / name for name in written]
+    nbytes = sum(path.stat().st_size for path in exported)
+    note_speed(f"exported {str(reader.folder)!r} to {str(target)!r}", nbytes, began)
+    return exported
 
 
-def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _state_paths(reader: Reader) -> list[KeyPath]:
+    """Of the tensors of the optimizer's state; averages are none of a plain optimizer."""
+    state = [path for path in reader.stored if path[:2] == ("optimizer", "state")]
+    return [path for path in state if not path[3].startswith(AVERAGE)]
+
+
+def _optimizer_files(
+    reader: Reader, head: dict[str, Any], read: Callable[[KeyPath], Tensor]
+) -> dict[str, dict[str, Any]]:
     """By name of file, plain optimizers' state dicts: parameters are numbered group by group."""
     state: dict[str, dict[str, Any]] = {}
-    for path in reader.paths:
-        if path[:2] == ("optimizer", "state") and not path[3].startswith(AVERAGE):
-            state.setdefault(path[2], {})[path[3]] = reader.tensor(path)
+    for path in _state_paths(reader):
+        state.setdefault(path[2], {})[path[3]] = read(path)
     for name, values in head["objects"].items():
         state.setdefault(name, {}).update(values)
     groups = reader.object(("optimizer", "param_groups"))
@@ -117,7 +145,12 @@ def _model_paths(reader: Reader, average: str | None) -> Paths:
 
 
 def _export_model(
-    files: storage.Files, reader: Reader, paths: Paths, out: Path, limit: int
+    files: storage.Files,
+    reader: Reader,
+    paths: Paths,
+    out: Path,
+    limit: int,
+    read: Callable[[KeyPath], Tensor],
 ) -> list[str]:
     """Write the model, in files of at most ``limit`` bytes; their names."""
     from safetensors.torch import save_file  # not needed for anything else
@@ -135,7 +168,7 @@ def _export_model(
         numbers = range(1, len(shards) + 1)
         written = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
     for name, shard in zip(written, shards, strict=True):
-        tensors = {key: reader.tensor(path) for key, path in shard.items()}
+        tensors = {key: read(path) for key, path in shard.items()}
         try:
             save_file(tensors, out / name, metadata={"format": "pt"})
         except KeyError as error:  # all that safetensors says is the dtype

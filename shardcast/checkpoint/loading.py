@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader, Stored
 from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest
 from shardcast.checkpoint.source import StateSource, from_reader
+from shardcast.messages import note_speed
 
 Directory = str | os.PathLike[str]
 
@@ -63,6 +65,7 @@ def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -
 
 def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed | None:
     """As :func:`load`, but ``None`` where a directory has no checkpoint yet. Collective."""
+    began = time.monotonic()
     snapshot = Snapshot(model, optimizer)
     snapshot.meet("load")
     folder = _choose(snapshot, Path(os.path.abspath(directory)))
@@ -86,6 +89,8 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
                 "their checksums: memory or a copy lost bits, then or now; load it again, or the "
                 "one before"
             )
+    if snapshot.comm.rank == 0:
+        note_speed(f"loaded {str(folder)!r}", manifest.nbytes, began)
     return resumed
 
 

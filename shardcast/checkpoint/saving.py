@@ -32,7 +32,7 @@ from shardcast.checkpoint.directory import BACKGROUND, LEAVING, WRITING
 from shardcast.checkpoint.inventory import Inventory
 from shardcast.checkpoint.region import KeyPath, ShardView
 from shardcast.checkpoint.unpickling import unpickled
-from shardcast.messages import by_rank
+from shardcast.messages import by_rank, note_speed
 from shardcast.plan.precision import MASTER_DTYPE
 
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
@@ -64,7 +64,8 @@ def save(
         directory: holds the checkpoints of one run, on a file system that all ranks share; made
             if need be. One job at a time may save into it.
         model: what was given to :func:`shardcast.shard`; of a pipeline, this rank's stages.
-        step: names the checkpoint; a sound one of the same step is never overwritten.
+        step: names the checkpoint; a sound one of the same step is never overwritten. Saving the
+            very same again, as after the last step of a loop that saved it, is no error.
         extra: what else the run needs, rank 0's counts: tensors, containers and plain values, as
             ``torch.load(weights_only=True)`` reads them (schedulers, position in the data).
         per_rank: the same for values that differ, such as the state of random generators.
@@ -76,16 +77,17 @@ def save(
         The checkpoint's directory.
 
     Raises:
-        ValueError: ``step`` exists, or an argument cannot be used.
+        ValueError: ``step`` exists with other contents, or an argument cannot be used.
         RuntimeError, OSError: a rank could not write; nothing was committed.
     """
+    began = time.monotonic()
     snapshot = Snapshot(model, optimizer)
     arguments = (os.path.abspath(directory), step, keep, digest)
     job = begin(snapshot, "save", arguments, extra, per_rank)
     named = _naming(job.target)
     try:
         written = snapshot.together(lambda: named(job.write)(snapshot.views()), "save")
-        snapshot.together(lambda: named(job.commit)(written), "save")
+        snapshot.together(lambda: named(job.commit)(written, began), "save")
     except Exception:
         job.abandon()  # all ranks have stopped writing
         raise
@@ -172,8 +174,11 @@ class RankSave:
     def _draft_path(self) -> Path:
         return self._message(self.rank).with_suffix(".draft")
 
-    def commit(self, written: Written) -> None:
+    def commit(self, written: Written, began: float) -> None:
         """On rank 0: commit what all ranks wrote, itself and the others. Elsewhere nothing.
+
+        Args:
+            began: when the save did, on the monotonic clock.
 
         Raises:
             RuntimeError: a rank failed, or wrote nothing in time.
@@ -198,6 +203,7 @@ class RankSave:
         for file in files:
             sums |= file.sums
         folders.commit(self.writing, self.target, sums, self.facts)
+        note_speed(f"saved {str(self.target)!r}", sum(size for size, _ in sums.values()), began)
 
     def retain(self) -> None:
         """On rank 0: delete older checkpoints, as ``keep`` says."""
@@ -273,12 +279,18 @@ def begin(
         )
 
     target = folders.folder_of(base, step)
+    facts: dict[str, Any] = {
+        "step": step,
+        "world_size": snapshot.comm.size,
+        "partition": snapshot.partition,
+        "optimizer": head["optimizer"],
+    }
 
     def prepare() -> str:
         if snapshot.comm.rank != 0:
             return ""
         with _naming(target):
-            return _prepare(base, target, snapshot.inventory, call == "save_async")
+            return _prepare(base, target, facts, snapshot.inventory, call == "save_async")
 
     writing = base / snapshot.collect(prepare, call)[0]
     once = {
@@ -286,14 +298,7 @@ def begin(
         ("extra",): extra,
         ("shardcast",): head,
     }
-    facts = {
-        "step": step,
-        "world_size": snapshot.comm.size,
-        "partition": snapshot.partition,
-        "optimizer": head["optimizer"],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    facts |= {"torch": torch.__version__, "python": platform.python_version()}
     if digest:
         facts |= snapshot.digest()
     rank = snapshot.comm.rank
@@ -316,13 +321,15 @@ def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:
         ) from error
 
 
-def _prepare(base: Path, target: Path, inventory: Inventory, background: bool) -> str:
+def _prepare(
+    base: Path, target: Path, facts: dict[str, Any], inventory: Inventory, background: bool
+) -> str:
     """Room and a fresh directory, on rank 0; what killed runs left is removed."""
     if not base.exists():
         storage.make_directory(base)
     # A save leaves alone what one in the background is writing meanwhile.
     folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
-    folders.clear_the_way(target)
+    folders.clear_the_way(target, facts)
     masters = sum(math.prod(inventory.shapes[name]) for name in inventory.trained)
     free, needed = shutil.disk_usage(base).free, masters * MASTER_DTYPE.itemsize + RESERVE
     if free < needed:

@@ -25,7 +25,7 @@ import yaml
 from torch import Tensor, nn
 
 import shardcast
-from shardcast import checkpoint
+from shardcast.cli.checkpoints import export, inspect
 from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
 from shardcast.cli.replay import replay
@@ -177,62 +177,6 @@ def _configuration() -> dict[str, str]:
         shown = value if isinstance(value, str) else json.dumps(value)  # as in YAML
         facts[f"{name}{'*' * (value != default[name])}"] = shown
     return facts
-
-
-# -- checkpoints ----------------------------------------------------------------------------------
-
-
-def inspect(arguments: list[str]) -> int:
-    """Show what a checkpoint holds: step, ranks, size, and every tensor."""
-    parser = _parser("inspect")
-    parser.add_argument("directory", help="a checkpoint, or the newest one of a directory")
-    print("\n".join(_table(checkpoint.inspect(parser.parse_args(arguments).directory))))
-    return 0
-
-
-def _table(info: checkpoint.Manifest) -> list[str]:
-    """The optimizer's state of a parameter stands beside the parameter."""
-    prefix, state = "model.", "optimizer.state."
-    states: dict[str, list[str]] = {}  # names of state tensors, by parameter
-    for key in info.tensors:
-        if key.startswith(state):
-            param, _, name = key.removeprefix(state).rpartition(".")
-            states.setdefault(param, []).append(name)
-    rows = [("tensor", "shape", "dtype", "state of the optimizer")]
-    for key, stored in info.tensors.items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
-            dtype = str(stored.dtype).removeprefix("torch.")
-            shape = "x".join(map(str, stored.shape)) or "-"
-            rows.append((name, shape, dtype, ", ".join(states.get(name, ()))))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
-    return [
-        f"checkpoint  {info.path}",
-        f"step        {info.step}",
-        f"saved by    {info.world_size} ranks, partition {info.partition}, {info.optimizer}",
-        f"size        {info.nbytes:,} bytes in {len(info.files)} files, checksums right",
-        "",
-        *(
-            "  ".join(map(str.ljust, row, widths)).rstrip()  # columns
-            for row in rows
-        ),
-    ]
-
-
-def export(arguments: list[str]) -> int:
-    """Write a checkpoint's model as safetensors and its plain torch optimizer state."""
-    parser = _parser("export")
-    parser.add_argument("directory", help="a checkpoint, or the newest one of a directory")
-    parser.add_argument("out", help="a new or an empty directory")
-    parser.add_argument("--max_shard_mb", type=float, default=5000.0, help="cut the model at this")
-    parser.add_argument("--model_only", action="store_true", help="leave the optimizer state out")
-    parser.add_argument("--weights", metavar="NAME", help="an average in place of the weights")
-    parsed = parser.parse_args(arguments)
-    options: dict[str, Any] = {"max_shard_mb": parsed.max_shard_mb, "weights": parsed.weights}
-    options["optimizer"] = not parsed.model_only
-    for path in checkpoint.export(parsed.directory, parsed.out, **options):
-        print(path)
-    return 0
 
 
 # -- a try of the installation --------------------------------------------------------------------

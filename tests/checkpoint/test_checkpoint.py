@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,44 @@ def test_a_checkpoint_that_another_release_python_or_torch_wrote_loads(writer: s
     torch.testing.assert_close(loaded, {n: p.detach() for n, p in plain.named_parameters()})
     torch.testing.assert_close(state, expected.state_dict()["state"])
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async], ids=["save", "async"])
+def test_the_very_same_is_saved_again_without_an_error_and_without_a_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save: Any, ranks: int
+):
+    def saving(group: Any) -> None:
+        model, optimizer = start(group, "gpt", "adamw", {})
+
+        def saved(extra: int, digest: bool = False) -> None:
+            options = {"step": 2, "extra": {"rows": extra}, "per_rank": torch.arange(3)}
+            result = save(tmp_path, model, optimizer, **options, digest=digest)
+            if save is checkpoint.save_async:
+                result.wait()
+
+        advance(model, optimizer, 0, 2)
+        saved(1)
+        saved(1)
+        saved(1, digest=True)
+        with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
+            saved(2)
+        advance(model, optimizer, 2, 3)
+        with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
+            saved(1)
+
+    with caplog.at_level("INFO", "shardcast"):
+        run_world(ranks, saving)
+    (folder,) = tmp_path.iterdir()
+    info = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    lines = [message for message in info if message.startswith(f"saved {str(folder)!r}: ")]
+    assert len(lines) == 3, "of rank 0 alone"
+    assert all(re.search(r"GB in \d+\.\d s, .* GB/s$", line) for line in lines)
+    assert loading_resumed(tmp_path).extra == {"rows": 1}
+
+
+def loading_resumed(folder: Path) -> checkpoint.Resumed:
+    return checkpoint.load(folder, *start(None, "gpt", "adamw", {}))
 
 
 EVEN, WHOLE = {"partition": "even"}, {"partition": "whole"}

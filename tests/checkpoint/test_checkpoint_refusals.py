@@ -128,7 +128,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a step below 0": (ValueError, "step", saving(step=-1)),
     "to keep none": (ValueError, "keep", saving(keep=0)),
     "what weights_only does not read": (ValueError, "extra", saving(extra={"a": nn.Tanh()})),
-    "a step that exists": (ValueError, "exists already", saving(step=2)),
+    "a step that exists": (ValueError, "exists already, with other", saving(step=2)),
+    "a step that other ranks saved": (ValueError, "exists already, with other",
+                                      lambda run, rank, *pair: save(run / "one", *pair, step=1),
+                                      lambda run: save(run / "one", *job(), step=1)),
     "a plain optimizer": (TypeError, "optimizer", lambda run, rank, model, optimizer: save(
         run, model, optimizer.originals.optimizers[0], step=3)),
     "other arguments on a rank": (ValueError, r"rank 1: .*4", lambda run, rank, *pair: save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -170,6 +171,9 @@ def test_inspect_shows_a_checkpoint_as_a_table_and_export_writes_plain_files(
     lines = command("inspect", run).splitlines()
     facts = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
     assert facts["step"] == "7" and facts["saved"] == "by    1 ranks, partition even, SGD"
+    assert facts["parameters"] == "8 trained, 9 others and buffers"
+    assert facts["written"].startswith(f"by  torch {torch.__version__}, Python 3.")
+    assert re.match(r"[\d.e-]+ GB \([\d,]+ bytes\) in 3 files", facts["size"])
     rows = {line.split()[0]: line.split()[1:] for line in lines[lines.index("") + 2 :]}
     assert rows["0.weight"] == ["2x3", "float32", "momentum_buffer"]
     assert rows["1.num_batches_tracked"] == ["-", "int64"]
@@ -179,6 +183,41 @@ def test_inspect_shows_a_checkpoint_as_a_table_and_export_writes_plain_files(
     assert sorted(state) == ["param_groups", "state"]
     told = command("export", run, str(out), status=2)
     assert "give a new or an empty directory" in told
+
+
+@pytest.mark.parametrize("folder", ["", "state-{}", "checkpoint_{}", "checkpoint-{}"])
+def test_inspect_and_export_find_the_checkpoint_in_the_folders_of_frameworks(
+    folder: str, tmp_path: Path, command: Command
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    for made in (9, 10):  # by number, not by name
+        model(torch.randn(2, 3)).float().sum().backward()
+        optimizer.step()
+        checkpoint.save(tmp_path / folder.format(made) / "shardcast", model, optimizer, step=made)
+    for number, given in enumerate((tmp_path, tmp_path / folder.format(10))):
+        lines = command("inspect", str(given)).splitlines()
+        assert "step        10, 2 made by the optimizer" in lines
+        out = tmp_path / f"out-{number}"
+        assert str(out / "optimizer.pt") in command("export", str(given), str(out)).split()
+    (tmp_path / "none").mkdir()
+    assert "no committed checkpoint in" in command("inspect", str(tmp_path / "none"), status=2)
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_an_export_shows_how_far_it_is_on_stderr(
+    has_tqdm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    model = torch.nn.Linear(300, 200)
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+    if not has_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().err
+    assert told == ("" if has_tqdm else "exported 0.00024 of 0.000241 GB\nexported 0.000241 of "
+                    "0.000241 GB\n")  # fmt: skip
 
 
 JOB = """

@@ -1,0 +1,124 @@
+"""``shardcast inspect`` and ``shardcast export``: checkpoints from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardcast import checkpoint
+from shardcast.checkpoint.directory import is_checkpoint, steps
+
+CHECKPOINT_HELP = "a checkpoint, or the newest one of a directory, also of Accelerate or Trainer"
+FOLDER = "shardcast"  # in folders of the adapters
+NUMBERED = re.compile(r"(?:state-|checkpoint[-_])(\d+)")  # by Accelerate and Trainer
+
+
+def inspect(arguments: list[str]) -> int:
+    """Show what a checkpoint holds: step, ranks, size, and every tensor."""
+    parser = argparse.ArgumentParser(prog="shardcast inspect", allow_abbrev=False)
+    parser.add_argument("directory", help=CHECKPOINT_HELP)
+    folder = _located(parser.parse_args(arguments).directory)
+    print("\n".join(_table(checkpoint.inspect(folder))))
+    return 0
+
+
+def _located(directory: str) -> str:
+    """Where the checkpoint is in a folder of Accelerate, Trainer or Lightning; else ``directory``.
+
+    ``shardcast/`` in it, or in the newest of the folders that they number in it.
+    """
+    path = Path(directory)
+    if not path.is_dir() or is_checkpoint(path) or steps(path):
+        return directory
+    numbered = [(int(m[1]), f) for f in path.iterdir() if (m := NUMBERED.fullmatch(f.name))]
+    folders = [path, *(folder for _, folder in sorted(numbered, reverse=True))]
+    inside = [folder / FOLDER for folder in folders if steps(folder / FOLDER)]
+    return str(inside[0]) if inside else directory
+
+
+def _table(info: checkpoint.Manifest) -> list[str]:
+    """The optimizer's state of a parameter stands beside the parameter."""
+    prefix, state = "model.", "optimizer.state."
+    states: dict[str, list[str]] = {}  # names of state tensors, by parameter
+    for key in info.tensors:
+        if key.startswith(state):
+            param, _, name = key.removeprefix(state).rpartition(".")
+            states.setdefault(param, []).append(name)
+    rows = [("tensor", "shape", "dtype", "state of the optimizer")]
+    trained, others = 0, 0
+    for key, stored in info.tensors.items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            dtype = str(stored.dtype).removeprefix("torch.")
+            shape = "x".join(map(str, stored.shape)) or "-"
+            rows.append((name, shape, dtype, ", ".join(states.get(name, ()))))
+            if name in info.trained:
+                trained += math.prod(stored.shape)
+            else:
+                others += math.prod(stored.shape)
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
+    made = info.optimizer_steps
+    return [
+        f"checkpoint  {info.path}",
+        f"step        {info.step}" + ("" if made is None else f", {made} made by the optimizer"),
+        f"saved by    {info.world_size} ranks, partition {info.partition}, {info.optimizer}",
+        f"written by  torch {info.torch}, Python {info.python}",
+        f"parameters  {trained:,} trained, {others:,} others and buffers",
+        f"size        {info.nbytes / 1e9:.3g} GB ({info.nbytes:,} bytes) in {len(info.files)} "
+        "files, checksums right",
+        "",
+        *(
+            "  ".join(map(str.ljust, row, widths)).rstrip()  # columns
+            for row in rows
+        ),
+    ]
+
+
+def export(arguments: list[str]) -> int:
+    """Write a checkpoint's model as safetensors and its plain torch optimizer state."""
+    parser = argparse.ArgumentParser(prog="shardcast export", allow_abbrev=False)
+    parser.add_argument("directory", help=CHECKPOINT_HELP)
+    parser.add_argument("out", help="a new or an empty directory")
+    parser.add_argument("--max_shard_mb", type=float, default=5000.0, help="cut the model at this")
+    parser.add_argument("--model_only", action="store_true", help="leave the optimizer state out")
+    parser.add_argument("--weights", metavar="NAME", help="an average in place of the weights")
+    parsed = parser.parse_args(arguments)
+    options: dict[str, Any] = {"max_shard_mb": parsed.max_shard_mb, "weights": parsed.weights}
+    options["optimizer"] = not parsed.model_only
+    with _progress("exported") as progress:
+        folder = _located(parsed.directory)
+        written = checkpoint.export(folder, parsed.out, progress=progress, **options)
+    for path in written:
+        print(path)
+    return 0
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Bytes that are done, and of how many, on stderr: a bar of tqdm, or a line for each tenth."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # optional
+    except ImportError:
+        tenth = 0
+
+        def line(done: int, total: int) -> None:
+            nonlocal tenth
+            if total and done * 10 // total > tenth:
+                tenth = done * 10 // total
+                print(f"{what} {done / 1e9:.3g} of {total / 1e9:.3g} GB", file=sys.stderr)
+
+        yield line
+        return
+    with tqdm(desc=what, unit="B", unit_scale=True, disable=None) as bar:  # not into a file
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
