@@ -9,7 +9,7 @@
 # tiny sizes: it shows that the programs work, its figures mean nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-for python in ${PYTHON:-python python3}; do
+for python in ${PYTHON:+"$PYTHON"} python python3; do
     if "$python" -c 'import importlib.util as u; u.find_spec("torch") or exit(1)' 2>/dev/null; then
         break
     fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -57,6 +58,26 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return captured.err if status == 2 else captured.out
 
     return printed
+
+
+@functools.cache
+def why_nothing_compiles() -> str:
+    """What torch says when it compiles a function of one line; empty where it can.
+
+    It cannot without a C++ compiler, nor where the path of its own headers has a space.
+    """
+    try:
+        torch.compile(torch.sin, fullgraph=True)(torch.ones(64))
+    except Exception as error:
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    finally:
+        torch._dynamo.reset()
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_compiler") and why_nothing_compiles():
+        pytest.skip(f"torch compiles nothing here ({why_nothing_compiles()})")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -384,6 +384,7 @@ def test_too_many_graphs_of_a_function_are_an_error_of_compiling():
     torch._dynamo.reset()
 
 
+@pytest.mark.needs_compiler
 def test_a_compiled_function_has_one_graph_for_all_lengths():
     torch._dynamo.reset()
     double = _compat.compiled(_double_)

@@ -21,15 +21,16 @@ pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
-    f"--device cpu --config {ROOT}/configs/fp32.yaml --tie-head --width 32 --depth 4 --heads 2 "
-    f"--context 16 --batch-size 2 --warmup-steps 2 --data {ROOT}/launch --steps 4 "
+    *"--device cpu --tie-head --width 32 --depth 4 --heads 2 --context 16 --batch-size 2".split(),
+    *"--warmup-steps 2 --steps 4 --config".split(),
+    *(f"{ROOT}/configs/fp32.yaml", "--data", f"{ROOT}/launch"),
 )
 
 
 def run(_group: Any, flags: str, output: Path) -> None:
     """One rank of a run, alone without a process group."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    args = parse_arguments([*FLAGS.split(), *flags.split(), "--output", str(output)])
+    args = parse_arguments([*FLAGS, *flags.split(), "--output", str(output)])
     train(args, Processes(rank, world, torch.device("cpu")))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from typing import Any
 
 import pytest
@@ -22,9 +21,7 @@ from shardcast.testing import threaded_world
 pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32
 Norms = dict[str, dict[str, Tensor]]
-needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
-)
+needs_compiler = pytest.mark.needs_compiler
 
 
 def rmsprop(model: nn.Module) -> torch.optim.Optimizer:

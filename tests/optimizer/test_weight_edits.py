@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -355,7 +354,7 @@ def test_an_edit_late_in_a_run_is_trained_on(way: str):
     assert_edits_are_trained(2, way, "elements", (20, 150))
 
 
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.needs_compiler
 
 
 @needs_compiler

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from shardcast.testing import SpawnedWorld
 
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
+    pytest.mark.needs_compiler,
 ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.needs_compiler
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

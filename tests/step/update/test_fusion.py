@@ -19,9 +19,7 @@ from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
-needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
-)
+needs_compiler = pytest.mark.needs_compiler
 compiled = pytest.param(
     Executor(True, False) if shutil.which("c++") else None,
     marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -160,10 +159,7 @@ RULES = {
     "sgd": (SGD, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
     "sgd_dampening": (SGD, {"momentum": 0.9, "dampening": 0.3}),
 }
-needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")),
-    reason="torch.compile needs a C++ compiler on CPU",
-)
+needs_compiler = pytest.mark.needs_compiler
 
 
 def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: int) -> Any:
