@@ -17,5 +17,5 @@ if ! cmp --silent launch/site/requirements.txt "$venv/requirements.txt"; then
     cp launch/site/requirements.txt "$venv/requirements.txt"
 fi
 export NO_MKDOCS_2_WARNING=1 # of the theme, about versions that are not used here
-export PATH=$PWD/$venv/bin:$PATH # signatures are formatted by its ruff
+PATH=$(cd "$venv/bin" && pwd):$PATH # signatures are formatted by its ruff
 exec "$venv/bin/python" -m mkdocs "${1:-build}"

@@ -11,6 +11,8 @@
 environment() {
     local extra=$1 venv
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    # matplotlib keeps files at home, and complains where it cannot.
+    [[ -w ${HOME:-} ]] || export MPLCONFIGDIR=${MPLCONFIGDIR:-${TMPDIR:-/tmp}/matplotlib-$UID}
     for venv in "${VENV:-}" "${VIRTUAL_ENV:-}" .venv; do
         python=$venv/bin/python
         if [[ -n $venv && -x $python ]] && "$python" launch/satisfied.py "$extra"; then
@@ -35,6 +37,15 @@ make_venv() {
     echo "error: $found makes no virtual environments; on Debian and Ubuntu: apt install" \
         "python3-venv; or name another Python with PYTHON=/path/to/python" >&2
     return 1
+}
+
+# Prints version and path of each Python 3.11 or newer of this machine once, the oldest first.
+pythons() {
+    local name path told='import sys; v = sys.version_info; v >= (3, 11) or sys.exit(1)
+print(*v[:3], sep=".", end=" "); print(sys.executable)'
+    for name in ${PYTHON:+"$PYTHON"} python3 python3.{11..19} "$(command -pv python3)"; do
+        "$name" -c "$told" 2>/dev/null || true
+    done | sort --version-sort | awk '!seen[$1]++'
 }
 
 # Sets $found to the first Python 3.11 or newer.

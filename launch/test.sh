@@ -5,14 +5,17 @@
 # Usage: bash launch/test.sh [arguments of pytest]
 #        bash launch/test.sh --codegen [arguments of launch/codegen]
 #        bash launch/test.sh --versions [arguments of pytest]
+#        bash launch/test.sh --machines [--whole] [PART ...]   (see machines.sh)
 #        bash launch/test.sh --ecosystem [arguments of pytest]
 # Environment: VENV, PYTHON (see environment.sh)
 #
 # With --codegen: look at the kernels that a GPU would run, without one. It makes a virtual
 # environment of its own, .venv-cuda or $VENV, for the CUDA wheel of torch, which takes 6 GB.
 #
-# With --versions: run the tests with the oldest torch that is supported and with the newest one
-# known, in .venv-torch-* of their own, 6 GB each. Privates of torch differ most between these.
+# With --versions: run the tests with the oldest torch that is supported on the oldest Python of this
+# machine and with the newest one known on the newest, where privates of torch differ most; and those
+# of adapters with the oldest Accelerate, transformers and Lightning. Each in .venv-torch-* or
+# .venv-frameworks of its own, 6 GB.
 #
 # With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
 # $VENV of its own (2 GB), and write docs/tested-scripts.md. Ten minutes on two cores; -k NAME for a part.
@@ -31,24 +34,42 @@ if [[ ${1:-} == --codegen ]]; then
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
     exec "$python" launch/codegen "$@"
 fi
+if [[ ${1:-} == --machines ]]; then
+    shift
+    exec bash launch/machines.sh "$@"
+fi
 if [[ ${1:-} == --versions ]]; then
     shift
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     failed=()
-    for version in 2.11.0 2.15.0; do
-        venv=.venv-torch-$version
-        python=$venv/bin/python
-        tried="import lightning, pytest, torch; assert torch.__version__.startswith('$version')"
-        if ! "$python" -c "$tried" 2>/dev/null; then
-            has_pip "$python" || make_venv "$venv"
-            grep --invert-match --extended-regexp '^(torch|setuptools)==' constraints.txt \
-                >"$venv/constraints.txt"
+    oldest_python=$(pythons | head -n 1 | cut -d " " -f 2-)
+    newest_python=$(pythons | tail -n 1 | cut -d " " -f 2-)
+    oldest_frameworks=(accelerate==1.10.1 transformers==5.0.0 lightning==2.5.0)
+
+    # run_with VENV PYTHON TESTS REQUIREMENT...
+    run_with() {
+        local venv=$1 python=$1/bin/python found=$2 tests=$3 wanted
+        shift 3
+        wanted="$("$found" --version) $*"
+        if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
+            rm -rf "$venv"
+            "$found" -m venv "$venv"
+            # Only what the tests are not about is pinned.
+            grep --invert-match --extended-regexp \
+                "^(setuptools|huggingface-hub|tokenizers|pytorch-lightning$(printf '|%s' "${@%%==*}"))==" \
+                constraints.txt >"$venv/constraints.txt"
             "$python" -m pip install --disable-pip-version-check --progress-bar off \
-                --constraint "$venv/constraints.txt" "torch==$version" --editable ".[test]"
+                --constraint "$venv/constraints.txt" "$@" --editable ".[test]"
+            echo "$wanted" >"$venv/wanted"
         fi
-        "$python" -m pytest --numprocesses=auto "$@" || failed+=("$version")
-    done
-    echo "failed with torch: ${failed[*]:-none}"
+        "$python" -m pytest --numprocesses=auto ${tests:+"$tests"} "${arguments[@]}" ||
+            failed+=("$wanted;")
+    }
+    arguments=("$@")
+    run_with .venv-torch-2.11.0 "$oldest_python" "" torch==2.11.0
+    run_with .venv-torch-2.15.0 "$newest_python" "" torch==2.15.0
+    run_with .venv-frameworks "$oldest_python" tests/adapters torch==2.13.0 "${oldest_frameworks[@]}"
+    echo "failed with: ${failed[*]:-none}"
     exit "${#failed[@]}"
 fi
 if [[ ${1:-} == --ecosystem ]]; then
