@@ -389,6 +389,8 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 def calling_module() -> nn.Module | None:
     """The module whose call runs the forward that asks for it, if nothing stands between."""
     frame = sys._getframe(2)
+    if frame.f_code.co_name == "inner" and frame.f_back is not None:  # where there are hooks
+        frame = frame.f_back
     if frame.f_code is not nn.Module._call_impl.__code__:
         return None
     caller: nn.Module | None = frame.f_locals.get("self")

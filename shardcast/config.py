@@ -68,9 +68,9 @@ class ShardcastConfig(ValidatedOptions):
         True, "cast activations to param_dtype where a module with low-precision weights takes them"
     )
     autocast: bool = option(
-        False,
-        "run the model's forward under torch.autocast, with its norms in fp32, as beside DDP; "
-        "false: compute in param_dtype, which is faster",
+        True,
+        "compute under torch.autocast, as beside DDP, with norms, vectors and what embeddings "
+        "return in fp32; false: compute in param_dtype throughout, which is faster",
     )
     convert_rest: bool | None = option(
         None,
@@ -91,7 +91,9 @@ class ShardcastConfig(ValidatedOptions):
         "step; glob patterns of names: all but these; false: none",
     )
     grad_dtype: torch.dtype | None = option(
-        None, "dtype in which gradients accumulate locally; null: the parameter's"
+        None,
+        "dtype in which gradients accumulate locally; null: the parameter's, and fp32 from the "
+        "ninth backward of a step on",
     )
     reduce_dtype: torch.dtype | None = option(
         None, "dtype of gradients on the wire; null: the gradient's. Sums are always in fp32"
@@ -296,19 +298,19 @@ class ShardcastConfig(ValidatedOptions):
         return copy
 
     def following(
-        self, option: str, value: str, dtype: torch.dtype, *, mixed: bool
+        self, option: str, value: str, dtype: torch.dtype, *, mixed: bool | None
     ) -> ShardcastConfig:
         """The configuration beside a framework whose own ``option`` asks for ``dtype``.
 
         A ``param_dtype`` that was not named is ``dtype``. One that was named wins over fp32, which
         is the default of every framework, and must equal any other. Likewise ``autocast`` is
-        ``mixed``: whether the framework's word means autocast.
+        ``mixed``: whether the framework's word means autocast; ``None``: it says nothing of it.
 
         Raises:
             ValueError: they contradict each other.
         """
-        if mixed and "autocast" not in self.named:
-            return self.replace(autocast=True).following(option, value, dtype, mixed=False)
+        if mixed is not None and "autocast" not in self.named:
+            return self.replace(autocast=mixed).following(option, value, dtype, mixed=None)
         if "param_dtype" not in self.named:
             return self.replace(param_dtype=dtype)
         if dtype not in (torch.float32, self.param_dtype):

@@ -276,8 +276,9 @@ class ShardcastStrategy(DDPStrategy):
         """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""
         precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
         config = config.following(
-            "lightning: precision", precision, DTYPES[precision], mixed="mixed" in precision
-        )
+            "lightning: precision", precision, DTYPES[precision],
+            mixed=None if precision == "32-true" else "mixed" in precision,
+        )  # fmt: skip
         config = with_buffers(config, self._ddp_kwargs.get("broadcast_buffers", True))
         self.precision_plugin.config = config
         self.precision_plugin.device_type = self.root_device.type

@@ -26,7 +26,7 @@ def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> Shardcas
         ValueError: both are given and differ.
     """
     config, dtype = ShardcastConfig.load(source, **fields), PRECISIONS[mixed_precision]
-    mixed = dtype != torch.float32
+    mixed = True if dtype != torch.float32 else None
     return config.following("accelerate: mixed_precision", mixed_precision, dtype, mixed=mixed)
 
 

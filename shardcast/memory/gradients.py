@@ -35,6 +35,7 @@ class Gradients:
 
     culprits: Collection[int] = ()
     joint: Tensor | None = None
+    _gathered: torch.dtype | None = None  # of gradients before they were widened
 
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
         self.pack, self.dtype, self.has_graph = pack, dtype, False
@@ -90,6 +91,21 @@ class Gradients:
     def version(self) -> int:
         """Another number after every edit of ``data``."""
         return 0 if self._data is None else self._data._version
+
+    def widen(self) -> None:
+        """Accumulate in fp32 from now on; :meth:`gather` sends what it would have sent."""
+        if self.dtype == MASTER_DTYPE:
+            return
+        params, data = self.pack.params, self._data
+        ours = [position for position in range(len(params)) if self.holds(position)]
+        for position in ours:
+            params[position].grad = None  # not to be cast one by one
+        set_grad_dtype(self.pack, MASTER_DTYPE)
+        self._gathered, self.dtype = self.dtype, MASTER_DTYPE
+        if data is not None:
+            self._allocate(data.to(MASTER_DTYPE))
+        for position in ours:
+            self.show(position)
 
     def presence(self) -> list[bool]:
         """Per slot, whether there is a gradient here."""
@@ -202,14 +218,19 @@ class Gradients:
     @torch.no_grad()
     def gather(self, present: Sequence[bool]) -> None:
         """Have the means of all owners in ``data``, and shown where ``present``. Collective."""
-        data, pack = self.data, self.pack
+        pack, own = self.pack, self.pack.own
+        # In the dtype that ranks have which add fewer gradients up.
+        data = self.data if self._gathered is None else self.data.to(self._gathered)
         if len(pack.layout.lengths) == 1:
-            pack.comm.all_gather(data, self.own, pack.layout)
+            pack.comm.all_gather(data, data[own.start : own.stop], pack.layout)
         else:
             spans = pack.layout.owned_spans
             pieces = [(span.owner, data[span.start : span.stop]) for span in spans]
             if pieces:
                 pack.comm.broadcast_all(pieces, pack.layout)
+        if data is not self.data:
+            self.data[: own.start].copy_(data[: own.start])
+            self.data[own.stop :].copy_(data[own.stop :])
         for position, param in enumerate(pack.params):
             if present[position]:
                 param.grad = None  # a DTensor's was a part of the sum, and is all of it now

@@ -1,10 +1,12 @@
 """Where activations are cast, and whose forward runs under autocast.
 
-Every module computes in one of three ways (:class:`ComputeMode`). A :class:`CastForward` replaces
-the ``forward`` of a layer that takes low-precision activations, and of a module whose caller
-computes in another way. Counts, labels, positions and time steps reach the user's code as they
-are: only layers of torch have their inputs cast. In the user's code autocast casts what a matrix
-product takes, and nothing else. Tensors without dimensions are never cast.
+Every module computes in one of three ways (:class:`ComputeMode`). With ``autocast`` a
+:class:`CastForward` replaces the ``forward`` of each module that has low-precision weights, since a
+script may call any of them: it turns autocast on where it is not on yet, and embeddings return
+fp32, as they do beside DDP. Without it one replaces that of a layer that takes low-precision
+activations, and of a module whose caller computes in another way. Counts, labels, positions and
+time steps reach the user's code as they are: only layers of torch have their inputs cast. Tensors
+without dimensions are never cast.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.plan.precision import MASTER_DTYPE, NORMS, Precision, is_packable
+from shardcast.plan.precision import (
+    MASTER_DTYPE,
+    NORMS,
+    Precision,
+    is_called,
+    is_layer,
+    is_matrix,
+    is_packable,
+)
 
 MATMULS = (  # autocast casts what they take
     nn.Linear,
@@ -51,6 +61,10 @@ class CastForward:
         outputs: likewise.
         compute: turns autocast on or off around the forward; ``LOW`` turns off only what an
             ``AUTOCAST`` module turned on, not an autocast of the user's.
+        weight: a low-precision one inside, if any; where it was converted, as of a copy that is
+            evaluated in fp32, ``AUTOCAST`` turns nothing on.
+        within: how the caller computes, if not under autocast. Else ``AUTOCAST`` stays off where
+            the script turned it off within the model; a layer then computes in fp32.
     """
 
     def __init__(
@@ -61,10 +75,15 @@ class CastForward:
         inputs: torch.dtype | nn.Parameter | None,
         outputs: torch.dtype | None,
         compute: ComputeMode | None,
+        weight: nn.Parameter | None,
+        within: ComputeMode | None,
     ) -> None:
         self.__wrapped__ = module.forward  # as inspect.signature looks for it
         self._module, self._low, self._device_type = module, low, device_type
         self._inputs, self._outputs, self._compute = inputs, outputs, compute
+        self._weight = weight
+        self._forced = within in (ComputeMode.FP32, ComputeMode.LOW)
+        self._is_product = isinstance(module, MATMULS) and is_layer(module)
         self._replaced = "forward" in vars(module)
         self._looks = LOOKS
         module.forward = self
@@ -83,6 +102,8 @@ class CastForward:
             if kwargs:
                 kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
         if self._compute is None or not self._switches():
+            if self._is_product and self._is_turned_off(args):
+                return self._in_fp32(args)
             output = self.__wrapped__(*args, **kwargs)
         else:
             # Without the cache, which tells this autocast from the user's: it would hold nothing.
@@ -110,13 +131,36 @@ class CastForward:
     def _switches(self) -> bool:
         enabled = torch.is_autocast_enabled(self._device_type)
         if self._compute is ComputeMode.AUTOCAST:
-            return not enabled
+            if enabled or (self._weight is not None and self._weight.dtype != self._low):
+                return False
+            # An autocast that a script nests in ours inherits that there is no cache.
+            return self._forced or torch.is_autocast_cache_enabled()
         ours = self._compute is ComputeMode.FP32 or not torch.is_autocast_cache_enabled()
         return enabled and ours
 
+    def _is_turned_off(self, args: tuple[Any, ...]) -> bool:
+        """Whether the script turned autocast off around this layer, which it gives fp32."""
+        return (
+            self._compute is ComputeMode.AUTOCAST
+            and len(args) == 1
+            and isinstance(args[0], Tensor)
+            and args[0].dtype == MASTER_DTYPE
+            and not torch.is_autocast_enabled(self._device_type)
+        )
+
+    def _in_fp32(self, args: tuple[Any, ...]) -> Any:
+        """As beside DDP, whose weights are fp32; the only place where weights are cast."""
+        params = self._module._parameters
+        exact: Any = {n: None if p is None else p.to(MASTER_DTYPE) for n, p in params.items()}
+        self._module._parameters = exact
+        try:
+            return self.__wrapped__(*args)
+        finally:
+            self._module._parameters = params
+
     def remove(self) -> None:
         """Give the module its own forward back; idle if somebody wrapped it since."""
-        self._inputs = self._outputs = self._compute = None
+        self._inputs = self._outputs = self._compute = self._weight = None
         if vars(self._module).get("forward") is self:
             del self._module.forward
             if self._replaced:
@@ -139,24 +183,33 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
     for module, caller in _with_callers(model):
         outside = computes.get(caller)
         inside = computes[module] = _compute(module, outside, precision, stored)
+        has_low = low in _dtypes(module, stored)
+        weight = next((p for p in module.parameters() if p.dtype == low), None) if has_low else None
         inputs: torch.dtype | nn.Parameter | None = None
-        outputs = switch = None
+        outputs: torch.dtype | None = None
+        switch: ComputeMode | None = None
+        if inside is ComputeMode.AUTOCAST and config.autocast and has_low:
+            switch = inside  # it may be called by the script
         if inside is not outside:
-            is_product = isinstance(module, MATMULS) and _is_of_torch(module)
+            is_product = isinstance(module, MATMULS) and is_layer(module)
             switch = (
                 None if inside is ComputeMode.LOW and (is_product or outside is None) else inside
             )
             if inside is ComputeMode.FP32:
                 inputs = MASTER_DTYPE
-                outputs = None if outside is None or config.autocast else low
+                # A norm returns what it is given, as torch's own do.
+                is_low_norm = isinstance(module, NORMS) and outside is ComputeMode.LOW
+                outputs = low if is_low_norm else None
             elif outside is ComputeMode.FP32:
                 outputs = MASTER_DTYPE
         if inside is not ComputeMode.FP32 and _takes_activations(module, precision, stored):
-            inputs = next(param for param in module.parameters() if param.dtype == low)
-        if module in precision.fp32_outputs:
+            inputs = weight
+        is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if module in precision.fp32_outputs or (config.autocast and is_table and has_low):
             outputs = MASTER_DTYPE
         if inputs is not None or outputs or switch:
-            forwards.append(CastForward(module, low, device_type, inputs, outputs, switch))
+            casts = inputs, outputs, switch, weight, outside
+            forwards.append(CastForward(module, low, device_type, *casts))
     return forwards
 
 
@@ -173,12 +226,17 @@ def _compute(
     if module in precision.autocast_modules:
         return ComputeMode.FP32 if outside is ComputeMode.FP32 else ComputeMode.AUTOCAST
     if config.param_dtype in dtypes:
-        bare = config.cast_forward_inputs and not _is_of_torch(module) and _holds_matrix(module)
+        bare = config.cast_forward_inputs and not is_layer(module) and _holds_matrix(module)
         return ComputeMode.AUTOCAST if config.autocast or bare else ComputeMode.LOW
+    if config.autocast:
+        owners = [it for it in module.modules() if any(True for _ in it.parameters(recurse=False))]
+        if owners and precision.fp32_modules.keys() >= {*owners}:
+            return ComputeMode.FP32
+        return outside or ComputeMode.AUTOCAST
     if MASTER_DTYPE in dtypes:
         as_beside_ddp = any(child in precision.autocast_modules for child in module.modules())
         return ComputeMode.AUTOCAST if as_beside_ddp else ComputeMode.FP32
-    return outside or (ComputeMode.AUTOCAST if config.autocast else ComputeMode.LOW)
+    return outside or ComputeMode.LOW
 
 
 def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set[torch.dtype]:
@@ -197,7 +255,7 @@ def _takes_activations(
     Under autocast those are layers for which autocast has no rule on every device, such as an LSTM.
     """
     config, low = precision.config, precision.config.param_dtype
-    if not _is_of_torch(module) or isinstance(module, (nn.Embedding, nn.Sequential)):
+    if not is_layer(module) or isinstance(module, (nn.Embedding, nn.Sequential)):
         return False
     if config.autocast:
         own = {param.dtype for param in module.parameters(recurse=False)}
@@ -205,22 +263,11 @@ def _takes_activations(
     return config.cast_forward_inputs and low in _dtypes(module, stored)
 
 
-def _is_of_torch(module: nn.Module) -> bool:
-    """Whether the code of its forward is torch's, or it is a norm of the user's."""
-    return isinstance(module, NORMS) or type(module).forward.__module__.startswith("torch.nn.")
-
-
 def _holds_matrix(module: nn.Module) -> bool:
     """Whether its own code reads a parameter of several dimensions, also one in a list."""
-    return any(
-        sum(size > 1 for size in param.shape) > 1 and is_packable(param)
-        for param in module.parameters(recurse=False)
-    ) or any(_holds_matrix(child) for child in module.children() if not _is_called(child))
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Lists and the like are not."""
-    return type(module).forward is not nn.Module.forward
+    return any(map(is_matrix, module.parameters(recurse=False))) or any(
+        _holds_matrix(child) for child in module.children() if not is_called(child)
+    )
 
 
 def _with_callers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
@@ -232,7 +279,7 @@ def _with_callers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | Non
     waiting: deque[tuple[nn.Module, nn.Module | None]] = deque([(model, None)])
     while waiting:
         module, caller = waiting.popleft()
-        called = caller is None or _is_called(module)
+        called = caller is None or is_called(module)
         if called:
             yield module, caller
         for child in module.children():

@@ -1,9 +1,10 @@
 """The one rule that says which dtype each parameter is stored, accumulated and sent in.
 
 Every dtype decision of shardcast is made here (PaddlePaddle PR 35878 asked for one global rule
-instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless
-its module is kept in fp32. ``plan/activations.py`` casts activations between modules of the two
-kinds, so the forward just works. Masters and arithmetic are always fp32.
+instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless its
+module is kept in fp32, or it is a norm's or a vector under autocast. ``plan/activations.py`` runs
+the forward under autocast, or casts activations between modules of the two kinds, so the forward
+just works. Masters and arithmetic are always fp32.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.option_values import KeepRule
 
 MASTER_DTYPE = torch.float32
+SHORT_SUM = 8  # gradients that are added up in their own dtype
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 NORMS: tuple[type[nn.Module], ...] = (
@@ -38,6 +40,14 @@ def sum_dtype(wire: torch.dtype) -> torch.dtype:
 def grad_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
     """The dtype in which gradients of a parameter stored as ``storage`` accumulate."""
     return config.grad_dtype or storage
+
+
+def exact_sums(backwards: int, config: ShardcastConfig) -> bool:
+    """Whether gradients of so many backwards in a step are added up in fp32, whatever they are.
+
+    Each sum in bf16 loses up to 1/512 of it: 8 % after 512 micro-batches.
+    """
+    return backwards > SHORT_SUM and config.grad_dtype is None
 
 
 def wire_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
@@ -87,9 +97,11 @@ class Precision:
             it: None for it in unasked if it not in self.fp32_modules and _params_of([it])
         }
         self._fp32 = self.fp32_modules | self.autocast_modules
+        low = config.param_dtype != MASTER_DTYPE
+        vectors = _vectors(model) if config.autocast and low else ()
         exact_statistics = [norm for norm in with_statistics if norm in self._fp32]
         self._kept_params = _params_of((*self.fp32_modules, *exact_statistics))
-        self._fp32_params = _params_of(self._fp32)
+        self._fp32_params = _params_of(self._fp32).union(vectors)
         self.fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
@@ -176,6 +188,38 @@ def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
             yield from module.parametrizations.modules()  # type: ignore[union-attr]
         elif any(type(it).__module__ in hooks for it in module._forward_pre_hooks.values()):
             yield module
+
+
+def _vectors(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Scales, gains, means, temperatures, tables of numbers: what no matrix product takes.
+
+    With more than one element along at most one dimension. Vectors of a layer of torch, and of a
+    module that holds a matrix, are biases, which are cast with it.
+    """
+    for module in model.modules():
+        if is_layer(module) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        params = [*module.parameters(recurse=False)]
+        with_matrix = any(map(is_matrix, params))
+        for param in params:
+            if not (is_matrix(param) or (with_matrix and param.dim() == 1)):
+                yield param
+
+
+def is_matrix(param: Tensor) -> bool:
+    """Whether a parameter has more than one element along several dimensions."""
+    return is_packable(param) and sum(size > 1 for size in param.shape) > 1
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the code of a module's forward is torch's, or it is a norm of the user's."""
+    torchs = is_called(module) and type(module).forward.__module__.startswith("torch.nn.")
+    return torchs or isinstance(module, NORMS)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Lists and the like are not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _teachers(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:

@@ -106,7 +106,7 @@ class Job:
         if tie and pp > 1:
             more["tied"] = [TIE]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
-        fields = {"param_dtype": torch.bfloat16, "fuse": "eager"}
+        fields = {"param_dtype": torch.bfloat16, "autocast": False, "fuse": "eager"}
         self.optimizer = shardcast.shard(self.model, optimizer, **more, **fields)
 
     def named(self) -> dict[str, nn.Parameter]:

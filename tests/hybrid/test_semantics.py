@@ -97,7 +97,7 @@ class Case(NamedTuple):
     fields: dict[str, Any] = {}  # noqa: RUF012, nobody writes into it
 
 
-BF16 = {"param_dtype": "bf16", "fuse": "eager", "max_grad_norm": 0.1}
+BF16 = {"param_dtype": "bf16", "autocast": False, "fuse": "eager", "max_grad_norm": 0.1}
 CASES = {
     "adamw": Case(),
     "groups": Case(optimizer=two_groups),

@@ -91,7 +91,7 @@ def count_step(
 
 
 EVEN: dict[str, Any] = {}
-WHOLE, NORMS, AUTOCAST = {"partition": "whole"}, {"keep_fp32": "norms"}, {"autocast": True}
+WHOLE, NORMS, PURE = {"partition": "whole"}, {"keep_fp32": "norms"}, {"autocast": False}
 
 
 def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
@@ -104,10 +104,11 @@ FP16_SCALED = {"loss_scale": 64.0}
 @pytest.mark.parametrize(
     ("size", "case", "dtype", "fields"),
     [
-        (1, "gpt", BF16, EVEN), (1, "gpt", BF16, WHOLE), (1, "gpt", FP16, FP16_SCALED),
+        (1, "gpt", BF16, EVEN), (1, "gpt", BF16, PURE), (1, "gpt", BF16, WHOLE),
+        (1, "gpt", FP16, FP16_SCALED),
         (1, "gpt", FP16, {**FP16_SCALED, "optimizer": rmsprop}), (1, "gpt", FP32, EVEN),
-        (2, "mlp", BF16, EVEN), (2, "tiny", BF16, WHOLE), (2, "gpt", BF16, NORMS),
-        (2, "gpt_reentrant", BF16, AUTOCAST), (2, "gpt_nonreentrant", BF16, NORMS),
+        (2, "mlp", BF16, EVEN), (2, "tiny", BF16, {**WHOLE, **PURE}), (2, "gpt", BF16, NORMS),
+        (2, "gpt_reentrant", BF16, EVEN), (2, "gpt_nonreentrant", BF16, NORMS),
         (2, "gpt_nonreentrant", BF16, EVEN), (2, "tied_reentrant", BF16, NORMS),
     ],
 )  # fmt: skip

@@ -169,7 +169,8 @@ def passes_of_a_step(group: Any, slow: str) -> dict[str, Any]:
         slow: add a pass over all "gradients" or "parameters" to every step.
     """
     model = CASES["gpt"].build()
-    optimizer = sharded(model, group, param_dtype=BF16, max_grad_norm=1.0)
+    options = {"param_dtype": BF16, "autocast": False}  # all packs are low
+    optimizer = sharded(model, group, max_grad_norm=1.0, **options)
     optimizer.reduce.edits.looks = 0  # and means with what they were
     (master,) = optimizer.shards
     found: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from models import CASES, Block, sharded
 from torch import Tensor, nn
 
-from shardcast.testing import ThreadedWorld
+from shardcast.testing import ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,7 +48,8 @@ RULES: dict[str, tuple[Any, set[str]]] = {
 def test_rules_keep_the_named_modules_in_fp32_and_the_model_trains(rule: str, dtype: torch.dtype):
     keep, expected = RULES[rule]
     model, reference = CASES["gpt"].build(), CASES["gpt"].build()
-    optimizer = sharded(model, param_dtype=dtype, keep_fp32=keep, loss_scale=1.0)
+    options = {"autocast": False, "loss_scale": 1.0}
+    optimizer = sharded(model, param_dtype=dtype, keep_fp32=keep, **options)
     assert kept(model) == expected
     for pack in optimizer.layout.packs:
         names = {slot.name for slot in pack.slots}
@@ -55,7 +57,8 @@ def test_rules_keep_the_named_modules_in_fp32_and_the_model_trains(rule: str, dt
         assert names <= expected or not names & expected
     tokens, _ = CASES["gpt"].batch(0)
     out = model(tokens)
-    assert out.dtype == dtype, "the model's outputs are in param_dtype"
+    is_kept = "wte.weight" in expected  # with which the head multiplies
+    assert out.dtype == (FP32 if is_kept else dtype), "the model's outputs are in param_dtype"
     # Two blocks of activations of order 1, each rounded to 8 bits (bf16) some ten times.
     torch.testing.assert_close(out.float(), reference(tokens), atol=0.1, rtol=0.1)
     CASES["gpt"].loss(model, CASES["gpt"].batch(0)).backward()
@@ -80,18 +83,52 @@ class Inner(nn.Module):
     ("keep", "given", "between", "out"),
     [
         ((), BF16, BF16, BF16),
-        (Inner, FP32, FP32, BF16),
-        ("1.a.*", BF16, BF16, BF16),
+        (Inner, FP32, FP32, FP32),
+        ("1.a.*", BF16, FP32, BF16),
         ("*", FP32, FP32, FP32),
     ],
 )
-def test_kept_modules_take_and_hand_on_fp32_and_return_their_callers_dtype(
-    keep: Any, given: torch.dtype, between: torch.dtype, out: torch.dtype
+@pytest.mark.parametrize("autocast", [False, True])
+def test_kept_modules_take_and_return_fp32(
+    keep: Any, given: torch.dtype, between: torch.dtype, out: torch.dtype, autocast: bool
 ):
     model = nn.Sequential(nn.Linear(4, 4), Inner())
-    sharded(model, param_dtype=BF16, keep_fp32=keep)
+    sharded(model, param_dtype=BF16, keep_fp32=keep, autocast=autocast)
     assert model(torch.ones(2, 4)).dtype == out
     assert model[1].seen == (given, between)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_kept_embedding_gives_exact_values_and_a_kept_norm_what_it_is_given(autocast: bool):
+    table, norm = nn.Embedding(3, 4), nn.LayerNorm(4)
+    model = nn.Sequential(table, norm, nn.Linear(4, 4))
+    expected = table.weight.detach().clone()
+    options = {"param_dtype": BF16, "keep_fp32": ("0.*", "norms"), "autocast": autocast}
+    sharded(model, **options)
+    assert model(torch.arange(3)).dtype == BF16
+    assert torch.equal(table(torch.arange(3)), expected)
+    assert norm(table(torch.arange(3))).dtype == (FP32 if autocast else BF16)
+
+
+class Vectors(nn.Module):
+    """What no matrix product takes, and what one may take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.full((1, 3, 1, 1), 123.675), requires_grad=False)
+        self.scale, self.token = nn.Parameter(torch.tensor(2.66)), nn.Parameter(torch.ones(1, 1, 3))
+        self.matrix, self.bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        self.gain = nn.ParameterDict({"gain": nn.Parameter(torch.ones(3))})
+        self.energies, self.table = nn.Embedding(9, 1), nn.Embedding(9, 3)
+        self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_vectors_that_no_layer_of_torch_multiplies_stay_fp32_under_autocast(autocast: bool):
+    model = Vectors()
+    sharded(model, param_dtype=BF16, autocast=autocast)
+    vectors = {"mean", "scale", "token", "gain.gain", "energies.weight", "norm.weight", "norm.bias"}
+    assert kept(model) == (vectors if autocast else set())
 
 
 @pytest.mark.parametrize("names", ["2", "", ("2",), ["*"]])
@@ -139,7 +176,7 @@ def test_inputs_of_kept_modules_are_cast_inside_containers_of_any_kind():
 
 def test_inputs_can_be_left_alone_and_fp32_models_cast_nothing():
     model, exact = nn.Linear(4, 2), nn.Linear(4, 2)
-    sharded(model, param_dtype=BF16, cast_forward_inputs=False)
+    sharded(model, param_dtype=BF16, cast_forward_inputs=False, autocast=False)
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.ones(1, 4))
     assert model(torch.ones(1, 4, dtype=BF16)).dtype == BF16
@@ -167,3 +204,35 @@ def test_gradient_and_wire_dtypes(fields: dict[str, Any], grad: torch.dtype, wir
         return exchange.dtype
 
     assert ThreadedWorld(2).run(train) == [wire, wire]
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_more_than_eight_micro_batches_are_added_up_in_fp32(size: int, held: bool, partition: str):
+    """300 ones: in bf16 their sum stays at 256."""
+
+    def accumulated(group: Any, number: int, **fields: Any) -> tuple[torch.dtype, list[float]]:
+        model = nn.Linear(4, 2, bias=False)
+        fields = {"param_dtype": BF16, "partition": partition, **fields}
+        optimizer = sharded(model, group, **fields)
+        for step in range(2):
+            for micro in range(number):
+                last = micro + 1 == number
+                with optimizer.no_sync() if held and not last else contextlib.nullcontext():
+                    model(torch.ones(1, 4)).float().sum().backward()
+            optimizer.gather_gradients()
+            sums = model.weight.grad.flatten().tolist()
+            optimizer.step()
+            if step == 0:
+                optimizer.zero_grad()
+        return model.weight.grad.dtype, sums
+
+    def run(number: int, **fields: Any) -> Any:
+        (first, *others) = threaded_world(size, lambda group: accumulated(group, number, **fields))
+        assert all(other == first for other in others)
+        return first
+
+    assert run(8) == (BF16, [8.0] * 8)
+    assert run(300, grad_dtype=BF16) == (BF16, [256.0] * 8), "the control"
+    assert run(300) == (FP32, [300.0] * 8)

@@ -21,7 +21,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, ShardedGradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.parallel_dims import PackGroups
-from shardcast.plan.precision import grad_dtype, wire_dtype
+from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.reduce_pass import ReducePass
@@ -367,8 +367,11 @@ class Reducer:
 
     def _begin(self) -> ReducePass:
         self.backwards += 1
-        self.edits.changed()
         reduce_pass = self._new_pass()
+        if not self.sharded and exact_sums(self.backwards, self._config):
+            for grads in self.grads:
+                grads.widen()
+        self.edits.changed()
         self._reduce_pass = weakref.ref(reduce_pass)
         reduce_pass.begin()
         return reduce_pass

@@ -56,7 +56,7 @@ def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of
 ):
     fields = {
         "param_dtype": BF16, "partition": partition, "pack_params": 5, "alignment": 16,
-        "sync": "broadcast",
+        "sync": "broadcast", "autocast": False,
     }  # fmt: skip
     ranks, _ = run_world(size, log_of_a_step, case, fields)  # asserts that the sequences agree
     for phases in ranks:
@@ -84,7 +84,8 @@ def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partition: str):
-    fields = {"param_dtype": BF16, "partition": partition, "pack_params": 4, "alignment": 16}
+    fields = {"param_dtype": BF16, "autocast": False}  # all of one dtype
+    fields |= {"partition": partition, "pack_params": 4, "alignment": 16}
     ranks, _ = run_world(3, log_of_a_step, "gpt", fields)
     layout: Any = ranks[0]["layout"]
     ways = [pack.algorithms.sync for pack in layout.packs]
