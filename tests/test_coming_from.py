@@ -112,7 +112,7 @@ def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)]
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)]
 )
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # to fp32, which it turns itself off for
 def test_the_whole_loop_of_readme_trains_as_before(
