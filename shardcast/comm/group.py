@@ -86,7 +86,7 @@ class TensorCollectives:
         """Whether spans travel as messages from rank to rank rather than in collectives.
 
         On gloo: its all-to-all copies the own piece too, its broadcasts wait for one another,
-        and both run on the threads of collectives (``launch/benchmark.py collectives``).
+        and both run on the threads of collectives.
         """
         return device.type == "cpu" and self.backend(device) == "gloo"
 

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import benchmark
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks import __main__ as benchmark
 from benchmarks import counters, document, report, step, systems
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
@@ -126,10 +126,7 @@ def test_the_models_have_the_sizes_that_the_tables_name(name: str, tensors: int,
     "arguments",
     [
         ["update", "--elements", "4096", "--rounds", "1"],
-        ["flatten", "--model", "tiny", "--rounds", "1"],
-        ["cost", "--most", "1000000", "--total", "100000", "--rounds", "1"],
         ["worlds", "--rounds", "1"],
-        ["collectives", "--elements", "4096", "--rounds", "1"],
         ["peers", "--model", "tiny", "--rounds", "1", "--micros", "2", "--clock", "processor",
          "--systems", "floor", "plain", "autocast", "views", "in fp32"],
     ],
@@ -163,12 +160,12 @@ def test_each_table_of_the_document_is_replaced_by_what_its_command_prints(tmp_p
     busy, idle = document.commands(text, [], False), document.commands(text, [], True)
     assert len(busy) >= 8 and all(old.startswith(f"`python {run}`: ") for old, run in busy)
     assert all("--clock" not in run for _, run in idle)
-    command = "launch/benchmark.py flatten --model tiny --rounds 1 --markdown"
+    command = "-m benchmarks worlds --sizes 2 --rounds 1 --markdown"
     path.write_text(f"# Title\n\n`python {command}`: before,\nold.\n\n| a |\n| b |\n\nProse.\n")
     benchmark.main(["all", "--document", str(path)])
     after = path.read_text()
-    assert f"`python {command}`: optimizer phase of" in after and "torch" in after
-    assert after.endswith("\n\nProse.\n") and "| tensor by tensor" in after
+    assert f"`python {command}`: processor time of" in after and "torch" in after
+    assert after.endswith("\n\nProse.\n") and "| ranks |" in after
     assert "old." not in after and "| b |" not in after
 
 

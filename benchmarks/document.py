@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # A paragraph that begins with a command and a colon, and the table under it.
-TABLE = re.compile(r"^`python (launch/benchmark\.py [^`]+)`: (?:.+\n)+\n(?:\|.*\n)+", re.MULTILINE)
+TABLE = re.compile(r"^`python (-m benchmarks [^`]+)`: (?:.+\n)+\n(?:\|.*\n)+", re.MULTILINE)
 BUSY = " --clock processor"  # what is less wrong beside other work
 
 
@@ -42,7 +42,7 @@ def written(command: str, printed: str) -> str:
 def measure(path: Path, minutes: float, parts: Sequence[str], idle: bool) -> None:
     """Run all commands of the document at ``path``, as many as the time allows; writes each table
     when it is there."""
-    root, end = Path(__file__).parents[2], time.monotonic() + 60 * minutes
+    root, end = Path(__file__).parents[1], time.monotonic() + 60 * minutes
     for old, command in commands(path.read_text(), parts, idle):
         start = time.monotonic()
         try:

@@ -1,6 +1,6 @@
 """Time saving and loading of shardcast beside torch's ZeroRedundancyOptimizer.
 
-    python launch/benchmark_checkpoint.py --elements 100000000
+    python -m benchmarks checkpoint --elements 100000000
 
 AdamW over that many fp32 parameters: three times as many elements of state. torch gathers the state
 on rank 0 (`consolidate_state_dict`) and saves it there with `torch.save`; shardcast's ranks each
@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,14 @@ def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, li
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks checkpoint", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", help="where to save; default: the temporary directory")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         given = (folder, args.elements, args.rounds)
         times = spawn(measure, 2, *given, timeout=3600.0)[0]
@@ -118,7 +120,3 @@ def main() -> None:
         beside = times[f"ZeroRedundancyOptimizer {verb}"]
         ratio = statistics.median(a / b for a, b in zip(found, beside, strict=True))
         print(f"{name:46} {statistics.median(found):7.2f} s   x {ratio:.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,16 @@
 """Measure shardcast: its update, the collectives behind it, and whole steps beside other systems.
 
-    python launch/benchmark.py update                      # against a copy of the same bytes
-    python launch/benchmark.py averages --ranks 2          # averages= against the usual EMAs
-    python launch/benchmark.py buffers --ranks 2           # BatchNorm's, beside DDP's
-    python launch/benchmark.py flatten                     # packs against tensor by tensor
-    python launch/benchmark.py collectives --ranks 2
-    python launch/benchmark.py cost                        # per parameter, of more and more
-    python launch/benchmark.py worlds                      # the host's part, of 8 to 1,024 ranks
-    python launch/benchmark.py launches --packs 15         # of a step on an accelerator, by stage
-    python launch/benchmark.py step --model ernie          # shardcast's variants and a crude floor
-    python launch/benchmark.py peers --model gpt --markdown
-    python launch/benchmark.py matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
-    python launch/benchmark.py reproducible --ranks 2      # the same bits at any number of ranks
-    python launch/benchmark.py all --idle --minutes 15     # the tables of BENCHMARKS.md
+    python -m benchmarks update                      # against a copy of the same bytes
+    python -m benchmarks averages --ranks 2          # averages= against the usual EMAs
+    python -m benchmarks buffers --ranks 2           # BatchNorm's, beside DDP's
+    python -m benchmarks worlds                      # the host's part, of 8 to 1,024 ranks
+    python -m benchmarks launches --packs 15         # of a step on an accelerator, by stage
+    python -m benchmarks step --model ernie          # shardcast's variants and a crude floor
+    python -m benchmarks peers --model gpt --markdown
+    python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
+    python -m benchmarks reproducible --ranks 2      # the same bits at any number of ranks
+    python -m benchmarks checkpoint --elements 100000000  # beside ZeroRedundancyOptimizer
+    python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
 
 Everything of a command runs in one process per rank, in interleaved rounds: each round runs every
 candidate once, in a rotated order. Times are medians over rounds of the slowest rank; ratios (`x`)
@@ -28,13 +26,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from products import multiplied
+
 from benchmarks import (
     averages,
     buffers,
-    collectives,
-    cost,
+    checkpoint,
     document,
-    flatten,
     launches,
     matrix,
     report,
@@ -45,8 +43,6 @@ from benchmarks import (
 )  # fmt: skip
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
-from products import multiplied
-
 from shardcast.testing import spawn
 
 TIMEOUT = 3600.0
@@ -55,34 +51,24 @@ ROOT = Path(__file__).parents[1]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["checkpoint"]:
+        checkpoint.main(arguments[1:])
+        return
     args = parse(arguments)
     if args.command == "all":
         document.measure(args.document, args.minutes, args.only, args.idle)
         return
-    command = shlex.join(["python", "launch/benchmark.py", *arguments])
+    command = shlex.join(["python", "-m", "benchmarks", *arguments])
     if args.command == "update":
         title = f"update of {args.elements:,} elements, {args.threads} thread(s), AdamW, bf16"
         lines = update.rows(update.measure(args.elements, args.threads, args.rounds))
         columns: tuple[str, ...] = ("form", "ms", "x")
-    elif args.command == "flatten":
-        title = f"optimizer phase of {WORKLOADS[args.model].title}, {args.threads} thread(s), fp32"
-        lines = update.rows(flatten.measure(args.model, args.threads, args.rounds))
-        columns = ("optimizer runs", "ms", "x")
-    elif args.command == "cost":
-        title = "processor time of shardcast alone, per parameter, 1 thread, AdamW, bf16"
-        more, finer = cost.measure(args.most, args.total, args.rounds)
-        lines, columns = cost.rows(more) + cost.rows(finer), cost.COLUMNS
     elif args.command == "worlds":
         title = f"processor time of one rank's step, {worlds.PACKS} packs, nothing is sent, bf16"
         lines, columns = worlds.rows(worlds.measure(args.sizes, args.rounds)), worlds.COLUMNS
     elif args.command == "launches":
         title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
         lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
-    elif args.command == "collectives":
-        title = f"{args.elements:,} bf16 elements in {args.packs} packs, {args.ranks} ranks"
-        sizes = args.elements // args.packs, args.packs, args.rounds
-        lines = collectives.rows(on_ranks(collectives.measure, args.ranks, *sizes))
-        columns = ("collective", "ms", "x")
     elif args.command == "averages":
         numel = averages.LAYERS * averages.WIDTH * (averages.WIDTH + 1)
         title = f"averages of {numel:,} weights in bf16, {args.ranks} ranks, AdamW, 1 thread"
@@ -137,8 +123,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "averages": 60, "buffers": 60, "flatten": 15, "cost": 5, "worlds": 9,
-        "launches": 200, "collectives": 9, "matrix": 9, "reproducible": 15, "step": 15, "peers": 15,
+        "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "launches": 200, "matrix": 9,
+        "reproducible": 15, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
@@ -149,29 +135,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)
         sub.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-        if name == "cost":
-            sub.add_argument("--most", type=int, default=10**8, help="parameters")
-            sub.add_argument("--total", type=int, default=10**8, help="of 10 to 10,000 tensors")
-            continue
         if name == "worlds":
             sub.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
             continue
         if name == "launches":
             sub.add_argument("--packs", type=int, default=15)
             continue
-        if name in ("update", "flatten"):
+        if name == "update":
             sub.add_argument("--threads", type=int, default=1)
-            if name == "update":
-                sub.add_argument("--elements", type=int, default=1 << 24)
-            else:
-                sub.add_argument("--model", choices=WORKLOADS, default="ernie")
+            sub.add_argument("--elements", type=int, default=1 << 24)
             continue
         sub.add_argument("--ranks", type=int, default=2)
         if name in ("averages", "buffers"):
-            continue
-        if name == "collectives":
-            sub.add_argument("--elements", type=int, default=1 << 25)
-            sub.add_argument("--packs", type=int, default=4)
             continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
         if name == "matrix":
