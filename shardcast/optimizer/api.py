@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.config import ShardcastConfig
+from shardcast.memory.aliases import Alias, find_aliases, tie
 from shardcast.optimizer import setup
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -120,6 +121,8 @@ def shard(
             mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied, shapes=shapes
         )
 
+    aliases: list[Alias] = []
+
     def planned() -> setup.Plan:
         if not stages:
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
@@ -131,6 +134,7 @@ def shard(
             originals, config, process_groups.dp
         )  # what it refuses, before the model is converted
         compiles(config, device)
+        aliases[:] = find_aliases(stages)
         return plan
 
     restores = waiting_restores(root for stage in stages for root in called_by_script(stage))
@@ -151,6 +155,8 @@ def shard(
         if process_groups.everyone.rank == 0:
             warn_of_slow_products(device, {pack.dtype for pack in plan.layout.packs})
         sharded = ShardedOptimizer(plan, shards, process_groups, dtypes)
+        sharded.aliases = aliases
+        tie(aliases)
         if divisor is not None:
             sharded.divisor = divisor
         return sharded

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
+from shardcast.memory.aliases import Alias, tie
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
@@ -55,9 +56,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         buffers: sends buffers to all ranks; ``None`` where none are to be sent.
         buffers_of_training: inside ``averaged()``, what the model's buffers were before, by name.
         device: of the packs.
+        aliases: views of parameters that modules hold.
         average_in_model: name of the average that the model has, inside ``averaged()``.
     """
 
+    aliases: Sequence[Alias] = ()
     _overlap: Overlap | None = None
     buffers: Buffers | None = None
     _closed = False
@@ -152,6 +155,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.resync_masters()
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
+        tie(self.aliases)
         self._add(shards)
         self._hook()
 
@@ -304,6 +308,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.shards.clear()
         self.updates.clear()  # operands and state, which a script that keeps this would keep
         restore_rest(self.stages, self._given_dtypes)
+        tie(self.aliases)
 
     def _hook(self) -> None:
         begin = self.reduce.begin

@@ -1,0 +1,138 @@
+"""Memory that a model shares with a parameter: a view made in ``__init__``, a buffer, a list entry.
+
+Parameters move into packs, so what shares their memory would stay behind, in fp32, and show the
+first values for ever. What is a view of one parameter is made anew on its new memory; all else is
+refused by name. A tensor that only the script holds is not found.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+
+REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, looked at otherwise
+KINDS = (Tensor, nn.Parameter, nn.Buffer)  # others may have no memory
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A view of ``param`` that ``holder[key]`` is: attributes of a module, its buffers, a list.
+
+    Attributes:
+        offset: of its first element, from that of the parameter.
+        differentiable: whether gradients go through it.
+    """
+
+    holder: Any
+    key: Any
+    param: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    differentiable: bool
+
+    def tie(self) -> None:
+        """Make the view anew, on the present memory of the parameter."""
+        with torch.set_grad_enabled(self.differentiable):
+            source = self.param if self.differentiable else self.param.detach()
+            begin = source.storage_offset() + self.offset
+            self.holder[self.key] = source.as_strided(self.shape, self.stride, begin)
+
+
+def find_aliases(stages: Sequence[nn.Module]) -> list[Alias]:
+    """Views of parameters among attributes and buffers of all modules.
+
+    Raises:
+        ValueError: names what shares memory with a parameter, and is no view of one contiguous
+            parameter alone.
+    """
+    params: dict[nn.Parameter, str] = {}
+    for stage in stages:
+        for name, param in stage.named_parameters():
+            params.setdefault(param, name)
+    in_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for param in params:
+        if _has_memory(param):
+            in_storage[param.untyped_storage().data_ptr()].append(param)
+    aliases = []
+    for name, holder, key, tensor in _tensors(stages):
+        if tensor in params or not _has_memory(tensor):
+            continue
+        shared = [
+            param
+            for param in in_storage.get(tensor.untyped_storage().data_ptr(), ())
+            if _overlap(tensor, param)
+        ]
+        if not shared:
+            continue
+        param = shared[0]
+        start, stop = _extent(tensor)
+        first, end = _extent(param)
+        is_view = (tensor.dtype, len(shared)) == (param.dtype, 1) and param.is_contiguous()
+        if isinstance(holder, tuple) or not (is_view and first <= start and stop <= end):
+            names = ", ".join(repr(params[each]) for each in shared)
+            raise ValueError(
+                f"model: {name!r} shares memory with parameter {names}, which moves into a pack, "
+                "so that it would show old values; make it after shardcast.shard, compute it in "
+                "forward, or hold a view of one whole parameter, which goes along"
+            )
+        differentiable = tensor.requires_grad and not tensor.is_leaf
+        place = (start - first) // param.itemsize
+        aliases.append(
+            Alias(holder, key, param, tensor.shape, tensor.stride(), place, differentiable)
+        )
+    return aliases
+
+
+def tie(aliases: Iterable[Alias]) -> None:
+    """Make all views anew."""
+    for alias in aliases:
+        alias.tie()
+
+
+def _tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """Tensors of all modules, each with a name and where it stands: a container and a key."""
+    for stage in stages:
+        for path, module in stage.named_modules():
+            prefix = f"{path}." if path else ""
+            attributes = vars(module)
+            for key in [*attributes]:
+                if key not in REGISTERED:
+                    yield from _within(prefix + key, attributes, key)
+            for key in [*module._buffers]:
+                yield from _within(prefix + key, module._buffers, key)
+
+
+def _within(
+    name: str, holder: Any, key: Any, depth: int = 2
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    value = holder[key]
+    if type(value) in KINDS:
+        yield name, holder, key, value
+    elif type(value) in (list, tuple, dict) and depth:
+        for inner in [*value] if isinstance(value, dict) else range(len(value)):
+            yield from _within(f"{name}[{inner!r}]", value, inner, depth - 1)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = type(tensor) in KINDS and tensor.layout == torch.strided and not tensor.is_meta
+    return plain and tensor.numel() > 0 and not _compat.is_dtensor(tensor)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and behind its last one."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.itemsize
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    (start, stop), (first, end) = _extent(one), _extent(other)
+    return start < end and first < stop
