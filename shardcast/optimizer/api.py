@@ -147,6 +147,7 @@ def shard(
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
+        setup.warn_of_lowered_copies(plan)
         setup.convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
         for param in plan.params.values():

@@ -76,3 +76,40 @@ def test_a_copy_of_a_sharded_model_is_warned_of_once_where_it_has_no_masters(dty
         optimizer.close()
         copy.deepcopy(model)
     assert len([each for each in caught if COPIED in str(each.message)]) == told
+
+
+class Nested(nn.Module):
+    """Stands between the average and the net that it follows, as in ema-pytorch."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "told"),
+    [
+        ("copy", {}, True),
+        ("copy", {"keep_fp32": "average.*"}, False),
+        ("copy", {"param_dtype": "fp32"}, False),
+        ("other", {}, False),
+    ],
+)
+def test_an_average_that_becomes_low_is_warned_of_by_name(
+    kind: str, fields: dict[str, Any], told: bool, recwarn: pytest.WarningsRecorder
+):
+    model = nn.Module()
+    model.net = nn.Sequential(net(), nn.LayerNorm(1))
+    inside = copy.deepcopy(model.net)
+    if kind == "other":  # its norm has ones and zeros as any has
+        nn.init.normal_(inside[0][0].weight)
+        nn.init.normal_(inside[0][2].weight)
+        nn.init.normal_(inside[0][0].bias)
+        nn.init.normal_(inside[0][2].bias)
+    model.average = Nested(inside)
+    shardcast.shard(model, sgd(model.net.parameters()), **{"param_dtype": "bf16", **fields})
+    messages = [
+        str(each.message) for each in recwarn.list if "begins as a copy" in str(each.message)
+    ]
+    assert len(messages) == told
+    assert all("'average.inside.0.0.weight'" in text and "average.*" in text for text in messages)
