@@ -35,6 +35,13 @@ PROMPT = b"def "
 
 
 def train(args: argparse.Namespace, processes: Processes) -> None:
+    with by_way_of_fp32(processes.device) as reason:
+        if reason and processes.main:
+            print(reason)
+        run(args, processes)
+
+
+def run(args: argparse.Namespace, processes: Processes) -> None:
     device, world = processes.device, processes.world
     corpus = Corpus.load(args.data, args.context, args.corpus_mb << 20)
     given = {} if args.max_grad_norm is None else {"max_grad_norm": args.max_grad_norm}
@@ -283,10 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
         compare(args.compare, args.output)
         return
     processes = Processes.start(args.device)
-    with by_way_of_fp32(processes.device) as reason:
-        if reason and processes.main:
-            print(reason)
-        train(args, processes)
+    train(args, processes)
     processes.stop()
 
 

@@ -26,6 +26,7 @@ from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
+COMPILED = pytest.mark.needs_compiler
 
 
 def test_casts_of_parameters_are_counted_and_those_of_activations_are_not():
@@ -125,10 +126,12 @@ def test_the_models_have_the_sizes_that_the_tables_name(name: str, tensors: int,
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["update", "--elements", "4096", "--rounds", "1"],
+        pytest.param(["update", "--elements", "4096", "--rounds", "1"], marks=COMPILED),
         ["worlds", "--rounds", "1"],
-        ["peers", "--model", "tiny", "--rounds", "1", "--micros", "2", "--clock", "processor",
-         "--systems", "floor", "plain", "autocast", "views", "in fp32"],
+        pytest.param(
+            ["peers", "--model", "tiny", "--rounds", "1", "--micros", "2", "--clock", "processor",
+             "--systems", "floor", "plain", "autocast", "views", "in fp32"], marks=COMPILED,
+        ),
     ],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
