@@ -104,7 +104,8 @@ class ShardcastPrecision(Precision):
         """Autocast around a step of the module, which bypasses its forward, if it is asked for."""
         low, device_type = self.config.param_dtype, self.device_type
         enabled = self.config.autocast and low != torch.float32
-        return torch.autocast(device_type, low) if enabled else nullcontext()
+        # Without the cache, as a root's own.
+        return torch.autocast(device_type, low, cache_enabled=False) if enabled else nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """The loss times the loss scale; of counted tokens not over ``accumulate_grad_batches``."""

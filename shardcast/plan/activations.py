@@ -82,6 +82,7 @@ class CastForward:
         self._module, self._low, self._device_type = module, low, device_type
         self._inputs, self._outputs, self._compute = inputs, outputs, compute
         self._weight = weight
+        self._is_root = within is None
         self._forced = within in (ComputeMode.FP32, ComputeMode.LOW)
         self._is_product = isinstance(module, MATMULS) and is_layer(module)
         self._replaced = "forward" in vars(module)
@@ -109,7 +110,7 @@ class CastForward:
             # Without the cache, which tells this autocast from the user's: it would hold nothing.
             with torch.autocast(
                 self._device_type,
-                self._low,
+                self._dtype(),
                 enabled=self._compute is ComputeMode.AUTOCAST,
                 cache_enabled=False,
             ):
@@ -131,12 +132,22 @@ class CastForward:
     def _switches(self) -> bool:
         enabled = torch.is_autocast_enabled(self._device_type)
         if self._compute is ComputeMode.AUTOCAST:
-            if enabled or (self._weight is not None and self._weight.dtype != self._low):
+            if enabled:  # by the script: entered anew without the cache
+                return self._is_root and torch.is_autocast_cache_enabled()
+            if self._weight is not None and self._weight.dtype != self._low:
                 return False
-            # An autocast that a script nests in ours inherits that there is no cache.
-            return self._forced or torch.is_autocast_cache_enabled()
+            # An autocast that a script nests in ours inherits that there is no cache, which
+            # torch.export turns off itself.
+            ours = torch.is_autocast_cache_enabled() or torch.compiler.is_exporting()
+            return self._forced or ours
         ours = self._compute is ComputeMode.FP32 or not torch.is_autocast_cache_enabled()
         return enabled and ours
+
+    def _dtype(self) -> torch.dtype:
+        """That of an autocast of the script's, if it is on."""
+        kind = self._device_type
+        enabled = torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if enabled else self._low
 
     def _is_turned_off(self, args: tuple[Any, ...]) -> bool:
         """Whether the script turned autocast off around this layer, which it gives fp32."""
