@@ -36,9 +36,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from shardcast import _compat
 from shardcast.checkpoint.region import KeyPath, ShardView
 from shardcast.checkpoint.storage import Files, is_plain_name
 from shardcast.checkpoint.unpickling import VERSIONS, unpickled
+from shardcast.plan.precision import MASTER_DTYPE
 
 METADATA = ".metadata"  # the name that DCP gives it
 ONCE = "once"  # takes the place of a rank in the name of the file with what is stored once
@@ -138,11 +140,17 @@ class _SavePlanner(DefaultSavePlanner):
             planned = [(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), value[1])]
         for item, data in planned:
             self.items.append(item)
-            self._values[item.index] = data
+            self._values[item.index] = _as_written(data)
         return {key: path}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._values[index]
+
+
+def _as_written(data: Any) -> Any:
+    """``data``; a part of a larger memory with a storage of its own, or DCP would copy it."""
+    plain = isinstance(data, Tensor) and data.dtype == MASTER_DTYPE and data.device.type == "cpu"
+    return _compat.own_storage(data.detach()) if plain and data.is_contiguous() else data
 
 
 class UnreadableError(RuntimeError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast.comm.group import TensorCollectives
-from shardcast.messages import by_rank
+from shardcast.messages import LOG, by_rank
 from shardcast.plan.algorithms import Topology
 
 T = TypeVar("T")
 REMEDY_INIT = (
     "call torch.distributed.init_process_group(...) on every rank before shardcast.shard(...)"
 )
+PATIENCE = 30.0  # seconds that a rank waits for the others without a word
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -215,8 +218,30 @@ class Comm(TensorCollectives):
             return [number]
         own = torch.tensor([number], device=device)
         numbers = own.repeat(self.size)
-        self.all_gather(numbers, own, about)
-        return [int(number) for number in numbers.tolist()]
+        with self._telling_of_a_wait(about):
+            self.all_gather(numbers, own, about)
+            return [int(number) for number in numbers.tolist()]
+
+    @contextlib.contextmanager
+    def _telling_of_a_wait(self, about: object) -> Iterator[None]:
+        """Log once if what is inside takes long, as where other ranks make other calls."""
+
+        def tell() -> None:
+            LOG.warning(
+                "rank %d of %d has waited %g s for the other ranks in %s, after %d steps; if they "
+                "are not in the same call (`if rank == 0:` around it?) it ends with the time-out "
+                "of the process group",
+                *(self.rank, self.size, PATIENCE, about or "a call that all ranks make"),
+                self.steps,
+            )
+
+        timer = threading.Timer(PATIENCE, tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def machine() -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, sharded
 
-from shardcast.comm import Comm
+from shardcast.comm import Comm, objects
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import FakeGroup, SpawnedWorld
 
@@ -117,3 +120,36 @@ def test_works_that_fail_later_are_named_too():
     work = Comm(Loses(0, 2)).all_to_all(FULL, FULL, about=PACK)
     with pytest.raises(RuntimeError, match=r"all-to-all of pack 4 .* Connection closed by peer"):
         work.wait()
+
+
+def alone_for_a_while(group: Any, told: str) -> list[str]:
+    """What this rank logs when rank 1 comes late to a call: after rank 0 has said so."""
+    comm, messages = Comm(group), list[str]()
+    comm.together(lambda: None, CPU, "load")  # nobody waits for long
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(f"{record.levelname} {record.getMessage()}")
+            Path(told).touch()
+
+    objects.LOG.addHandler(handler := Handler())
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(objects, "PATIENCE", 0.3 if group.rank() == 0 else 60.0)
+            while group.rank() == 1 and not Path(told).exists():
+                time.sleep(0.02)
+            comm.together(lambda: None, CPU, "save")
+    finally:
+        objects.LOG.removeHandler(handler)
+    return messages
+
+
+def test_a_rank_that_waits_for_long_says_so_once_and_in_which_call(
+    gloo: SpawnedWorld, tmp_path: Path
+):
+    first, second = gloo.run(alone_for_a_while, str(tmp_path / "told"))
+    (message,) = first
+    assert message.startswith(
+        "WARNING rank 0 of 2 has waited 0.3 s for the other ranks in save, after 0 steps"
+    )
+    assert second == [], "the one that came late"
