@@ -142,7 +142,7 @@ def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD  # type: ignore[return-value]
     name = "_".join(names[position] for position in along)
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)  # type: ignore[no-any-return]
+    return group_of(ranks, name)
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:
@@ -167,6 +167,27 @@ def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGrou
     if group in dist.distributed_c10d._world.pg_map:
         return weakref.ref(group)
     return lambda: group
+
+
+_groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def group_of(ranks: Sequence[int], name: str, backend: Any = None) -> dist.ProcessGroup:
+    """Return a group of some ranks of the default group, made once; all of them must call it.
+
+    Groups are shared, not destroyed when a sharded model is closed: torch names them by their ranks
+    and how many groups there are, so that one made anew would find the addresses of the old one in
+    the store, and wait for it until the time-out.
+    """
+    made = _groups.setdefault(dist.group.WORLD, {})  # ranks that are threads have one each
+    key = tuple(ranks), str(backend)
+    group = made[key]() if key in made else None
+    if group is None:
+        group = dist.new_group(
+            list(ranks), backend=backend, use_local_synchronization=True, group_desc=name
+        )
+        made[key] = weak_group(group)
+    return group  # type: ignore[no-any-return]
 
 
 def default_store() -> Any:

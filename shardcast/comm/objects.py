@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.comm.group import TensorCollectives
 from shardcast.messages import LOG, by_rank
 from shardcast.plan.algorithms import Topology
@@ -70,7 +71,7 @@ class Comm(TensorCollectives):
         return cls(group)
 
     def among(self, ranks: Sequence[int], name: str) -> Comm:
-        """A new group of some ranks of this one, this rank among them. All of them must call it.
+        """A group of some ranks of this one, this rank among them. All of them must call it.
 
         Raises:
             ValueError: torch does not know this group, as mock groups of threads.
@@ -84,12 +85,8 @@ class Comm(TensorCollectives):
                 f"beside which others can be made, got {type(group).__name__}; use shard_ranks "
                 f"'all', or in tests ThreadedWorld({{'dp': {self.size}}}) without process_group="
             ) from None
-        return Comm(
-            dist.new_group(
-                [members[rank] for rank in ranks], backend=dist.get_backend_config(group),
-                use_local_synchronization=True, group_desc=name,
-            )
-        )  # fmt: skip
+        backend = dist.get_backend_config(group)
+        return Comm(_compat.group_of([members[rank] for rank in ranks], name, backend))
 
     def topology(self, device: torch.device) -> Topology:
         """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""

@@ -79,6 +79,7 @@ class ProcessGroups:
         experts: Patterns | None = None,
         tied: Sequence[Sequence[Any]] = (),
         shapes: Mapping[str, Sequence[int]] | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> ProcessGroups:
         """The groups of a mesh. Every rank of it must call it: further groups are made.
 
@@ -86,6 +87,7 @@ class ProcessGroups:
             dp: the data-parallel dimension, by name, or flattened ones as a mesh of one dimension;
                 or two names, of which the first has replicas of what the second one cuts.
             shapes: of the parameters here by name, for ``tied``.
+            check: raises what else is wrong on this rank.
 
         Raises:
             TypeError, ValueError: no such mesh, dimension or weight.
@@ -98,6 +100,7 @@ class ProcessGroups:
         dims = mesh.mesh_dim_names or ()
 
         def dimensions() -> tuple[str, DeviceMesh, tuple[str, ...], tuple[str, ...]]:
+            check()
             outer, inner = _data_parallel(mesh, dp)
             data = _covered(mesh, outer, inner, experts or {})
             model = tuple(dim for dim in dims if dim not in data)
@@ -281,7 +284,7 @@ def _ties(
             # Each rank makes one group for each tie, those between the holders an idle one: torch
             # names a group by how many the rank has, and ranks that differ in it would hang.
             members = [rank for stage, rank in enumerate(ranks) if (stage in holders) == side]
-            group = Comm(dist.new_group(members, use_local_synchronization=True))
+            group = Comm(_compat.group_of(members, "tied"))
         if side:
             groups[tie] = group
     return groups

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardcast import _compat
 from shardcast.comm import Comm
@@ -27,6 +33,11 @@ class PackedParameters:
     ``parameters()`` goes to any elementwise optimizer, which then runs once per pack instead of
     once per parameter. Model parameters are views of the packs, their ``.grad`` views of the flat
     gradients; clear them with :meth:`zero_grad` or with the optimizer's ``zero_grad``.
+
+    In the flat gradient a parameter without one is zeros, with which AdamW would decay it and move
+    it on by its moments. So ``step()`` of an optimizer raises RuntimeError if some parameters of a
+    pack got a gradient since the last clearing, and others did not; a pack without any is left
+    alone, as everywhere.
     """
 
     def __init__(self, layout: Layout, packs: list[Pack]) -> None:
@@ -35,6 +46,11 @@ class PackedParameters:
         self.packs = packs
         self._grads = [Gradients(pack, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
+        self._present: list[set[int]] = [set() for _ in packs]  # positions, in the flat gradient
+        check = _compat.weak_hook(PackedParameters._refuse_absent, self)
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            handle = register(lambda optimizer, *_: check(optimizer))  # after: of a closure
+            weakref.finalize(self, handle.remove)
         for flat in self._flats:  # the hooks live while an optimizer holds a flat parameter
             flat._shardcast_packed = self  # type: ignore[attr-defined]
         for number, pack in enumerate(packs):
@@ -60,6 +76,21 @@ class PackedParameters:
     def __repr__(self) -> str:
         return repr(self.layout)
 
+    def _refuse_absent(self, optimizer: Any) -> None:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for flat, grads, present in zip(self._flats, self._grads, self._present, strict=True):
+            if id(flat) not in held or flat.grad is not grads.data:  # none, or the script's own
+                continue
+            slots = grads.pack.layout.slots
+            absent = [slot.name for n, slot in enumerate(slots) if n not in present]
+            if absent:
+                raise RuntimeError(
+                    f"pack_parameters: {', '.join(map(repr, absent[:8]))} got no gradient in this "
+                    "step, and others of the same pack did; the optimizer would take theirs for "
+                    "zeros, and decay them. Give what is not used in every step packs of its own "
+                    "by group_fn, or freeze it (requires_grad) before pack_parameters"
+                )
+
     def _watch(self, number: int, position: int, param: nn.Parameter) -> None:
         before_hook = partial(PackedParameters._before_accumulate, number=number)
         after_hook = partial(PackedParameters._after_accumulate, number=number, position=position)
@@ -79,6 +110,8 @@ class PackedParameters:
             for place in range(len(grads.pack.params)):
                 grads.clear(place)
             flat.grad = grads.data
+            self._present[number].clear()
+        self._present[number].add(position)
         grads.adopt([position])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,37 +93,39 @@ def shard(
         RuntimeError: ``shard`` was called before on this model, the process group is missing, or
             the ranks hold different models or options.
     """
-    config = ShardcastConfig.load(config, **fields)
-    stages = _stages(model)
-    originals = _check(stages, optimizer)
-    if materialize is not None:
-        with _compat.swapped_params():
-            for stage in stages:
-                materialize(stage)
-    device = _device(stages)
+    beside_mesh = {"tied": tied, "grad_sum_over": grad_sum_over, "experts": experts}
+
+    def prepare() -> _Given:
+        options = ShardcastConfig.load(config, **fields)
+        stages = _stages(model)
+        originals = _check(stages, optimizer)
+        _check_mesh(options, mesh, process_group, beside_mesh)
+        if materialize is not None:
+            with _compat.swapped_params():
+                for stage in stages:
+                    materialize(stage)
+        return _Given(options, stages, originals)
+
+    given = _attempted(prepare)  # what fails here is raised on all ranks, where they meet first
+    roots = [it for it in _listed(model) if isinstance(it, nn.Module)]
+    device = _device(roots)
     if mesh is None:
-        _check_no_mesh(tied=tied, grad_sum_over=grad_sum_over, experts=experts)
         process_groups = ProcessGroups.flat(Comm.resolve(process_group))
-    elif process_group is not None:
-        raise ValueError("process_group: expected None beside mesh=, which names the groups")
-    elif isinstance(config.shard_ranks, int):
-        raise ValueError(
-            f"shard_ranks: expected 'all' beside mesh=, got {config.shard_ranks}; give "
-            "the mesh a dimension for copies, and dp=(copies, shards)"
-        )
     else:
         shapes = {
             name: _compat.local_tensor(param).shape
-            for stage in stages
-            for name, param in stage.named_parameters()
+            for root in roots
+            for name, param in root.named_parameters()
         }
         process_groups = ProcessGroups.of(
-            mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied, shapes=shapes
-        )
+            mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied,
+            shapes=shapes, check=given,
+        )  # fmt: skip
 
     aliases: list[Alias] = []
 
     def planned() -> setup.Plan:
+        config, stages, originals = given()
         if not stages:
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
         root = model if isinstance(model, nn.Module) else joined(stages)
@@ -137,13 +139,14 @@ def shard(
         aliases[:] = find_aliases(stages)
         return plan
 
-    restores = waiting_restores(root for stage in stages for root in called_by_script(stage))
+    restores = waiting_restores(of for root in roots for of in called_by_script(root))
     with torch.no_grad(), setup.without_collector():
         plan = setup.agreed(planned, process_groups, device, "shard")
         if mesh is None and process_groups.dp.size > 1:
-            process_groups = setup.over_fewer_ranks(process_groups, config)
+            process_groups = setup.over_fewer_ranks(process_groups, given().config)
             if not process_groups.is_data_parallel:
                 plan = setup.agreed(planned, process_groups, device, "shard")
+        stages = given().stages
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
@@ -163,8 +166,34 @@ def shard(
         return sharded
 
 
+class _Given(NamedTuple):
+    """What a rank was given, checked."""
+
+    config: ShardcastConfig
+    stages: list[nn.Module]
+    originals: OptimizerList
+
+
+def _attempted(prepare: Callable[[], _Given]) -> Callable[[], _Given]:
+    """Gives what ``prepare`` returned, or raises what it raised, as often as it is called."""
+    try:
+        given = prepare()
+    except Exception as error:
+        failure = error  # the other name ends with the block
+
+        def fail() -> _Given:
+            raise failure
+
+        return fail
+    return lambda: given
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
 def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    stages: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    stages = _listed(model)
     for stage in stages:
         if not isinstance(stage, nn.Module):
             raise TypeError(
@@ -186,22 +215,40 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [_compat.unwrapped(stage) for stage in stages]
 
 
-def _check_no_mesh(**options: Any) -> None:
-    for option, value in options.items():
-        if value:
-            raise ValueError(f"{option}: expected a mesh beside it; pass mesh=")
+def _check_mesh(
+    config: ShardcastConfig, mesh: Any, process_group: Any, beside: Mapping[str, Any]
+) -> None:
+    if mesh is None:
+        for option, value in beside.items():
+            if value:
+                raise ValueError(f"{option}: expected a mesh beside it; pass mesh=")
+    elif process_group is not None:
+        raise ValueError("process_group: expected None beside mesh=, which names the groups")
+    elif isinstance(config.shard_ranks, int):
+        raise ValueError(
+            f"shard_ranks: expected 'all' beside mesh=, got {config.shard_ranks}; give "
+            "the mesh a dimension for copies, and dp=(copies, shards)"
+        )
 
 
 def _device(stages: Sequence[nn.Module]) -> torch.device:
-    """Where the ranks tell each other how planning went; the host for what has no memory yet."""
-    first = next((param for stage in stages for param in stage.parameters()), torch.empty(0))
-    return torch.device("cpu") if first.is_meta else first.device
+    """Where the ranks tell each other how planning went.
+
+    Of what has no memory yet the host, unless the default group does not serve it (NCCL alone).
+    """
+    first = next((param for stage in stages for param in stage.parameters()), None)
+    if first is not None and not first.is_meta:
+        return first.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not dist.is_initialized() or "cpu" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _check(
     stages: Sequence[nn.Module], given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ) -> OptimizerList:
-    optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+    optimizers = _listed(given)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(

@@ -185,3 +185,44 @@ def test_a_packed_model_that_nobody_holds_is_freed():
     left = abandoned()
     gc.collect()
     assert [item() is not None for item in left] == [False] * 3, "model, parameter, pack"
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rare = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.used(x)
+        return self.rare(x) if both else x
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_parameter_without_a_gradient_among_others_of_its_pack_is_an_error_of_the_step(
+    by_closure: bool,
+):
+    """It would be decayed; in a pack of its own it is left alone."""
+    model, x = Switched(), torch.ones(2, 3)
+    packs = shardcast.pack_parameters(model)
+    optimizer = torch.optim.AdamW(packs.parameters(), weight_decay=0.5)
+
+    def closure() -> torch.Tensor:
+        loss = model(x, both=False).sum()
+        loss.backward()
+        return loss
+
+    model(x, both=True).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if not by_closure:
+        closure()
+    with pytest.raises(RuntimeError, match=r"'rare.*group_fn"):
+        optimizer.step(closure if by_closure else None)
+    model = Switched()
+    packs = shardcast.pack_parameters(model, group_fn=lambda name, _param: name.split(".")[0])
+    optimizer = torch.optim.AdamW(packs.parameters(), weight_decay=0.5)
+    before = model.rare.weight.clone()
+    for _ in range(2):
+        optimizer.step(closure)
+        optimizer.zero_grad()
+    assert torch.equal(model.rare.weight, before)

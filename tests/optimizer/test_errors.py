@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
 from shardcast.optimizer import full_state
-from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world, threaded_world
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -649,4 +649,65 @@ def test_an_error_in_a_gathering_call_is_raised_on_all_ranks(
     fault = Mock(side_effect=KeyError("no room"))
     if broken == "joining":
         monkeypatch.setattr(full_state, "_joined", fault)
+    ThreadedWorld(2).run(run)
+
+
+def cannot(model: nn.Module) -> None:
+    raise OSError(f"no room for {type(model).__name__}")
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["group", "mesh"])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"partition": "evn"}, ValueError, "partition: expected one of auto, even, whole, got"),
+        ({"max_gradnorm": 1.0}, ValueError, "did you mean 'max_grad_norm'"),
+        ({"optimizer": torch.optim.AdamW}, TypeError, "pass the object, not the class"),
+        ({"materialize": cannot}, Exception, "no room for MLP"),
+    ],
+    ids=["value", "name", "optimizer", "materialize"],
+)
+def test_an_argument_that_one_rank_alone_has_wrong_is_an_error_of_all(
+    given: dict[str, Any], error: type[Exception], message: str, on_mesh: bool
+):
+    def run(group: Any, mesh: Any = None) -> None:
+        model, options = MLP(), dict(given if group.rank() == 1 else {})
+        where: dict[str, Any] = {"mesh": mesh} if mesh is not None else {"process_group": group}
+        optimizer = options.pop("optimizer", None) or adamw(model)
+        with pytest.raises(error, match=message):
+            shardcast.shard(model, optimizer, **where, **options)
+
+    if on_mesh:
+        threaded_world({"dp": 2}, lambda mesh: run(mesh.get_group("dp"), mesh))
+    else:
+        ThreadedWorld(2).run(run)
+
+
+LOSS = {"loss": 6.0, "window": 4}
+
+
+@pytest.mark.parametrize(
+    ("guard", "losses", "error", "message"),
+    [
+        (None, (None, 1.0), RuntimeError, "loss differs .*rank 1: .step: expected no loss="),
+        (None, (1.0, 1.0), TypeError, "step: expected no loss="),
+        (LOSS, (1.0, torch.ones(2)), RuntimeError, r"loss differs .*got shape \(2,\)"),
+        (LOSS, (1.0, "1"), RuntimeError, r"loss differs .*got str"),
+        (LOSS, (None, 1.0), RuntimeError, "loss differs"),
+        (LOSS, (torch.ones(2), torch.ones(2)), ValueError, r"got shape \(2,\)"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_one_rank_alone_gives_wrongly_is_an_error_of_all(
+    guard: Any, losses: tuple[Any, Any], error: type[Exception], message: str
+):
+    def run(group: Any) -> None:
+        model = MLP()
+        optimizer = sharded(model, group, guard=guard)
+        install(model, 0)
+        before = values(model)
+        with pytest.raises(error, match=message):
+            optimizer.step(loss=losses[group.rank()])
+        assert_same_bits(values(model), before)
+
     ThreadedWorld(2).run(run)

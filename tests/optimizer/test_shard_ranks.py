@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import CASES, adamw, assert_same_bits, values
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -160,3 +161,21 @@ def test_processes_over_gloo_make_the_groups_too(gloo: SpawnedWorld):
     (first, size), (second, _) = gloo.run(on_processes)
     assert size == 1
     assert_same_bits(first, second)
+
+
+def shards_and_closes(_group: Any) -> list[int]:
+    counts = []
+    for _ in range(3):
+        model = CASES["mlp"].build()
+        optimizer = shardcast.shard(model, adamw(model), shard_ranks=1)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.close()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_phases_of_one_training_share_their_groups(gloo: SpawnedWorld):
+    for first, *others in gloo.run(shards_and_closes):
+        assert others == [first, first]

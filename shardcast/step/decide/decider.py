@@ -107,7 +107,8 @@ class Decider:
             number: None if "max_grad_norm" in owner.defaults else group.get("max_grad_norm")
             for number, owner, group in self._originals.numbered()
         }
-        arguments = self._arguments(max_norm, loss)
+        own_loss, wrong = self._loss(loss)
+        arguments = self._arguments(max_norm, str(wrong) if wrong else loss is not None)
         local = self._presence.local()
         pack_powers = self._pack_powers()
         is_unscaled = self.loss_scale is not None and self.loss_scale.missing
@@ -119,9 +120,11 @@ class Decider:
             self._presence.counts(local),
             self._options.pairs(self._originals.groups, arguments),
             self.tokens.local() if self.tokens.counted else self._zero,
-            self._loss(loss),
+            own_loss,
         )
         powers, mistakes, mean_loss = self._agree(control)
+        if wrong is not None and not mistakes[0][1:3].any():  # on all ranks; else they differ
+            raise wrong
         scale, unscale = self._scale(control.tokens)
         norm = bounded = self._norm.root(powers, scale)  # bounded: what max_norm is a bound of
         report = torch.cat([norm.view(1), self._one_each, control.first_nonfinite, *mistakes])
@@ -156,32 +159,40 @@ class Decider:
             report=report[1:],
         )
 
-    def _arguments(self, max_norm: float | None, loss: float | Tensor | None) -> dict[str, Any]:
+    def _arguments(self, max_norm: float | None, loss: str | bool) -> dict[str, Any]:
         """What a script gave to the step, which ranks must have alike."""
         arguments: dict[str, Any] = {
             "max_norm": max_norm,
             "clip_value": self._clip_value,
             "divisor": self._divisor.given,
             COUNT: self.tokens.counted,
-            "loss": loss is not None,
+            "loss": loss,
         }
         if self._micro_batches is not None:
             arguments["micro_batches"] = self._micro_batches.count
         self._clip_value = None
         return arguments
 
-    def _loss(self, loss: float | Tensor | None) -> Tensor:
-        """This rank's loss for the guard, 1-d; empty where there is none that takes it."""
-        if self.guard is None or not self.guard.takes_loss:
-            if loss is not None:
-                raise TypeError(
-                    "step: expected no loss=, which only a guard that looks at the loss takes: set "
-                    "guard={'loss': 6.0, 'window': 128} in the configuration"
-                )
-            return self._zero[:0]
-        if isinstance(loss, Tensor):
-            return loss.detach().to(self._device, torch.float64).reshape(1)
-        return self._zero.new_full((1,), 0.0 if loss is None else loss)
+    def _loss(self, loss: float | Tensor | None) -> tuple[Tensor, Exception | None]:
+        """This rank's loss for the guard, 1-d; empty where there is none that takes it.
+
+        With what is wrong with it: every rank has to join the all-reduce first.
+        """
+        takes = self.guard is not None and self.guard.takes_loss
+        nothing = self._zero[: int(takes)]
+        if loss is None:
+            return nothing, None
+        if not takes:
+            return nothing, TypeError(
+                "step: expected no loss=, which only a guard that looks at the loss takes: set "
+                "guard={'loss': 6.0, 'window': 128} in the configuration"
+            )
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss.detach().to(self._device, torch.float64).reshape(1), None
+        if isinstance(loss, (int, float)):
+            return self._zero.new_full((1,), loss), None
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        return nothing, ValueError(f"step: expected loss= a number or a 0-dim tensor, got {what}")
 
     def _scale(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """By what the gradients in the own spans are too large, and the factor that removes it.
