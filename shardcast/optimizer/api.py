@@ -104,7 +104,8 @@ def shard(
             with _compat.swapped_params():
                 for stage in stages:
                     materialize(stage)
-        return _Given(options, stages, originals)
+        restores = waiting_restores(root for stage in stages for root in called_by_script(stage))
+        return _Given(options, stages, originals, restores)
 
     given = _attempted(prepare)  # what fails here is raised on all ranks, where they meet first
     roots = [it for it in _listed(model) if isinstance(it, nn.Module)]
@@ -125,7 +126,7 @@ def shard(
     aliases: list[Alias] = []
 
     def planned() -> setup.Plan:
-        config, stages, originals = given()
+        config, stages, originals, restores = given()
         if not stages:
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
         root = model if isinstance(model, nn.Module) else joined(stages)
@@ -139,14 +140,13 @@ def shard(
         aliases[:] = find_aliases(stages)
         return plan
 
-    restores = waiting_restores(of for root in roots for of in called_by_script(root))
     with torch.no_grad(), setup.without_collector():
         plan = setup.agreed(planned, process_groups, device, "shard")
         if mesh is None and process_groups.dp.size > 1:
             process_groups = setup.over_fewer_ranks(process_groups, given().config)
             if not process_groups.is_data_parallel:
                 plan = setup.agreed(planned, process_groups, device, "shard")
-        stages = given().stages
+        _, stages, _, restores = given()
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
@@ -172,6 +172,7 @@ class _Given(NamedTuple):
     config: ShardcastConfig
     stages: list[nn.Module]
     originals: OptimizerList
+    restores: list[Callable[[], None]]
 
 
 def _attempted(prepare: Callable[[], _Given]) -> Callable[[], _Given]:

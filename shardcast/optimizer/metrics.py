@@ -44,8 +44,8 @@ class Metrics:
             self._index(shards)
         totals = torch.zeros(ROWS, len(self._slots), dtype=torch.float64, device=optimizer.device)
         owned = [shard for shard in shards if shard.fragments]
-        sums = [_of_fragments(*optimizer.update_of(s).sums(s)) for s in owned]
-        if sums and all(part.numel() for part in sums):  # none before a step that was not skipped
+        sums = [_of_fragments(*optimizer.update_of(s).sums(s), len(s.fragments)) for s in owned]
+        if sums:
             own = torch.cat([torch.cat(sums, dim=1), self._numels]) * self._weights
             totals.index_copy_(1, self._places, own)
         for comm in (
@@ -128,13 +128,13 @@ class Metrics:
         return self._choices[key]
 
 
-def _of_fragments(row_sums: Tensor, segments: Tensor) -> Tensor:
+def _of_fragments(row_sums: Tensor, segments: Tensor, count: int) -> Tensor:
     """Sums per fragment, fp64 (sums, fragments), in three launches however many there are.
 
-    Padding behind a fragment is zero.
+    Padding behind a fragment is zero. Of a shard without a step that was not skipped they are 0.
     """
     if not segments.numel():
-        return segments.double()
+        return segments.new_zeros(len(SquareSums.sums), count, dtype=torch.float64)
     rows = row_sums.double()
     rows[: SquareSums.squares].square_()
     # Not checked: that would wait for the device.

@@ -181,8 +181,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             if shard.grads is None and shard.pack.layout.index in indices:
                 self.activate(shard)
 
-    def _wake(self, frozen: Sequence[Shard]) -> None:
-        """Activate those of the ``frozen`` that have a gradient on some rank now.
+    def _wake(self, frozen: Sequence[Shard]) -> list[Shard]:
+        """Activate, and return, those of the ``frozen`` that have a gradient on some rank now.
 
         One more small all-reduce, whose result the host waits for, in models that have such
         packs; parameters that stay frozen are better left out of the optimizer.
@@ -200,9 +200,10 @@ class PackedOptimizer(torch.optim.Optimizer):
                 for comm in self.process_groups.comms(pack_groups.reduce):
                     comm.all_reduce(flags[number])
         self.comm.all_reduce(flags)
-        for shard, count in zip(frozen, flags.tolist(), strict=True):
-            if count:
-                self.activate(shard)
+        woken = [shard for shard, n in zip(frozen, flags.tolist(), strict=True) if n]
+        for shard in woken:
+            self.activate(shard)
+        return woken
 
     # -- averages ---------------------------------------------------------------------------
 
@@ -303,8 +304,15 @@ class PackedOptimizer(torch.optim.Optimizer):
                 "gathered, so that its weights stay in low precision: call optimizer.close() first"
             )
             return
+        # Those of a group that was added later were made low by shard() already.
+        given = {
+            param: of_stage.get(name, param.dtype)
+            for stage, of_stage in zip(self.stages, self._given_dtypes, strict=True)
+            for name, param in stage.named_parameters()
+        }
         for shard in self.shards:
-            shard.restore([dtype or original for original in shard.given_dtypes])
+            params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
+            shard.restore([dtype or given.get(param, low) for param, low in params])
         self.shards.clear()
         self.updates.clear()  # operands and state, which a script that keeps this would keep
         restore_rest(self.stages, self._given_dtypes)

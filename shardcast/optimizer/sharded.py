@@ -141,11 +141,18 @@ class ShardedOptimizer(StatefulOptimizer):
         self.originals.check()
         take_moved(self.shards)
         frozen = [shard for shard in self.shards if shard.grads is None]
-        if frozen:
+        if frozen and self.reduce.micro_batches is not None:  # a tree has all of them
             self._wake(frozen)
-        if self.decider.loss_scale is not None:
-            self.decider.loss_scale.look(self.reduce.grads, self.reduce.touched)
+        scale, touched = self.decider.loss_scale, self.reduce.touched
+        if scale is not None:
+            scale.look(self.reduce.grads, touched)
         self.reduce.finish()
+        if frozen and self.reduce.micro_batches is None:
+            # Behind the reduction, which other ranks have begun in their backward; what wakes is
+            # reduced then.
+            woken = self._wake(frozen)
+            if scale is not None:
+                scale.look([s.grads for s in woken if s.grads is not None], touched, more=True)
 
     def send(self) -> None:
         """Sync the packs and the buffers. Every rank must call it."""

@@ -275,7 +275,7 @@ def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
 def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
     """The fragment's part of a full state tensor; numbers and 0-dim tensors stay as they are."""
     slot = fragment.slot
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    if not isinstance(value, Tensor) or (value.dim() == 0 and name != MASTER):
         return value
     value = _compat.local_tensor(value)
     if not elementwise and fragment.numel == slot.numel and name != MASTER:

@@ -294,3 +294,21 @@ def test_metrics_and_averages_are_of_the_whole_parameter_on_a_mesh():
         compare(found, {n: {k: v.double() for k, v in m.items()} for n, m in norms.items()})
         for left, right in zip(inside, average, strict=True):
             assert torch.equal(left, right)
+
+
+def test_a_skipped_step_after_an_added_group_leaves_the_numbers_of_the_last_one():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    inner = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    optimizer = shardcast.shard(model, inner, param_dtype="fp32", metrics=True)
+    for param in model[0].parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = {name: float(of["grad_norm"]) for name, of in optimizer.metrics().items()}
+    assert before == {"0.weight": pytest.approx(24**0.5), "0.bias": pytest.approx(6**0.5)}
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    model[0].weight.grad = torch.full_like(model[0].weight, torch.nan)
+    with pytest.warns(UserWarning, match="step skipped"):
+        optimizer.step()
+        assert optimizer.skipped_steps == 1
+    found = {name: float(of["grad_norm"]) for name, of in optimizer.metrics().items()}
+    assert found == {**before, "1.weight": 0.0, "1.bias": 0.0}

@@ -346,6 +346,14 @@ class Interleavings(RuleBasedStateMachine):
     ) -> None:
         self.train([(seed, use, False, way) for seed in seeds], how)
 
+    @rule(seed=st.integers(0, 50), use=per_rank, how=hows)
+    def a_synchronised_backward_of_some_ranks_and_a_step(
+        self, seed: int, use: Any, how: Any
+    ) -> None:
+        """Others have no batch, or nothing in it that is trained; theirs are zeros."""
+        if self.grads != "sharded":  # every backward is collective
+            self.train([(seed, use, False, "")], how)
+
     def train(self, backwards: list[tuple[Any, ...]], how: tuple[Any, ...]) -> None:
         zero, clips, edit, by_closure, gather = how
         if self.grads == "sharded":  # there is no .grad

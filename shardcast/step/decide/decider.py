@@ -327,12 +327,12 @@ class Decider:
         if self.tokens.counted or self.tokens.expected:
             self.tokens.conclude()
         self.skips.count(decision)
-        skip, verdict = decision.skip, decision.verdict
+        overflow, spike, verdict = decision.skip, None, decision.verdict
         if self.guard is not None and verdict is not None:
-            self.guard.record(verdict, skip)
-            skip = skip & ~verdict.is_spike  # which is no overflow
+            self.guard.record(verdict, decision.skip)
+            overflow, spike = overflow & ~verdict.is_spike, overflow & verdict.is_spike
         if self.loss_scale is not None:
-            self.loss_scale.update(skip)
+            self.loss_scale.update(overflow, spike)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; waits for the device."""

@@ -43,15 +43,16 @@ class LossScale:
         self._applied = True
         return loss * self.value
 
-    def look(self, gradients: Iterable[Gradients], backward: bool) -> None:
+    def look(self, gradients: Iterable[Gradients], backward: bool, more: bool = False) -> None:
         """Look whether gradients came without a scaled loss, before they are reduced. Local.
 
         Args:
             backward: one was run since the last reduction.
+            more: besides those of the last call.
         """
         if not self._applied:
             backward = backward or self._needed
-            self._needed = any(
+            self._needed = (more and self._needed) or any(
                 is_here and (backward or not grads.holds(position))
                 for grads in gradients
                 for position, is_here in enumerate(grads.presence())
@@ -62,13 +63,22 @@ class LossScale:
         """Whether this rank has gradients of a loss that was not scaled."""
         return self._needed and not self._applied
 
-    def update(self, skip: Tensor) -> None:
-        """A step was made: grow after enough good ones, back off after a skipped one."""
+    def update(self, overflow: Tensor, ignored: Tensor | None = None) -> None:
+        """Grow after enough good steps, back off after an overflow.
+
+        Args:
+            overflow: 0-dim bool.
+            ignored: 0-dim bool, the step was skipped for another reason, and says nothing.
+        """
         self._applied = self._needed = False
         if self.dynamic:
+            state = self.value, self._growth
+            before = [tensor.clone() for tensor in state] if ignored is not None else []
             torch._amp_update_scale_(
-                self.value, self._growth, skip.float(), GROWTH, BACKOFF, self._interval
+                self.value, self._growth, overflow.float(), GROWTH, BACKOFF, self._interval
             )
+            for tensor, old in zip(state, before, strict=False):
+                tensor.copy_(torch.where(ignored, old, tensor))  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, float | None]:
         """Plain numbers; waits for the device."""
@@ -78,7 +88,8 @@ class LossScale:
         """The inverse of :meth:`state_dict`; a scale that the saved run did not use stays."""
         if state["loss_scale"] is not None:
             self.value.fill_(state["loss_scale"])
-            self._growth.fill_(int(state["growth"]))
+            # The saved interval may have been longer; torch grows only where they become equal.
+            self._growth.fill_(min(int(state["growth"]), self._interval - 1))
 
 
 def unscaled_error(ranks: Sequence[int]) -> RuntimeError:

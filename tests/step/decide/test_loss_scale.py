@@ -176,3 +176,37 @@ def test_a_rank_without_a_batch_has_nothing_to_scale():
     ranks, _ = run_world(3, unscaled_on, 1, "no batch")
     assert len(set(ranks)) == 1 and ranks[0].startswith("ok")
     assert math.isfinite(float(ranks[0][3:]))
+
+
+def test_a_step_that_the_guard_skips_says_nothing_of_the_scale():
+    """It neither grows by it, as by a good step, nor backs off, as by an overflow."""
+    model = CASES["mlp"].build()
+    spikes = [False, True, True, False, True, False]
+    optimizer = sharded(
+        model, loss_scale_growth_interval=3, loss_scale_init=4.0, loss_scale="dynamic",
+        guard=lambda _norm, _loss: torch.tensor(spikes[optimizer.comm.steps]),
+    )  # fmt: skip
+    seen = []
+    for step in range(len(spikes)):
+        optimizer.scale_loss(CASES["mlp"].loss(model, CASES["mlp"].batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(optimizer.loss_scale), optimizer.decider.state_dict()["growth"]))
+    assert seen == [(4, 1), (4, 1), (4, 1), (4, 2), (4, 2), (8, 0)]
+
+
+def test_the_scale_grows_after_a_resume_with_a_shorter_interval():
+    state: dict[str, Any] = {}
+    for interval in (100, 3):
+        model = CASES["mlp"].build()
+        optimizer = sharded(
+            model, loss_scale_growth_interval=interval, loss_scale_init=4.0, loss_scale="dynamic"
+        )
+        if state:
+            optimizer.decider.load_state_dict(state)
+        for step in range(6 if interval == 100 else 1):
+            optimizer.scale_loss(CASES["mlp"].loss(model, CASES["mlp"].batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.decider.state_dict()
+    assert state["loss_scale"] == 8.0
