@@ -187,12 +187,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         One more small all-reduce, whose result the host waits for, in models that have such
         packs; parameters that stay frozen are better left out of the optimizer.
         """
-        self.activate_together(
-            frozen, [any(p.grad is not None for p in s.pack.params) for s in frozen]
-        )
+        has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
+        return self.activate_together(frozen, has_gradient)
 
-    def activate_together(self, frozen: Sequence[Shard], wanted: Sequence[bool]) -> None:
-        """Activate those of the ``frozen`` that are wanted on some rank. Collective."""
+    def activate_together(self, frozen: Sequence[Shard], wanted: Sequence[bool]) -> list[Shard]:
+        """Activate, and return, those of the ``frozen`` that some rank wants. Collective."""
         flags = torch.tensor(wanted, dtype=torch.float32).to(self.device)
         for number, shard in enumerate(frozen):
             pack_groups = shard.pack.layout.pack_groups
