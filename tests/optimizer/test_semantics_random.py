@@ -186,9 +186,10 @@ class Side:
             getattr(self.optimizer, f"clip_grad_{kind}_")(limit)
             return
         if kind == "value":
-            for param in self.model.all:
-                if param.grad is not None:
-                    param.grad.clamp_(-limit, limit)
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.clamp_(-limit, limit)
             return
         bounded: dict[Any, list[Tensor]] = {}  # by the place of a group that has its own bound
         for place, group in enumerate(self.optimizer.param_groups):
