@@ -43,6 +43,12 @@ from shardcast.option_values import (
 MASTERS = {"fp32": None, "split16": torch.bfloat16}
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
+PRESETS = ("lean",)  # by name in place of a file
+
+
+def preset(name: str) -> Path:
+    """The file of a preset."""
+    return Path(__file__).parent / "presets" / f"{name}.yaml"
 
 
 @dataclass(frozen=True)
@@ -258,8 +264,9 @@ class ShardcastConfig(ValidatedOptions):
         """Resolve the configuration of this process.
 
         Args:
-            source: path of a YAML file, or a mapping; ``None`` takes the file that the variable
-                ``SHARDCAST_CONFIG`` names, if any. A config is taken without the environment.
+            source: path of a YAML file, the name of a preset (:data:`PRESETS`), or a mapping;
+                ``None`` takes what the variable ``SHARDCAST_CONFIG`` names, if anything. A config
+                is taken without the environment.
             keywords: fields given in code; they win over everything else.
 
         Raises:
@@ -277,9 +284,13 @@ class ShardcastConfig(ValidatedOptions):
         where = "config"
         if isinstance(values, (str, os.PathLike)):
             where, path = str(values), Path(values)
+            path = preset(where) if where in PRESETS else path
             if not path.exists():
                 given = f"given in code or by {CONFIG_VARIABLE}"
-                raise FileNotFoundError(f"config: no file {where!r} ({given}) in {os.getcwd()!r}")
+                raise FileNotFoundError(
+                    f"config: no file {where!r} ({given}) in {os.getcwd()!r}, and none of the "
+                    f"presets: {', '.join(PRESETS)}"
+                )
             values = read_yaml(path)
         if not isinstance(values, Mapping):
             raise TypeError(

@@ -243,7 +243,10 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        at = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {at}{problem}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -15,6 +16,8 @@ from torch import nn
 
 import shardcast
 from shardcast import ShardcastConfig
+from shardcast.config import preset
+from shardcast.keywords import Keywords
 
 ROOT = Path(__file__).parent.parent
 
@@ -233,3 +236,54 @@ def test_callables_of_every_kind_can_be_options():
         shardcast.shard(model, adamw(model), keep_fp32=rule)
         low = [n for n, p in model.named_parameters() if p.dtype != torch.float32]
         assert low == ["b.weight", "b.bias", "c.weight", "c.bias"]
+
+
+WIDER = {
+    "torch.dtype": "torch.dtype | str",
+    "tuple[KeepRule, ...]": "KeepRule | Sequence[KeepRule]",
+    "tuple[str, ...]": "str | Sequence[str]",
+    "Guard": "Guard | Mapping[str, Any]",
+    "Averages": "Averages | Mapping[str, Any]",
+}
+
+
+def test_the_keywords_of_shard_are_the_options_of_the_config():
+    expected = {
+        field.name: " | ".join(WIDER.get(part, part) for part in str(field.type).split(" | "))
+        for field in dataclasses.fields(ShardcastConfig)
+    }
+    found = {name: kind.__forward_arg__ for name, kind in Keywords.__annotations__.items()}
+    assert found == expected and list(found) == list(expected)
+
+
+def test_a_type_checker_refuses_a_keyword_that_is_no_option(tmp_path: Path):
+    from mypy import api
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, shardcast\nfrom typing import Any\n"
+        "model = torch.nn.Linear(1, 1)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "options: dict[str, Any] = {}\n"
+        "shardcast.shard(model, optimizer, param_dtype='bf16', keep_fp32='norms', **options)\n"
+        "shardcast.shard(model, optimizer, max_gradnorm=1.0)\n"
+    )
+    told, _, _ = api.run([str(script), "--cache-dir", str(tmp_path), "--follow-imports=silent"])
+    errors = [line for line in told.splitlines() if "error:" in line]
+    assert len(errors) == 1 and ":7: error" in errors[0] and "max_gradnorm" in errors[0], told
+
+
+def test_a_preset_is_the_file_of_its_name(monkeypatch: pytest.MonkeyPatch):
+    file = Path(__file__).parents[1] / "configs" / "lean.yaml"
+    assert preset("lean").read_text() == file.read_text()
+    assert ShardcastConfig.load("lean") == ShardcastConfig.load(file)
+    monkeypatch.setenv("SHARDCAST_CONFIG", "lean")
+    assert ShardcastConfig.load(max_grad_norm=2.0).master == "split16"
+    with pytest.raises(FileNotFoundError, match=r"'learn'.* presets: lean"):
+        ShardcastConfig.load("learn")
+
+
+def test_a_mistake_in_yaml_is_told_with_its_line_and_column(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("param_dtype: bf16\nmaster: [split16\ngrads: full\n")
+    with pytest.raises(ValueError, match=r"config\.yaml: expected YAML.*line 3, column 6"):
+        ShardcastConfig.load(path)

@@ -6,7 +6,6 @@ docstring is its help.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -28,8 +27,9 @@ import shardcast
 from shardcast.cli.checkpoints import export, inspect
 from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
+from shardcast.cli.parser import Parser
 from shardcast.cli.replay import replay
-from shardcast.config import CONFIG_VARIABLE, ShardcastConfig
+from shardcast.config import CONFIG_VARIABLE, PRESETS, ShardcastConfig, preset
 from shardcast.messages import namesake
 from shardcast.testing import spawn
 
@@ -73,20 +73,21 @@ def _usage() -> str:
     )
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"shardcast {command}", allow_abbrev=False)
+def _parser(command: str) -> Parser:
+    return Parser(prog=f"shardcast {command}")
 
 
 # -- configuration --------------------------------------------------------------------------------
 
 
 def config(arguments: list[str]) -> int:
-    """Write an annotated configuration file with every option and its default."""
+    """Write an annotated configuration file with every option and its default, or a preset."""
     parser = _parser("config")
+    parser.add_argument("--preset", choices=PRESETS, help="this one, in place of the defaults")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: print it")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     parsed = parser.parse_args(arguments)
-    text = annotated_config()
+    text = preset(parsed.preset).read_text() if parsed.preset else annotated_config()
     if parsed.output is None:
         print(text, end="")
     elif parsed.output.exists() and not parsed.overwrite:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcast.cli.parser import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import Estimate, peers, state_tensors
 from shardcast.estimate import estimate as estimated
@@ -67,9 +68,7 @@ def estimate(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="shardcast estimate", allow_abbrev=False, epilog=f"Columns: {page('estimate')}"
-    )
+    parser = Parser(prog="shardcast estimate", epilog=f"Columns: {page('estimate')}")
     parser.add_argument(
         "model", metavar="MODULE:FUNCTION",
         help="called without arguments; returns a model, or a model and its optimizer",

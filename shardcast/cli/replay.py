@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 import torch.distributed as dist
 
 from shardcast import checkpoint
 from shardcast.cli.estimate import function_of
+from shardcast.cli.parser import Parser
 
 
 def replay(arguments: list[str]) -> int:
@@ -16,7 +15,7 @@ def replay(arguments: list[str]) -> int:
     See :func:`shardcast.checkpoint.replay`. On several ranks: ``torchrun -m shardcast replay ...``.
     The status is 1 where an element parts.
     """
-    parser = argparse.ArgumentParser(prog="shardcast replay", allow_abbrev=False)
+    parser = Parser(prog="shardcast replay")
     parser.add_argument("directory", help="the checkpoints of the run; it needs two")
     parser.add_argument(
         "make",

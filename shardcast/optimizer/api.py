@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.config import ShardcastConfig
+from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases, tie
 from shardcast.optimizer import setup
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
@@ -26,6 +29,8 @@ from shardcast.step.update import updates_of
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
+
+LOGGER = logging.getLogger("shardcast")
 
 
 def shard(
@@ -42,7 +47,7 @@ def shard(
     experts: Mapping[str, Sequence[str]] | None = None,
     divisor: float | Tensor | None = None,
     materialize: Callable[[nn.Module], Any] | None = None,
-    **fields: Any,
+    **fields: Unpack[Keywords],
 ) -> ShardedOptimizer:
     """Shard the fp32 masters and the state of ``optimizer`` over the data-parallel ranks.
 
@@ -63,8 +68,8 @@ def shard(
             evenly, parameters of the others have one owner each; one reduction, one norm, one
             decision and one sync serve all. Their own ``step`` is disabled; see
             :attr:`ShardedOptimizer.optimizers`.
-        config: a config, a mapping, or a YAML file; ``None`` reads the environment, see
-            :meth:`ShardcastConfig.load`.
+        config: a config, a mapping, a YAML file, or the name of a preset, ``"lean"``; ``None``
+            reads the environment, see :meth:`ShardcastConfig.load`.
         process_group: the ranks to shard over; default: the default group, or this process alone
             where ``torch.distributed`` is not initialised.
         mesh: of a job that is more than data-parallel, instead of ``process_group``. Dimensions
@@ -163,7 +168,25 @@ def shard(
         tie(aliases)
         if divisor is not None:
             sharded.divisor = divisor
+        if process_groups.everyone.rank == 0:
+            LOGGER.info(_summary(sharded))
         return sharded
+
+
+def _summary(sharded: ShardedOptimizer) -> str:
+    """One line of what was sharded, and what rank 0 holds of it."""
+    packs, comm = sharded.layout.packs, sharded.process_groups.shard
+    numels: Counter[torch.dtype] = Counter()
+    for pack in packs:
+        numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
+    dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
+    nbytes = sharded.memory_report().total
+    size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
+    return (
+        f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
+        f"{sharded.originals.name} in {len(packs)} packs over {comm.size} of {sharded.comm.size} "
+        f"data-parallel ranks; {size} per rank before the first step"
+    )
 
 
 class _Given(NamedTuple):

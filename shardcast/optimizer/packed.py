@@ -19,6 +19,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.aliases import Alias, tie
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
+from shardcast.optimizer.memory_report import MemoryReport
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
 from shardcast.optimizer.setup import (
     Plan,
@@ -252,9 +253,12 @@ class PackedOptimizer(torch.optim.Optimizer):
                 f"`with optimizer.averaged({self.average_in_model!r}):` first"
             )
 
-    def memory_report(self) -> dict[str, int]:
-        """Bytes that this rank holds, by kind: parameters, gradients, masters, state, averages."""
-        report = {"parameters": 0, "gradients": 0, "masters": 0, "state": 0}
+    def memory_report(self) -> MemoryReport:
+        """Bytes that this rank holds, by kind: parameters, gradients, masters, state, averages.
+
+        A dictionary; ``print(optimizer.memory_report())`` shows a table, ``.total`` is the sum.
+        """
+        report = MemoryReport(parameters=0, gradients=0, masters=0, state=0)
         for shard in self.shards:
             report["parameters"] += shard.pack.data.nbytes
             if shard.grads is not None:

@@ -478,3 +478,13 @@ def test_a_command_that_cannot_do_what_it_is_told_says_why_and_does_nothing(
         told = command(*words, status=2)
     assert REFUSED[line] in told
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_preset_is_printed_and_flags_have_both_spellings_and_defaults(capsys: Any):
+    assert main(["config", "--preset", "lean"]) == 0
+    assert "split16" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--world-size" in told and "(default: 1 2 4 8 16 64 256)" in told
+    assert "SUPPRESS" not in told

@@ -302,3 +302,17 @@ def test_a_step_launches_once_for_each_pack_and_32_times_beside():
         by_stage, _ = launches.one(15, 1, {})
     packs = by_stage.pop("packs")
     assert sum(by_stage.values()) + 1 <= packs + 32, "one is the sync, which nothing sends here"
+
+
+def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO", "shardcast")
+    model = CASES["mlp"].build()
+    optimizer = sharded(model)
+    numel = sum(param.numel() for param in model.parameters())
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "shardcast"]
+    assert f"({numel:,} in " in line and "over 1 of 1 data-parallel ranks" in line
+    report = optimizer.memory_report()
+    assert report.total == sum(report.values()) and isinstance(report, dict)
+    assert str(report).splitlines()[-1].split()[0] == "total"
