@@ -158,6 +158,7 @@ def shard(
         setup.warn_of_lowered_copies(plan)
         setup.convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
+        tie(aliases)  # before buffers are looked at
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)
@@ -165,7 +166,6 @@ def shard(
             warn_of_slow_products(device, {pack.dtype for pack in plan.layout.packs})
         sharded = ShardedOptimizer(plan, shards, process_groups, dtypes)
         sharded.aliases = aliases
-        tie(aliases)
         if divisor is not None:
             sharded.divisor = divisor
         if process_groups.everyone.rank == 0:

@@ -53,7 +53,9 @@ def assert_views(model: Views) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1, 2])
-def test_views_of_a_parameter_show_it_in_its_pack_and_after_it(size: int, dtype: torch.dtype):
+def test_views_of_a_parameter_show_it_in_its_pack_and_after_it(
+    size: int, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+):
     def run(group: Any) -> dict[str, Tensor]:
         model = Views()
         before = model.apart.clone()
@@ -76,6 +78,7 @@ def test_views_of_a_parameter_show_it_in_its_pack_and_after_it(size: int, dtype:
 
     ends = ThreadedWorld(size).run(run)
     assert_same_bits(ends[0], ends[-1])
+    assert not [each for each in recwarn.list if "broadcast_buffers" in str(each.message)]
 
 
 def test_a_view_through_which_gradients_go_trains_as_under_plain_torch():
