@@ -84,7 +84,6 @@ def one(packs: int, rounds: int, fields: dict[str, Any]) -> tuple[Counter[str], 
     optimizer = shardcast.shard(
         model, plain, process_group=Idle(0, RANKS), pack_params=1, fuse="eager", **fields
     )
-    optimizer.reduce.edits.looks = 0  # and means with what they were
     grads: list[Tensor] = [torch.full_like(param, 1e-3) for param in model]
     counter, seconds = Launches(), []
     for number in range(rounds + 3):

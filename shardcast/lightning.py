@@ -128,8 +128,12 @@ class ShardcastPrecision(Precision):
 
     def _show_gradients(self, module: Any, hook: str, optimizer: Any = None) -> None:
         """Have the mean in every ``.grad`` where a hook may log norms of it. Collective."""
-        hooked = is_overridden(hook, module) or any(
-            is_overridden(hook, callback, Callback) for callback in module.trainer.callbacks
+        # What the step leaves in .grad is cleared, and may be read before, in the next one.
+        hooks = (hook, "on_before_zero_grad") if optimizer is not None else (hook,)
+        hooked = any(is_overridden(name, module) for name in hooks) or any(
+            is_overridden(name, callback, Callback)
+            for callback in module.trainer.callbacks
+            for name in hooks
         )
         if hooked and module.trainer.world_size > 1 and self.config.grads == "full":
             for sharded in self.sharded:

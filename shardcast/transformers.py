@@ -18,6 +18,7 @@ the groups of all, each from its own learning rate; or give a list of schedulers
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -36,7 +37,7 @@ from shardcast.messages import warn
 from shardcast.metrics import flat
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
         "shardcast.transformers needs transformers, which is not installed here: "
@@ -54,6 +55,32 @@ The stock Trainer does not look there, and would resume with a fresh optimizer. 
 """
 
 
+class ShowGradients(TrainerCallback):
+    """Has the mean in every ``.grad`` where another callback may read it: AdaLoRA, norms, pruning.
+
+    Those are callbacks with a method of :attr:`HOOKS`; without any nothing is gathered.
+    """
+
+    HOOKS = "on_pre_optimizer_step", "on_optimizer_step"
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+        """Gather them; every rank has the same callbacks."""
+        trainer = self._trainer()
+        hooked = trainer is not None and any(
+            getattr(type(callback), hook, None) is not getattr(TrainerCallback, hook)
+            for callback in trainer.callback_handler.callbacks
+            if callback is not self
+            for hook in self.HOOKS
+        )
+        if hooked and _shards(trainer):
+            sharded = _pair(trainer)[1]
+            if sharded.config.grads == "full":
+                sharded.gather_gradients()
+
+
 class ShardcastTrainerMixin:
     """Put before a Trainer class: it then shards its optimizer. Every rank calls ``train()``.
 
@@ -69,6 +96,7 @@ class ShardcastTrainerMixin:
 
     accelerator: Any
     args: Any
+    callback_handler: Any
     lr_scheduler: Any
     model: Any
     optimizer: Any
@@ -86,6 +114,7 @@ class ShardcastTrainerMixin:
         self._log_metrics = log_metrics
         self._shardcast_config, self._evaluate_average = shardcast_config, evaluate_average
         super().__init__(*args, **kwargs)
+        self.callback_handler.callbacks.insert(0, ShowGradients(self))
         if is_cut(self.model):  # every rank takes part when it is saved; Accelerate places nothing
             self.is_distributed_loading_by_transformers = True
         if isinstance(self.lr_scheduler, (list, tuple)):

@@ -9,11 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardcast import _compat
+from shardcast.memory.marks import Marks
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import MASTER_DTYPE
-
-COMING = 1 << 22  # bytes of sharded gradients that are copied in by one call
 
 
 class Gradients:
@@ -21,8 +19,13 @@ class Gradients:
 
     ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean is
     written to ``own``, then ``landed(pieces)``. ``reopen(kept)`` begins anew and returns the fp32
-    means of the slots ``kept``, to be added to the next ones. Outside of the own span ``data``
-    keeps this rank's own gradients, which a report of a skipped step looks at.
+    means of the slots ``kept``, to be added to the next ones.
+
+    Outside of the own span ``data`` keeps this rank's own gradients, which are no means. So that
+    nobody takes them for means they are marked by NaN from ``landed()`` on: every parameter of
+    which a part lies there, and of each such part at least one element in every ``MARKED``. The
+    element behind the first mark is 0, a *canary*: if it is not finite any more, an edit of
+    ``.grad`` brought the marks to where they were not, as the factor of a norm does.
 
     Attributes:
         owned: per slot, whether part of it lies in the own span.
@@ -31,10 +34,18 @@ class Gradients:
         taken: slots with a gradient that :meth:`take` took and nothing shows.
         joint: of copies whose gradients are added up, on how many ranks of one data-parallel
             coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
+        is_marked: ``data`` has marks, and canaries.
+        is_edited: a script edited or replaced gradients since ``landed()``, see :meth:`look`.
+        is_replaced: it set others, which may have been computed from anything.
+        gone: slots whose gradient a script cleared after it was reduced.
     """
 
     culprits: Collection[int] = ()
+    gone: Collection[int] = ()
     joint: Tensor | None = None
+    is_marked = is_edited = is_replaced = False
+    _landed_version = 0
+    _marks: Marks | None = None
     _gathered: torch.dtype | None = None  # of gradients before they were widened
 
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
@@ -88,6 +99,11 @@ class Gradients:
         return 0 if self._data is None else self._data.nbytes
 
     @property
+    def marks_nbytes(self) -> int:
+        """Of the positions of marks, which no report counts: 8 for 1,024 elements."""
+        return 0 if self._marks is None else self._marks.positions.nbytes
+
+    @property
     def version(self) -> int:
         """Another number after every edit of ``data``."""
         return 0 if self._data is None else self._data._version
@@ -102,6 +118,7 @@ class Gradients:
             params[position].grad = None  # not to be cast one by one
         set_grad_dtype(self.pack, MASTER_DTYPE)
         self._gathered, self.dtype = self.dtype, MASTER_DTYPE
+        self._marks = None  # they are of another dtype
         if data is not None:
             self._allocate(data.to(MASTER_DTYPE))
         for position in ours:
@@ -187,14 +204,8 @@ class Gradients:
             slot = self.pack.layout.slots[position]
             self._data[slot.offset : slot.end].zero_()
 
-    def used(self) -> None:
-        """A step was made with the gradients."""
-
     def zero(self, set_to_none: bool) -> None:
         """The optimizer clears all gradients; views itself."""
-
-    def discard(self, position: int) -> None:
-        """The script clears one gradient; it is no longer shown then."""
 
     def local(self, sent: Tensor) -> Tensor:
         """The own span of ``sent``; ``own`` itself where that is the same memory."""
@@ -203,9 +214,55 @@ class Gradients:
 
     def landed(self, pieces: Sequence[Tensor]) -> None:
         """The mean of ``pieces`` (one piece: of a sum over ranks) was written to ``own``."""
+        if self._marks is None:
+            self._marks = Marks.of(self.pack, self.dtype, self._device)
+        self._marks.put(self.data)
+        self.is_marked = self._marks.positions.numel() > 0
+        self.is_edited = self.is_replaced = False
+        self.forgive()
+
+    def own_before(self, offset: int) -> Tensor:
+        """What this rank had at an element of another one's span. On a host, after ``landed()``."""
+        here = None if self._marks is None else self._marks.hidden_at(offset)
+        return self.data[offset] if here is None else here
+
+    def look(self) -> bool:
+        """Note whether ``data`` was written since ``landed()``, as far as torch counts it."""
+        self.is_edited |= self.is_marked and self.version != self._landed_version
+        self.forgive()
+        return self.is_edited
+
+    def forgive(self) -> None:
+        """What was written until now is an edit of our own, or noted."""
+        self._landed_version = self.version
+
+    def spoiled(self) -> tuple[Tensor, Tensor] | None:
+        """Per canary, whether it is not finite any more, and whether it and its mark are numbers.
+
+        The latter do not come of edits in place of each element by itself: 1-d bools, ``None``
+        without any canaries.
+        """
+        if not self.is_marked or self._marks is None or not self._marks.canaries.numel():
+            return None
+        canaries = self.data.index_select(0, self._marks.canaries)
+        marks = self.data.index_select(0, self._marks.canaries - 1)
+        are_numbers = marks.isfinite() & canaries.isfinite() & (canaries != 0)
+        return ~canaries.isfinite(), are_numbers & (not self.is_replaced)
+
+    def spoiled_name(self) -> str | None:
+        """The first parameter with a canary that is not as it was; waits for the device."""
+        spoiled = self.spoiled()
+        if spoiled is None or self._marks is None or not bool((spoiled[0] | spoiled[1]).any()):
+            return None
+        offset = int(self._marks.canaries[spoiled[0] | spoiled[1]][0])
+        return next(slot.name for slot in self.pack.layout.slots if offset < slot.end)
 
     def reopen(self, kept: Collection[int]) -> Tensor | None:
-        """Begin anew: autograd adds to ``data``, so it is zeroed; without ``kept`` overwritten."""
+        """Begin anew: autograd adds to ``data``, so it is zeroed; without ``kept`` overwritten.
+
+        Marks are in slots alone, not in the padding, so that both take them away.
+        """
+        self.is_marked = False
         if not kept:
             return None
         for position in range(len(self.pack.params)):
@@ -219,6 +276,7 @@ class Gradients:
     def gather(self, present: Sequence[bool]) -> None:
         """Have the means of all owners in ``data``, and shown where ``present``. Collective."""
         pack, own = self.pack, self.pack.own
+        self.is_marked = False
         # In the dtype that ranks have which add fewer gradients up.
         data = self.data if self._gathered is None else self.data.to(self._gathered)
         if len(pack.layout.lengths) == 1:
@@ -242,7 +300,8 @@ class Gradients:
         self._part_with(position)
         start = data.storage_offset() + slot.offset
         # One call: a slice and a view of it take twice as long, for each parameter of each step.
-        view = data.as_strided(slot.shape, self._strides[position], start)
+        # Detached, it is no view to autograd, which lets a script call detach_() on a gradient.
+        view = data.as_strided(slot.shape, self._strides[position], start).detach()
         self._shown[position] = weakref.ref(view)
         return view
 
@@ -254,135 +313,6 @@ class Gradients:
         last = self._shown[position]()
         if last is not None and last.data_ptr() == self._addresses[position]:
             last.data = last.detach().clone()
-
-
-class ShardedGradients(Gradients):
-    """Of which only the own span stays: ``data`` is there from the first gradient to ``landed()``.
-
-    ``.grad`` is ``None`` after the reduction, so who has a gradient is noted in here, until the
-    optimizer or the model clears gradients, or the backward after a step. Gradients are copied in
-    while others still come, so that the pack is not there twice. Over several backwards the own
-    span is fp32, in which means are added up.
-    """
-
-    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
-        super().__init__(pack, dtype)
-        self._own: Tensor | None = None
-        self._present: set[int] = set()
-        self._used = False  # by a step
-        self._zeroed = False  # by zero_grad(set_to_none=False): zeros need not be added to
-        self._coming: list[int] = []  # gradients to be copied in when the next one comes
-        self._coming_bytes = 0
-
-    @property
-    def own(self) -> Tensor:
-        if self._own is None:
-            self._own = torch.zeros(self.pack.own.numel, dtype=self.dtype, device=self._device)
-        return self._own
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self._own is None else self._own.nbytes)
-
-    @property
-    def version(self) -> int:
-        return 0  # nobody can edit what is not shown
-
-    def presence(self) -> list[bool]:
-        return [is_set or n in self._present for n, is_set in enumerate(super().presence())]
-
-    def holds(self, position: int) -> bool:
-        return position in self._present and self.pack.params[position].grad is None
-
-    def show(self, position: int) -> None:
-        self._present.add(position)
-        self.pack.params[position].grad = None
-
-    def expect(self, position: int) -> bool:
-        if self._coming_bytes >= COMING:
-            self._take(self._coming)
-        self._coming.append(position)
-        self._coming_bytes += self.pack.layout.slots[position].numel * self.dtype.itemsize
-        return True
-
-    def _take(self, positions: Iterable[int]) -> None:
-        """Copy gradients into ``data``; ``.grad`` is a view of it, to which autograd may add."""
-        super().adopt(positions)
-        self._coming, self._coming_bytes = [], 0
-
-    def collect(self) -> set[int]:
-        params = self.pack.params
-        self._used = self._zeroed = False
-        self._take(range(len(params)))
-        for position, param in enumerate(params):
-            if param.grad is None:
-                self.clear(position)  # it may have been cleared since it was copied in
-            else:
-                self.show(position)
-        return set(range(len(params))) - self._present
-
-    @torch.no_grad()
-    def adopt(self, positions: Iterable[int] | None = None) -> bool:
-        """Take gradients that a script set after the reduction for means."""
-        found = False
-        for position in range(len(self.pack.params)) if positions is None else positions:
-            grad = self.pack.params[position].grad
-            if grad is not None:
-                found = True
-                check_dense(self.pack, position, grad)
-                part = own_part(self.pack, position)
-                shift = self.pack.own.start - self.pack.layout.slots[position].offset
-                self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
-                self.show(position)
-        return found
-
-    def used(self) -> None:
-        self._used = True
-
-    def discard(self, position: int) -> None:
-        self._present.discard(position)
-
-    @torch.no_grad()
-    def zero(self, set_to_none: bool) -> None:
-        if set_to_none:
-            self._present.clear()
-        elif self._own is not None:
-            self._own.zero_()
-        self._zeroed = True
-
-    def local(self, sent: Tensor) -> Tensor:
-        return sent[self.pack.own.start : self.pack.own.stop]
-
-    def landed(self, pieces: Sequence[Tensor]) -> None:
-        """Give the storage back.
-
-        Nobody could be asked later for the gradients that spoil the mean. So they are looked for
-        here, on CPU, where a report names the element: one more sum over the own span, which would
-        copy it into another dtype first; where it overflows for nothing, nobody is named.
-        """
-        self._data = None
-        del self._own_data  # a view, which would keep all of the storage
-        own = self.own
-        if not _compat.is_host(own.device) or len(pieces) == 1 or self.culprits:
-            return
-        if not bool(own.sum().isfinite()):
-            index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
-            self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
-
-    def reopen(self, kept: Collection[int]) -> Tensor | None:
-        """The own span becomes the fp32 sum, unless there is nothing to be added to."""
-        if self._used and not self._zeroed:
-            self._present.clear()  # the script may have cleared them, which nobody can see
-        if self._used or self._zeroed or not kept:
-            self.culprits = ()
-            if self.own.dtype != self.dtype:
-                self._own = None
-            return None
-        for position in range(len(self.pack.params)):
-            if position not in kept:
-                self.own[own_part(self.pack, position)].zero_()
-        self._own = self.own.to(MASTER_DTYPE)
-        return self._own
 
 
 def nothing() -> None:

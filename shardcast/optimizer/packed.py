@@ -34,6 +34,7 @@ from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
+from shardcast.step.history import STALE
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.sync.buffers import Buffers
 from shardcast.step.sync.overlap import Overlap
@@ -87,7 +88,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.reduce = Reducer(process_groups, plan.config, at_step)
         self.decider = Decider(
             self.reduce.grads, process_groups, plan.config, self.device, originals,
-            self.reduce.divisor, self.reduce.micro_batches,
+            self.reduce.divisor, self.reduce.micro_batches, self.reduce.history,
         )  # fmt: skip
         self.sync = Sync()
         self.buffers_of_training: dict[str, Tensor] = {}
@@ -157,8 +158,20 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
         tie(self.aliases)
+        self._note_stale(shards)
         self._add(shards)
         self._hook()
+
+    def _note_stale(self, added: Sequence[Shard]) -> None:
+        """Have the step compare how many gradients the added parameters have over the ranks."""
+        count = sum(param.grad is not None for shard in added for param in shard.pack.params)
+        self.reduce.history[STALE] += count
+        if count and self.reduce.micro_batches is not None:
+            with self.decider.refusal.held():
+                raise RuntimeError(
+                    "add_param_group: expected no gradient of the added parameters yet, which "
+                    "belongs to a micro-batch (reproducible); clear them before you add the group"
+                )
 
     def _add(self, shards: Sequence[Shard]) -> None:
         self.shards += shards
@@ -201,6 +214,12 @@ class PackedOptimizer(torch.optim.Optimizer):
                     comm.all_reduce(flags[number])
         self.comm.all_reduce(flags)
         woken = [shard for shard, n in zip(frozen, flags.tolist(), strict=True) if n]
+        if woken and self.reduce.micro_batches is not None:
+            raise RuntimeError(
+                f"step: {woken[0].pack.layout.slots[0].name!r}, or a parameter packed with it, "
+                "was frozen at shard() and has a gradient now, of which reproducible knows no "
+                "micro-batches; have it trained at shard(), and freeze it after"
+            )
         for shard in woken:
             self.activate(shard)
         return woken

@@ -138,7 +138,8 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _reduce(self) -> None:
         """Have the mean of all gradients in the own spans."""
-        self.originals.check()
+        with self.decider.refusal.held():
+            self.originals.check()
         take_moved(self.shards)
         frozen = [shard for shard in self.shards if shard.grads is None]
         if frozen and self.reduce.micro_batches is not None:  # a tree has all of them
@@ -293,10 +294,11 @@ class ShardedOptimizer(StatefulOptimizer):
     def gather_gradients(self) -> None:
         """Have the mean over ranks in every ``.grad``; every rank must call it.
 
-        Without it ``.grad`` is the mean only where this rank owns the parameter. Call it after the
-        last backward of a step, before you look at gradients (SAM, PCGrad, a norm by hand); edits
-        count as under DDP then, if all ranks make the same. In fp16 ``.grad`` is multiplied by
-        :attr:`loss_scale`. Beside model parallelism it is the data-parallel mean of what is here.
+        Without it ``.grad`` is the mean only where this rank owns the elements, and NaN elsewhere.
+        Call it after the last backward of a step, before you read gradients (SAM, PCGrad, a norm by
+        hand); edits count as under DDP then, if all ranks make the same. In fp16 ``.grad`` is
+        multiplied by :attr:`loss_scale`. With model parallelism it is the data-parallel mean of
+        what is here.
 
         Raises:
             RuntimeError: inside :meth:`no_sync`; ``grads`` is ``sharded``.

@@ -22,11 +22,12 @@ class OptimizerList:
 
     Attributes:
         optimizers: in the order in which they were given.
+        sharded: the parameters of each group when it was sharded; of all groups, in order.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        self._sharded = {number: list(group["params"]) for number, _, group in self.numbered()}
+        self.sharded = {number: list(group["params"]) for number, _, group in self.numbered()}
 
     @classmethod
     def of(
@@ -76,7 +77,7 @@ class OptimizerList:
         """Raise RuntimeError for groups that a script removed, or gave other parameters. Local."""
         sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
         expected = [0] * len(sizes)
-        for number in self._sharded:
+        for number in self.sharded:
             expected[number.optimizer] += 1
         if sizes != expected:
             raise RuntimeError(
@@ -85,7 +86,7 @@ class OptimizerList:
                 "their parameters with requires_grad_(False)"
             )
         for number, _, group in self.numbered():
-            params, sharded = group["params"], self._sharded[number]
+            params, sharded = group["params"], self.sharded[number]
             if len(params) != len(sharded) or not all(map(operator.is_, params, sharded)):
                 raise RuntimeError(
                     f"param_groups: expected the {len(sharded)} parameters in group {number} that "
@@ -133,7 +134,7 @@ class OptimizerList:
         except BaseException:
             optimizer.param_groups.pop()
             raise
-        self._sharded[number] = list(group["params"])
+        self.sharded[number] = list(group["params"])
 
 
 class JoinedGroups(list[Group]):

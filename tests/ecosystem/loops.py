@@ -817,7 +817,10 @@ def clip_value(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("clip_grad_norm_ of torch left in the script", "torch", warned="edited in place")
+@recipe(
+    "clip_grad_norm_ of torch left in the script", "torch", error=RuntimeError,
+    match="clip_grad_norm_",
+)  # fmt: skip
 def clip_of_torch(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)

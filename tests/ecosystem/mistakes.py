@@ -29,7 +29,7 @@ def reduced_by_hand(model: Any, step: int) -> None:
 @recipe(
     "CleanRL: gradients all-reduced by hand, p.grad.data.copy_",
     "torch",
-    warned="edited",
+    warned="gather_gradients",
 )
 def all_reduced(variant: Variant) -> Report:
     model = mlp()

@@ -302,7 +302,7 @@ def ddp_inside(variant: Variant) -> Report:
     return trained(variant, plain, adamw(plain))
 
 
-@recipe("SAM around the optimizer, .grad read as it is", "torch", warned="SAM")
+@recipe("SAM around the optimizer, .grad read as it is", "torch", warned="gather_gradients")
 def raw_sam(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -328,7 +328,7 @@ def raw_sam(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("FGM as in notebooks, through .data", "torch", warned="FGM")
+@recipe("FGM as in notebooks, through .data", "torch", warned="gather_gradients")
 def raw_fgm(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -348,7 +348,7 @@ def raw_fgm(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("EWC: Fisher information from .grad", "torch", warned="Fisher")
+@recipe("EWC: Fisher information from .grad", "torch", warned="gather_gradients")
 def ewc(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)

@@ -70,6 +70,8 @@ def test_persistent_bytes_are_those_of_the_formula(name: str, size: int):
     for rank in {0, size - 1}:
         found, optimizer = held(size, rank, **{"param_dtype": BF16, **fields})
         layout = optimizer.layout
+        marks = [shard.grads.marks_nbytes for shard in optimizer.shards if shard.grads is not None]
+        found -= sum(nbytes for nbytes in marks if nbytes > 2048)  # smaller ones are not found
         assert found == sum(optimizer.memory_report().values())
         assert found == pytest.approx(every * layout.numel + owned * layout.owned(rank), rel=1e-3)
 

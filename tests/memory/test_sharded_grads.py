@@ -132,17 +132,58 @@ def test_a_pack_is_not_held_twice_while_its_gradients_come():
     ThreadedWorld(2).run(body)
 
 
-def test_no_grad_is_shown_after_a_backward_and_a_set_one_is_taken_for_the_mean():
+def test_nan_is_shown_after_a_backward_and_a_set_gradient_is_taken_for_the_mean():
     def script(model: Any, optimizer: Any, batch: Tensor) -> Tensor:
         model(batch).float().sum().backward()
-        assert all(param.grad is None for param in model.parameters())
+        for param in model.parameters():
+            assert param.grad.shape == param.shape and param.grad.isnan().all()
+            assert param.grad.untyped_storage().nbytes() == param.grad.element_size()
         model[0].weight.grad = torch.full_like(model[0].weight, 2.0)
         norm = optimizer.clip_grad_norm_(1e9)
-        assert model[0].weight.grad is None
+        assert model[0].weight.grad.isnan().all()
         return norm.square() - 4.0 * model[0].weight.numel()
 
     first, second = on_ranks(script, grads="sharded")
     assert first == second > 0
+
+
+def forgets(model: Any, optimizer: Any, batch: Tensor) -> list[Tensor]:
+    for step in range(4):
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+        if step == 2:
+            for param in model.parameters():
+                param.grad = None
+    return values(model)
+
+
+def test_gradients_that_are_never_or_individually_cleared_train_as_full_ones():
+    sharded, full = (on_ranks(forgets, 3, adamw, grads=g) for g in ("sharded", "full"))
+    assert all(map(equal, sharded, full))
+
+
+def clears_handles(group: Any, grads: str, drop: bool) -> list[Tensor]:
+    model = mlp()
+    optimizers = [
+        torch.optim.SGD(model[0].parameters(), lr=0.1),
+        torch.optim.SGD(model[2:].parameters(), lr=1.0),
+    ]  # fmt: skip
+    optimizer = shardcast.shard(
+        model, optimizers, process_group=group, grads=grads, param_dtype="fp32"
+    )
+    if drop:
+        (100.0 * model(BATCH)).square().mean().backward()
+        for handle in optimizer.optimizers:
+            handle.zero_grad()
+    model(BATCH).square().mean().backward()
+    optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_zero_grad_of_every_handle_drops_the_means_of_a_backward(grads: str):
+    dropped, none = (ThreadedWorld(2).run(clears_handles, grads, drop) for drop in (True, False))
+    assert all(map(equal, dropped, none))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -153,6 +194,7 @@ def test_copies_of_a_model_with_sharded_gradients_clear_their_own(copied: Any):
         twin(batch).sum().backward()
         twin.zero_grad()
         assert all(param.grad is None for param in twin.parameters())
+        assert all(param.grad is not None for param in model.parameters())
         assert optimizer.clip_grad_norm_(1.0) > 0, "those of the model stay"
         optimizer.close()
         assert "zero_grad" not in vars(model)

@@ -25,10 +25,13 @@ from shardcast.step.decide.guard import Guard, GuardDecision
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
 from shardcast.step.decide.options import COUNT, OptionCheck, known, to_device
-from shardcast.step.decide.skip_report import MISTAKES, SkipReport
+from shardcast.step.decide.signal import Refusal, Signal, SpoiledGradients
+from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.decide.tokens import TokenCount
 from shardcast.step.reduce.mean import Divisor
 from shardcast.step.reduce.tree import MicroBatches
+
+MISTAKES = 4  # in Decision.report, before those of each rank
 
 
 class Decider:
@@ -40,16 +43,19 @@ class Decider:
         originals: the optimizers, whose groups it reads.
         divisor: of the mean, which all ranks must have alike.
         micro_batches: of a step, if it is to be reproducible.
+        history: what this rank did to means since the last step, which all must do alike.
 
     Attributes:
+        refusal: takes errors of this rank alone, which all ranks are to raise.
         loss_scale, guard: ``None`` where the options have none.
     """
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
         device: torch.device, originals: OptimizerList, divisor: Divisor,
-        micro_batches: MicroBatches | None,
+        micro_batches: MicroBatches | None, history: Mapping[str, int],
     ) -> None:  # fmt: skip
+        self._history = history
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._originals, self._divisor = originals, divisor
         self._clip_value: float | None = None  # of the coming step
@@ -64,16 +70,22 @@ class Decider:
         self._nowhere = torch.zeros_like(self._own_rank)
         self._zero = self._own_rank.new_zeros(1)
         self._one_each = self._own_rank.new_ones(2)
+        self._presence = Presence(grads, process_groups, device)
+        self.refusal = Refusal(process_groups.everyone, device)
+        spoiled = self._spoiled = SpoiledGradients(grads, process_groups.everyone, device)
+        self._signals: tuple[Signal, ...] = (
+            self._presence, self.refusal, spoiled.nan, spoiled.mixed
+        )  # fmt: skip
+        counts = [True] * (MISTAKES + ranks) + [signal.skips for signal in self._signals]
         # A report skips a step if this product is not 0: with a norm that is not finite it is NaN,
         # and mistakes but the first one count.
-        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, 0.0, *[1.0] * (MISTAKES - 1 + ranks)]
+        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, 0.0, *map(float, counts[1:])]
         self._skips_if = to_device(skips_if, torch.float64, device)
         self._members: Tensor | None = None  # of which group each pack is, (packs, groups), bool
         self._members_shape = (0, 0)
-        self._presence = Presence(grads, process_groups, device)
         self._options = OptionCheck(originals.option_names(), process_groups, device)
         self.skips = SkipReport(
-            grads, process_groups.dp, device, self._refuse, config.max_skipped_steps,
+            grads, process_groups.dp, device, self._refuse, counts, config.max_skipped_steps,
             self.loss_scale is not None and self.loss_scale.dynamic,
             () if self.guard is None else self.guard.signals,
         )  # fmt: skip
@@ -102,22 +114,23 @@ class Decider:
                 differ in options of groups. On an accelerator the step is skipped for it, and
                 :meth:`SkipReport.poll` raises.
         """
-        limits = {
+        # Of the groups that were sharded: with others this rank has an error that all must know.
+        limits: dict[GroupId, Any] = dict.fromkeys(self._originals.sharded)
+        for number, owner, group in self._originals.numbered():
             # Some classes have an option of that name.
-            number: None if "max_grad_norm" in owner.defaults else group.get("max_grad_norm")
-            for number, owner, group in self._originals.numbered()
-        }
+            if number in limits and "max_grad_norm" not in owner.defaults:
+                limits[number] = group.get("max_grad_norm")
         own_loss, wrong = self._loss(loss)
         arguments = self._arguments(max_norm, str(wrong) if wrong else loss is not None)
-        local = self._presence.local()
         pack_powers = self._pack_powers()
         is_unscaled = self.loss_scale is not None and self.loss_scale.missing
+        self._spoiled.look()
         control = ControlVector.summed(
             self._process_groups.dp,
+            [signal.local() for signal in self._signals],
             self._group_powers([*limits], pack_powers),
             self.skips.first_nonfinite(pack_powers),
             self._own_rank if is_unscaled else self._nowhere,
-            self._presence.counts(local),
             self._options.pairs(self._originals.groups, arguments),
             self.tokens.local() if self.tokens.counted else self._zero,
             own_loss,
@@ -129,7 +142,7 @@ class Decider:
         norm = bounded = self._norm.root(powers, scale)  # bounded: what max_norm is a bound of
         report = torch.cat([norm.view(1), self._one_each, control.first_nonfinite, *mistakes])
         if _compat.is_host(self._device):
-            self._refuse(report[3 + self._process_groups.dp.size :].tolist())
+            self._refuse(report[3 + self._process_groups.dp.size :].tolist(), bool(norm.isfinite()))
         skip = (report * self._skips_if).any()
         verdict: GuardDecision | None = None
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
@@ -155,7 +168,7 @@ class Decider:
             },
             unscale=unscale,
             verdict=verdict,
-            present=self._presence.anywhere(local, control),
+            present=self._presence.anywhere(control.signals[0]),
             report=report[1:],
         )
 
@@ -167,6 +180,7 @@ class Decider:
             "divisor": self._divisor.given,
             COUNT: self.tokens.counted,
             "loss": loss,
+            **self._history,
         }
         if self._micro_batches is not None:
             arguments["micro_batches"] = self._micro_batches.count
@@ -222,14 +236,18 @@ class Decider:
         comm, parallel_dims = self._process_groups.model, self._process_groups.parallel_dims
         has_no_tokens = (~(control.tokens > 0)).double() if self.tokens.counted else self._zero
         flags = [differing, has_no_tokens]
+        signals = [s.mistake(t) for s, t in zip(self._signals, control.signals, strict=True)]
         loss = control.loss / self._process_groups.dp.size if len(control.loss) else control.loss
         if comm.size == 1:
-            return powers, [*flags, control.unscaled], loss
-        parts = [powers, control.options, torch.cat(flags), control.tokens, loss, control.unscaled]
+            return powers, [*flags, control.unscaled, *signals], loss
+        parts = [
+            powers, control.options, torch.cat(flags), control.tokens, loss, control.unscaled,
+            torch.cat(signals).double(),
+        ]  # fmt: skip
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
-        all_powers, options, all_flags, tokens, losses, unscaled = gathered.split(
+        all_powers, options, all_flags, tokens, losses, unscaled, of_signals = gathered.split(
             [part.numel() for part in parts], 1
         )
         flag = all_flags.abs().amax(0)
@@ -241,7 +259,8 @@ class Decider:
         if parallel_dims.pipeline in parallel_dims.model:
             by_dim = by_dim.movedim(1 + parallel_dims.model.index(parallel_dims.pipeline), 0)
         unscaled = by_dim.flatten(1, -2).amax(1).amin(0)
-        return self._norm.merge(all_powers), [flag, unscaled], losses.mean(0)
+        mistakes = [flag, unscaled, of_signals.amax(0)]
+        return self._norm.merge(all_powers), mistakes, losses.mean(0)
 
     def _pack_powers(self) -> Tensor:
         """The power of the own span of each pack, see :class:`PNorm`."""
@@ -295,8 +314,9 @@ class Decider:
         for grads in self._grads:
             group = grads.pack.layout.group
             clamp_(grads.own, limit, unscale if pending is None else pending.factors[group])
+            grads.forgive()
 
-    def _refuse(self, mistakes: Sequence[float]) -> None:
+    def _refuse(self, mistakes: Sequence[float], is_finite: bool = False) -> None:
         """Raise for mistakes of some ranks, and warn where they train other parameters.
 
         On a CPU all ranks call it in the same step, and exchange what they know; on an accelerator
@@ -304,12 +324,17 @@ class Decider:
         """
         training_differs, *options_differ, wrong_tokens = mistakes[:MISTAKES]
         everyone, groups = self._process_groups.everyone, self._originals.groups
+        of_signals = mistakes[MISTAKES + self._process_groups.dp.size :]
+        for signal, mistake in zip(self._signals, of_signals, strict=True):
+            if mistake and (signal.skips or not is_finite):
+                raise signal.error()
         if training_differs:
             packs = [grads.pack for grads in self._grads]
             slots = [slot.name for pack in packs for slot in pack.layout.slots]
             params = [param for pack in packs for param in pack.params]
             self._options.warn_of_training(groups, dict(zip(params, slots, strict=True)))
-        if ranks := [rank for rank, missing in enumerate(mistakes[MISTAKES:]) if missing]:
+        unscaled = mistakes[MISTAKES : MISTAKES + self._process_groups.dp.size]
+        if ranks := [rank for rank, missing in enumerate(unscaled) if missing]:
             raise unscaled_error(ranks)
         if any(options_differ):
             raise self._options.error(groups)

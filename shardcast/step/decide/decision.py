@@ -13,9 +13,12 @@ from torch import Tensor
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
+from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
 from shardcast.step.decide.guard import GuardDecision
-from shardcast.step.decide.options import to_device
+from shardcast.step.decide.options import known, to_device
+
+CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
 
 
 @dataclass(frozen=True)
@@ -57,38 +60,43 @@ class ControlVector(NamedTuple):
         powers: per group, of its norm (and rank, with norm_type inf: no sum gives a maximum).
         first_nonfinite: see :class:`Decision`; each rank fills in its own place.
         unscaled: per data-parallel rank 1 if its loss was not scaled, else 0.
-        presence: see :class:`Presence`.
         options: pairs of :class:`.options.OptionCheck`.
         tokens: of all micro-batches; see :class:`.tokens.TokenCount`.
         loss: the sum of the ranks' losses if a guard takes them, else empty.
+        signals: of each :class:`.Signal`, in the order of the decider's.
     """
 
     powers: Tensor
     first_nonfinite: Tensor
     unscaled: Tensor
-    presence: Tensor
     options: Tensor
     tokens: Tensor
     loss: Tensor
+    signals: Sequence[Tensor]
 
     @classmethod
-    def summed(cls, comm: Comm, *parts: Tensor) -> ControlVector:
+    def summed(cls, comm: Comm, signals: Sequence[Tensor], *parts: Tensor) -> ControlVector:
         """The sum over ranks, all of which must call it; waits for no device."""
-        vector = torch.cat(parts)
+        vector = torch.cat([*parts, *signals])
         comm.all_reduce(vector, "the control vector")
-        return cls(*vector.split([part.numel() for part in parts]))
+        totals = vector.split([part.numel() for part in (*parts, *signals)])
+        return cls._make((*totals[: len(parts)], totals[len(parts) :]))
 
 
 class Presence:
-    """Which slots have a gradient, on this rank and on any rank.
+    """A signal: which slots have a gradient, on this rank and on any rank.
 
-    The control vector has a place for each slot, where each rank that has a gradient adds 1, and
-    slots whose replicas are summed add how many of them have one. Packs of experts differ between
-    data-parallel ranks: each has a block of places for every expert that the ranks hold.
+    Each slot has a place, from which each rank that has a gradient takes 1, and slots whose
+    replicas are summed take how many of them have one; a rank on which it was cleared since it was
+    reduced adds :data:`CLEARED`. A last place stays 0, below which no maximum falls. Packs of
+    experts differ between data-parallel ranks: each has a block of places for every expert that the
+    ranks hold.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
     """
+
+    skips = True
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, device: torch.device
@@ -97,29 +105,58 @@ class Presence:
         self._places: list[slice] = []  # per pack, of its slots in the control vector
         self._numel = 0
         self._asks = process_groups.dp.size > 1
-        self._uploaded: dict[tuple[bool, ...], Tensor] = {}
+        self._here: tuple[int, ...] = ()  # of all packs in order, what this rank adds
+        self._uploaded: dict[tuple[int, ...], Tensor] = {}
+        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def local(self) -> tuple[bool, ...]:
-        """Whether there is a gradient here, per slot of all packs in order."""
-        return tuple(is_here for grads in self._grads for is_here in grads.presence())
-
-    def counts(self, local: tuple[bool, ...]) -> Tensor:
-        """This rank's part of :attr:`ControlVector.presence`; uploaded once per pattern."""
+    def local(self) -> Tensor:
+        """This rank's part; uploaded once per pattern."""
         if len(self._places) != len(self._grads):
             self._arrange()
-        if local not in self._uploaded:
+        self._here = tuple(
+            CLEARED if slot in grads.gone else -int(is_here)
+            for grads in self._grads
+            for slot, is_here in enumerate(grads.presence())
+        )
+        if self._here not in self._uploaded:
             if len(self._uploaded) > 8:
                 self._uploaded.clear()
-            has_gradient, slots = [False] * self._numel, iter(local)
+            numbers, slots = [0] * (self._numel + 1), iter(self._here)
             for places in self._places:
-                has_gradient[places] = islice(slots, places.stop - places.start)
-            self._uploaded[local] = to_device(has_gradient, torch.float64, self._device)
-        counts = self._uploaded[local]
+                numbers[places] = islice(slots, places.stop - places.start)
+            self._uploaded[self._here] = to_device(numbers, torch.float64, self._device)
+        counts = self._uploaded[self._here]
         for grads, places in zip(self._grads, self._places, strict=True):
             if grads.joint is not None:
                 counts = counts.clone()
-                counts[places] += grads.joint
+                counts[places] -= grads.joint
         return counts
+
+    def mistake(self, total: Tensor) -> Tensor:
+        """Whether a gradient is there on some ranks, and was cleared on others."""
+        if not self._asks:
+            return self._zero
+        # The remainder has the sign of the total: above 0 if CLEARED is in it, and -1 too.
+        return torch.fmod(total, CLEARED).amax(0, keepdim=True)
+
+    def error(self) -> Exception:
+        """Names a parameter, with the ranks."""
+        names = [slot.name for grads in self._grads for slot in grads.pack.layout.slots]
+        here = dict(zip(names, self._here, strict=True))
+        told = known(here, self._process_groups.dp, self._device)
+        texts = {CLEARED: "cleared", 0: "not there", -1: "kept"}
+        for name in names:
+            states = [(rank, texts[of_rank.get(name, 0)]) for rank, of_rank in told.items()]
+            if {"cleared", "kept"} <= {text for _, text in states}:
+                return RuntimeError(
+                    f"step: after the backward .grad of {name!r} was kept on some ranks and "
+                    f"cleared on others ({by_rank(states)}); clear gradients on all ranks alike"
+                )
+        cleared = [name for name, state in here.items() if state > 0]
+        return RuntimeError(
+            "step: after the backward .grad of some parameters was cleared on some ranks and kept "
+            f"on others; this rank cleared {', '.join(cleared) or 'none'}; do it on all ranks alike"
+        )
 
     def _arrange(self) -> None:
         """Give each pack its places, in the same order on all ranks."""
@@ -133,17 +170,16 @@ class Presence:
             self._numel += blocks * slots
             self._asks = self._asks or pack_groups.sums_replicas
 
-    def anywhere(
-        self, local: tuple[bool, ...], control: ControlVector
-    ) -> dict[Pack, tuple[bool, ...]]:
+    def anywhere(self, total: Tensor) -> dict[Pack, tuple[bool, ...]]:
         """Slots with a gradient on some rank, by pack.
 
         A gradient that is here is present. Only for a slot of an own span without one the counts
         of the other ranks are read, which on an accelerator waits for the all-reduce.
         """
+        local = [here < 0 for here in self._here]
         owned = (owns for grads in self._grads for owns in grads.owned)
         if self._asks and any(owns and not has for owns, has in zip(owned, local, strict=True)):
-            present = [count > 0 for count in control.presence.tolist()]
+            present = [-count % CLEARED > 0 for count in total.tolist()]
             return {
                 grads.pack: tuple(present[places])
                 for grads, places in zip(self._grads, self._places, strict=True)

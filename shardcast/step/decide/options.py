@@ -21,6 +21,7 @@ from shardcast import _compat
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.messages import by_rank, warn
 from shardcast.plan.validate import ON_DEVICE, plain
+from shardcast.step.history import HISTORY
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
 DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
@@ -31,6 +32,10 @@ REMEDY = (
 )
 COUNT = "optimizer.count"  # the argument that says whether it was called
 COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
+HISTORY_REMEDY = (
+    "Some ranks would train other gradients than the others: call backward, zero_grad() and step() "
+    "on all ranks alike, and decide what is to be skipped from numbers that are equal on all ranks"
+)
 UNTRAINED = (
     "The gradient of a parameter is zero on the ranks that do not train it; freeze and unfreeze on "
     "all ranks alike"
@@ -137,7 +142,10 @@ class OptionCheck:
             shown = ", ".join(f"{name} {value}" for name, value in values.items())
             rank = self._process_groups.everyone.rank
             text = f"the ranks differ in options; rank {rank} has {shown}"
-        remedy = COUNT_REMEDY if text.startswith(COUNT) else REMEDY
+        if any(text.startswith(fact) for fact in HISTORY):
+            remedy = HISTORY_REMEDY
+        else:
+            remedy = COUNT_REMEDY if text.startswith(COUNT) else REMEDY
         return RuntimeError(f"step: {text}. {remedy}")
 
     def warn_of_training(self, groups: Groups, names: Mapping[nn.Parameter, str]) -> None:

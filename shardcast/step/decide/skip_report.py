@@ -20,7 +20,6 @@ from shardcast.messages import warn
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
 
-MISTAKES = 4  # in Decision.report, before those of each rank
 ELSEWHERE = "on other model-parallel ranks, which name it"
 
 
@@ -65,6 +64,7 @@ class SkipReport:
     Args:
         grads: the gradient packs that are reduced; the list may grow.
         refuse: raises for mistakes of ``Decision.report``.
+        counts: of each of these mistakes, whether it counts in a step that is not skipped.
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
         signals: what a guard judges steps by.
@@ -76,6 +76,7 @@ class SkipReport:
         comm: Comm,
         device: torch.device,
         refuse: Callable[[Sequence[float]], None],
+        counts: Sequence[bool],
         bound: int,
         usual: bool,
         signals: Sequence[str] = (),
@@ -84,7 +85,7 @@ class SkipReport:
         self._refuse, self._bound, self._usual, self._signals = refuse, bound, usual, signals
         # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
         # is not finite; of all steps since they were reported the mistakes. As in Decision.report.
-        ranks, mistakes = comm.size, MISTAKES + comm.size
+        ranks, mistakes = comm.size, len(counts)
         sizes = [1, 1, ranks, mistakes]
         # Of a guard: spikes so far, whether one was the last skipped step, its values and bounds.
         self._counted = sum(sizes)
@@ -93,7 +94,7 @@ class SkipReport:
         self._totals, self._guarded = self._sent.split([self._counted, guarded])
         self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
         # By what totals, and by what a report, are multiplied in a step that is made, and skipped.
-        made = [[1, 0, *[1] * (ranks + mistakes)], [0, 0, *[0] * ranks, *[1] * mistakes]]
+        made = [[1, 0, *[1] * (ranks + mistakes)], [0, 0, *[0] * ranks, *map(int, counts)]]
         skipped = [[1, 1, *[0] * ranks, *[1] * mistakes], [1] * self._counted]
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)
@@ -181,9 +182,11 @@ class SkipReport:
             raise RuntimeError(
                 f"{int(in_row)} steps in a row were skipped because of non-finite gradients "
                 f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
-                "or look at the data of these steps."
+                "or look at the data of these steps; a script that reads .grad needs "
+                "optimizer.gather_gradients() before"
             )
-        warn(f"step skipped, non-finite gradient: {where}")
+        reads = "; a script that reads .grad needs optimizer.gather_gradients() before"
+        warn(f"step skipped, non-finite gradient: {where}{reads * (self._comm.size > 1)}")
 
     @property
     def skipped_steps(self) -> int:
@@ -230,7 +233,7 @@ class SkipReport:
         for owner, grads in packs.items():
             if owner == self._comm.rank:
                 culprits[owner] = list(grads.culprits)
-            elif grads.allocated and not bool(grads.data[elements[owner][0]].isfinite()):
+            elif grads.allocated and not bool(grads.own_before(elements[owner][0]).isfinite()):
                 culprits[owner] = [self._comm.rank]
         exchanged = self._comm.exchange(culprits, self._device)
         return [

@@ -91,7 +91,6 @@ class Bucket:
     def discard(self, position: int) -> None:
         """The script clears one gradient."""
         slot = self.grads.pack.layout.slots[position]
-        self.grads.discard(position)
         if self.tree is not None:
             self.tree.discard(slice(slot.offset, slot.end))
             self.grads.taken.discard(position)
@@ -111,8 +110,9 @@ class Bucket:
     def drop_cleared(self, of_all_ranks: bool) -> None:
         """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
         gone = {n for n, is_here in enumerate(self.grads.presence()) if not is_here}
+        self.grads.gone = gone - self.absent
         means = self.grads.own if self.carry is None else self.carry
-        for position in gone if of_all_ranks else gone - self.absent:
+        for position in gone if of_all_ranks else self.grads.gone:
             means[own_part(self.grads.pack, position)].zero_()
             if self.late and self.grads.joint is not None:
                 self.grads.joint[position].fill_(0.0)
@@ -126,6 +126,7 @@ class Bucket:
         if self.state is State.LOCAL:
             return
         grads, every = self.grads, set(range(len(self.grads.pack.params)))
+        grads.gone = set()
         kept: set[int] = set()
         if not cleared:
             # One that a script replaced (p.grad = p.grad * 2) is a mean too, not to be averaged.

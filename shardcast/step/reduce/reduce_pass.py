@@ -46,6 +46,7 @@ class ReducePass:
 
     Attributes:
         backward: which one it is.
+        started: a gradient came; without any nothing is sent.
         over: it ended, or one of our own errors ended it, whose traceback keeps the pass.
     """
 
@@ -54,7 +55,7 @@ class ReducePass:
         # Gradients arrive roughly from the last parameter to the first; equal on all ranks.
         last_first = [*reducer.buckets.values()][::-1]
         self._buckets = sorted(last_first, key=lambda bucket: bucket.late)
-        self.over = False
+        self.over = self.started = False
         self.backward = _compat.current_backward()
         self._inner = self.backward  # the last backward inside it that adds to gradients
         self._next = 0  # first bucket that was not sent yet
@@ -62,8 +63,12 @@ class ReducePass:
         of_tree = reducer.micro_batches
         # Buffers to be used again.
         self._spare: list[Tensor] = [] if of_tree is None else of_tree.spare
+
+    def start(self) -> None:
+        """The first gradient is about to come, or none in a pass without a backward."""
+        self.started = True
         land_all(self._buckets)  # where a backward failed
-        reducer.drop_cleared(more_come=self.backward >= 0)
+        self._reducer.drop_cleared(more_come=self.backward >= 0)
         for bucket in self._buckets:
             bucket.arrived, bucket.counting = set(), None
 
@@ -148,10 +153,11 @@ class ReducePass:
 
     def _end(self) -> None:
         self.over = True  # an engine's thread may keep the callback for a moment longer
+        if not self.started:
+            return
         if self._sends:
             self.flush()
             self._reducer.has_ended = True
-            self._reducer.edits.note()
         else:
             for bucket in self._buckets:
                 if bucket.arrived:
@@ -177,7 +183,7 @@ class ReducePass:
             self._land()
         if micro_batches is not None and micro_batches.begun:
             micro_batches.end()
-        self._reducer.due = self._reducer.spent = False
+        self._reducer.passed()
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.reopen(self._reducer.spent)

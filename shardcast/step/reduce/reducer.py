@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.gradients import Gradients, ShardedGradients, nothing, set_grad_dtype
+from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
+from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
+from shardcast.step.history import BACKWARDS, CLEARS, HISTORY, STALE
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.reduce_pass import ReducePass
@@ -45,6 +47,7 @@ class Reducer:
         at_end: packs are launched at the end of a backward for good: one backward inside another
             was seen, or two models in one.
         has_ended: a synchronised backward did, without another one inside it unless one was seen.
+        history: what was done to means since the last step, which all ranks must do alike.
         buckets: of each pack, in the order of :meth:`add`.
         micro_batches: those of a step, where a tree says in which order they are added.
     """
@@ -65,6 +68,7 @@ class Reducer:
         self.divisor.of_tree = self.micro_batches
         self.at_end = self.has_ended = False
         self.edits = GradientEdits(self.grads)
+        self.history = dict.fromkeys(HISTORY, 0)
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
         self._reduce_pass: Callable[[], ReducePass | None] = nothing  # weak: the engine holds it
@@ -129,12 +133,6 @@ class Reducer:
         hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
         self._handles += map(_hook_gradient, pack.in_model, hooks)
         if not self.due:
-            if bucket.tree is not None and any(grads.presence()):
-                raise RuntimeError(
-                    f"add_param_group: expected no gradient of {bucket.first!r} yet, which belongs "
-                    "to a micro-batch (reproducible); add the group before the first backward of "
-                    "a step"
-                )
             bucket.collect()
             if not self.alone:
                 bucket.send([])
@@ -160,8 +158,8 @@ class Reducer:
             self._syncs = before
 
     def watch(self, model: nn.Module) -> None:
-        """Notice ``model.zero_grad()``, which would not reach sharded gradients by ``.grad``."""
-        if self.sharded or self.micro_batches is not None:
+        """Notice ``model.zero_grad()``, which would not reach a tree's sums by ``.grad``."""
+        if self.micro_batches is not None:
             model.zero_grad = ZeroGrad(model, self._cleared_in)  # type: ignore[method-assign]
             self._handles.append(model.zero_grad)
 
@@ -173,11 +171,12 @@ class Reducer:
         land_all(self.buckets.values())  # last: it raises where a rank was lost
 
     def begin(self) -> None:
-        """Have the pass flushed when the running backward ends.
+        """Have the pass flushed when the running backward ends, if it brings gradients.
 
-        Called when a backward reaches the model's output, so that it is the *outermost* backward
-        that flushes, not one that a re-entrant checkpoint runs inside; the first gradient hook
-        does the same for models whose submodules are called directly.
+        A backward that reaches no trained parameter (an adversarial example, Langevin sampling)
+        makes no pass, as under DDP. Called when a backward reaches the model's output, so that it
+        is the *outermost* backward that flushes, not one that a re-entrant checkpoint runs inside;
+        the first gradient hook does the same for models whose submodules are called directly.
         """
         held_back = self._local and self.micro_batches is None
         if not held_back and self._running() is None and _compat.accumulates():
@@ -198,9 +197,11 @@ class Reducer:
                 "context before the last backward and the step"
             )
         self.touched = False
-        self.edits.check_in_place()
         reduced = not (self.due or self.alone)  # alone no backward makes a pass due
         if reduced:
+            edited = [grads.look() for grads in self.grads]
+            if any(edited):
+                self.edits.warn_of("edited in place")
             land_all(self.buckets.values())
             for bucket in self.buckets.values():
                 bucket.drop_cleared(self.spent)
@@ -210,8 +211,15 @@ class Reducer:
             self._new_pass().flush()
         # One replaced by hand after the reduction is final, as with DDP.
         replaced = [grads.adopt() for grads in self.grads]
-        if reduced and any(replaced):
-            self.edits.warn_of_replaced(self.spent)
+        for grads, is_replaced in zip(self.grads, replaced, strict=True):
+            if reduced and is_replaced:
+                if grads.is_marked:
+                    grads.is_edited = grads.is_replaced = True
+                if self.spent:
+                    self.edits.warn_of_set()
+                elif grads.is_marked:
+                    self.edits.warn_of("replaced")
+            grads.forgive()
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -223,7 +231,7 @@ class Reducer:
             return
         for pack, present in self._present_anywhere().items():
             self.buckets[pack].grads.gather(present)
-            self.buckets[pack].absent.clear()
+            self.buckets[pack].absent = {n for n, is_there in enumerate(present) if not is_there}
         self.edits.gathered()
 
     def _present_anywhere(self) -> dict[Pack, list[bool]]:
@@ -250,19 +258,23 @@ class Reducer:
                 present[pack], flags = flags[:count], flags[count:]
         return present
 
+    def passed(self) -> None:
+        """A pass has brought all means here."""
+        self.due = self.spent = False
+        self.history[BACKWARDS] += 1
+
     def used(self) -> None:
         """A step used the gradients: the next one needs a pass of its own."""
         self.due, self.spent, self.backwards = True, True, 0
-        self.edits.used()
+        self.history.update(dict.fromkeys(HISTORY, 0))
         if self.micro_batches is not None:
             self.micro_batches.reset()
-        for grads in self.grads:
-            grads.used()
 
     def cleared(self, set_to_none: bool = True) -> None:
         """Gradients were cleared. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
         self._spend()
+        self.history[STALE] = 0
         self.edits.changed()
         if self.micro_batches is not None:
             self.micro_batches.reset()
@@ -273,7 +285,7 @@ class Reducer:
     def _spend(self) -> None:
         """Means, if there are any, were cleared."""
         if not (self.spent or self.due or self.alone):
-            self.edits.dropped()
+            self.history[CLEARS] += 1
         self.spent = True
 
     def _cleared_in(self, model: nn.Module, set_to_none: bool) -> None:
@@ -361,17 +373,20 @@ class Reducer:
         return None if reduce_pass is None or reduce_pass.over else reduce_pass
 
     def _new_pass(self) -> ReducePass:
+        reduce_pass = ReducePass(self, not self._local)
+        self._start(reduce_pass)
+        return reduce_pass
+
+    def _start(self, reduce_pass: ReducePass) -> None:
         self.due = True  # and stays so where a backward fails
         self.edits.begin()
-        return ReducePass(self, not self._local)
+        reduce_pass.start()
 
     def _begin(self) -> ReducePass:
-        self.backwards += 1
-        reduce_pass = self._new_pass()
-        if not self.sharded and exact_sums(self.backwards, self._config):
+        reduce_pass = ReducePass(self, not self._local)
+        if not self.sharded and exact_sums(self.backwards + 1, self._config):
             for grads in self.grads:
                 grads.widen()
-        self.edits.changed()
         self._reduce_pass = weakref.ref(reduce_pass)
         reduce_pass.begin()
         return reduce_pass
@@ -387,6 +402,10 @@ class Reducer:
             return
         self.touched = True
         try:
+            if not reduce_pass.started:
+                self.backwards += 1
+                self.edits.changed()
+                self._start(reduce_pass)
             if self.micro_batches is not None:
                 self.micro_batches.begin()
             reduce_pass.arrive(bucket, position, running)
