@@ -1,16 +1,19 @@
-"""Time saving and loading of shardcast beside torch's ZeroRedundancyOptimizer.
+"""Time saving and loading of shardcast next to torch's own ways, of one state on one disk.
 
     python -m benchmarks checkpoint --elements 100000000
 
 AdamW over that many fp32 parameters: three times as many elements of state. torch gathers the state
 on rank 0 (`consolidate_state_dict`) and saves it there with `torch.save`; shardcast's ranks each
-write their own, with checksums and flushes to the disk. Two gloo processes, one run, alternating.
+write their own, with checksums and flushes to the disk. `torch.save` and `dcp.save` write a state
+that is gathered already: the one on rank 0 alone, the other deals its tensors to both ranks. Two
+gloo processes, one run, alternating.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -68,6 +72,24 @@ def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, li
         plain.load_state_dict(loaded["model"])
         zero.load_state_dict(loaded["optim"])
 
+    gathered = {
+        "model": plain.state_dict(),
+        "optim": {
+            name: {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")}
+            for name, param in plain.named_parameters()
+        },
+    }
+
+    def torch_save() -> None:
+        if rank == 0:
+            flushed(gathered, base / "torch.pt")
+
+    def dcp_save() -> None:
+        if rank == 0:
+            shutil.rmtree(base / "dcp", ignore_errors=True)
+        dist.barrier()
+        dcp.save(gathered, checkpoint_id=base / "dcp")
+
     step = 0
 
     def ours_save() -> None:
@@ -95,6 +117,8 @@ def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, li
 
     for _ in range(rounds):
         timed("ZeroRedundancyOptimizer save", zero_save)
+        timed("torch.save, of what is gathered already", torch_save)
+        timed("dcp.save, of what is gathered already", dcp_save)
         timed("shardcast save", ours_save)
         timed("ZeroRedundancyOptimizer load", zero_load)
         timed("shardcast load", ours_load)
