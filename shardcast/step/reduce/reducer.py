@@ -384,7 +384,10 @@ class Reducer:
 
     def _begin(self) -> ReducePass:
         reduce_pass = ReducePass(self, not self._local)
-        if not self.sharded and exact_sums(self.backwards + 1, self._config):
+        # A tree keeps the gradients of each micro-batch apart: its bits must not depend on how many
+        # of them are on this rank.
+        adds_up = not self.sharded and self.micro_batches is None
+        if adds_up and exact_sums(self.backwards + 1, self._config):
             for grads in self.grads:
                 grads.widen()
         self._reduce_pass = weakref.ref(reduce_pass)
