@@ -315,7 +315,8 @@ def test_every_saved_form_loads_without_shardcast(tmp_path: Path, monkeypatch: p
         import shardcast  # noqa: F401
     for form in ("saved", "pretrained"):
         model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / form, dtype="bfloat16")
-        assert equal(model.state_dict(), expected), form
+        low = {name: value.to(torch.bfloat16) for name, value in expected.items()}  # norms too
+        assert equal(model.state_dict(), low), form
     again = model_of()
     again.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert equal(again.bfloat16().state_dict(), expected)
@@ -378,7 +379,8 @@ def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_wa
     assert torch.equal(loaded.lm_head.weight, masters["lm_head.weight"])
     for name in ("alone", "alone again", "low", "mismatched"):
         found = load_file(tmp_path / name / "model.safetensors")
-        assert {value.dtype for value in found.values()} == {torch.bfloat16}, name
+        matrices = {value.dtype for value in found.values() if value.dim() > 1}
+        assert matrices == {torch.bfloat16}, name  # norms stay fp32
     found = load_file(tmp_path / "matched" / "model.safetensors")
     assert {value.dtype for value in found.values()} == {torch.float32}
 
