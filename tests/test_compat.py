@@ -211,6 +211,8 @@ def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
         assert _compat.mesh_line(mesh["dp"], "dp") == (1, 5)
         assert _compat.mesh_group(mesh, ["dp"]) is mesh.get_group("dp")
         assert _compat.mesh_group(mesh, ["dp", "tp"]).size() == 8
+        pair = _compat.group_of([1, 5], "pair")
+        assert pair.size() == 2 and _compat.group_of([1, 5], "pair") is pair, "made once"
 
         local = torch.ones(2, 3)
         param = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False))

@@ -65,6 +65,7 @@ class CastForward:
             evaluated in fp32, ``AUTOCAST`` turns nothing on.
         within: how the caller computes, if not under autocast. Else ``AUTOCAST`` stays off where
             the script turned it off within the model; a layer then computes in fp32.
+        renews: enter an autocast of the script's anew, without its cache.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class CastForward:
         compute: ComputeMode | None,
         weight: nn.Parameter | None,
         within: ComputeMode | None,
+        renews: bool,
     ) -> None:
         self.__wrapped__ = module.forward  # as inspect.signature looks for it
         self._module, self._low, self._device_type = module, low, device_type
         self._inputs, self._outputs, self._compute = inputs, outputs, compute
         self._weight = weight
-        self._is_root = within is None
+        self._renews = renews
         self._forced = within in (ComputeMode.FP32, ComputeMode.LOW)
         self._is_product = isinstance(module, MATMULS) and is_layer(module)
         self._replaced = "forward" in vars(module)
@@ -133,7 +135,7 @@ class CastForward:
         enabled = torch.is_autocast_enabled(self._device_type)
         if self._compute is ComputeMode.AUTOCAST:
             if enabled:  # by the script: entered anew without the cache
-                return self._is_root and torch.is_autocast_cache_enabled()
+                return self._renews and torch.is_autocast_cache_enabled()
             if self._weight is not None and self._weight.dtype != self._low:
                 return False
             # An autocast that a script nests in ours inherits that there is no cache, which
@@ -219,7 +221,8 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
         if module in precision.fp32_outputs or (config.autocast and is_table and has_low):
             outputs = MASTER_DTYPE
         if inputs is not None or outputs or switch:
-            casts = inputs, outputs, switch, weight, outside
+            renews = config.autocast and outside is None
+            casts = inputs, outputs, switch, weight, outside, renews
             forwards.append(CastForward(module, low, device_type, *casts))
     return forwards
 

@@ -61,7 +61,7 @@ print(saved, loaded, exported)
 
 @pytest.mark.timeout(120)  # what were two processes with 50 seconds each
 def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model(tmp_path: Path):
-    """192 MB of state are saved and loaded; extra is a chunk, and to load the state of a pack.
+    """192 MB of state are saved and loaded; extra is nothing, and to load the state of a pack.
 
     An export takes one of the files that it writes, here two parameters, and a chunk.
     """
@@ -74,7 +74,7 @@ def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model
     )
     assert finished.returncode == 0, finished.stderr
     saved, loaded, exported = map(int, finished.stdout.split())
-    assert 0.9 * LARGEST < saved < 2 * LARGEST  # pages are counted in batches
+    assert saved < LARGEST  # of a tensor of which no copy is made; pages are counted in batches
     of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
     assert of_a_pack < loaded < of_a_pack + 2 * LARGEST
     assert 1.9 * LARGEST < exported < 3.5 * LARGEST

@@ -226,21 +226,6 @@ def test_loaded_weights_become_masters_in_full_precision(kind: Any):
 # -- numbers --------------------------------------------------------------------------------------
 
 
-def test_clearing_gradients_on_one_rank_alone_does_not_break_the_sequence():
-    """A rank may drop what it has, for example after a bad batch: its peers step on."""
-
-    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> list[Tensor]:
-        for _ in range(2):
-            model(batch).square().mean().backward()
-            if torch.equal(batch, BATCH.chunk(2)[1]):
-                optimizer.zero_grad()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values_of(model)
-
-    assert equal(*on_ranks(script))
-
-
 def test_the_default_dtype_of_a_script_changes_no_number():
     def run(default: torch.dtype) -> dict[Any, Tensor]:
         model = mlp()
@@ -315,4 +300,4 @@ def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
     assert f"({numel:,} in " in line and "over 1 of 1 data-parallel ranks" in line
     report = optimizer.memory_report()
     assert report.total == sum(report.values()) and isinstance(report, dict)
-    assert str(report).splitlines()[-1].split()[0] == "total"
+    assert f"total {report.total / 1e6:.3f} MB" in str(report)

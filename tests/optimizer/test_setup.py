@@ -24,7 +24,6 @@ from models import (
 )
 from torch import Tensor, nn
 
-import shardcast
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -174,16 +173,3 @@ def test_the_other_public_modules_are_imported_when_they_are_used():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout == "module 'shardcast' has no attribute 'chekpoint'\n", done.stderr
-
-
-def test_a_further_group_of_several_stages_keeps_them_in_packs_apart():
-    """Each stage can then be reduced as soon as its own backwards are done."""
-    stages = [nn.Module(), nn.Module()]
-    for number, stage in enumerate(stages):
-        stage.add_module(f"layer{number}", nn.Linear(3, 3))
-    weights, biases = ([getattr(stage[0], name) for stage in ([*s.children()] for s in stages)]
-                       for name in ("weight", "bias"))  # fmt: skip
-    optimizer = shardcast.shard(stages, torch.optim.SGD(weights, lr=0.1), param_dtype="fp32")
-    optimizer.add_param_group({"params": biases})
-    names = [[slot.name for slot in pack.slots] for pack in optimizer.layout.packs]
-    assert names == [["layer0.weight"], ["layer1.weight"], ["layer0.bias"], ["layer1.bias"]]

@@ -142,7 +142,10 @@ def test_whatever_waits_is_noticed(wait: Callable[[Tensor], Any]):
 
 
 class Passes(TorchDispatchMode):
-    """Bytes that operations read and write in ``watched`` memory; views touch nothing."""
+    """Bytes that operations read and write in ``watched`` memory; views touch nothing.
+
+    Operations at single indices touch those elements alone.
+    """
 
     def __init__(self, watched: Tensor) -> None:
         super().__init__()
@@ -158,7 +161,10 @@ class Passes(TorchDispatchMode):
                 inside = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
                 if inside and self.start <= tensor.data_ptr() < self.stop:
                     name = func.overloadpacket.__name__
-                    self.touched[name] = self.touched.get(name, 0) + tensor.nbytes
+                    nbytes = tensor.nbytes
+                    if name in ("index_select", "index_copy_"):
+                        nbytes = args[2].numel() * tensor.itemsize
+                    self.touched[name] = self.touched.get(name, 0) + nbytes
         return result
 
 
@@ -198,7 +204,8 @@ def test_a_step_passes_over_the_own_span_and_never_over_whole_buffers(gloo: Spaw
         # All gradients are written once in backward: two spans, less much padding in so small a
         # model. Of its own span the owner reads its piece and writes the mean.
         assert 1.5 + 2 < rank["backward"] <= 2 + 2
-        assert rank["gradients"] == 2, "read for the norm, read for the update"
+        # And an element of each parameter, to see whether a script edited it.
+        assert 2 <= rank["gradients"] < 2.01, "read for the norm, read for the update"
         assert rank["parameters"] == 2, "compared with the masters, written by the cast"
         assert not rank["operations"] & {"zero_", "fill_", "mul_", "div_", "clone"}
 
