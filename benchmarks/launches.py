@@ -78,7 +78,7 @@ def measure(packs: int, rounds: int) -> dict[str, tuple[Counter[str], list[float
 
 
 def one(packs: int, rounds: int, fields: dict[str, Any]) -> tuple[Counter[str], list[float]]:
-    model = nn.ParameterList(torch.ones(SIZE) for _ in range(packs))
+    model = nn.ParameterList(torch.ones(2, SIZE // 2) for _ in range(packs))
     plain = torch.optim.AdamW(model.parameters())
     fields = {"param_dtype": torch.bfloat16, **fields}
     optimizer = shardcast.shard(

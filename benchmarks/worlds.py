@@ -100,12 +100,12 @@ def measure(sizes: list[int], rounds: int) -> list[World]:
 def one(world: World) -> None:
     """Train a little in one world, and note the times."""
     gc.collect()
-    model = nn.ParameterList(torch.ones(SIZE) for _ in range(PACKS))
+    model = nn.ParameterList(torch.ones(2, SIZE // 2) for _ in range(PACKS))
     plain = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer = shardcast.shard(
         model, plain, process_group=Idle(0, world.size), param_dtype=torch.bfloat16, pack_params=1
     )
-    grad = torch.full((SIZE,), 1e-3, dtype=torch.bfloat16)
+    grad = torch.full((2, SIZE // 2), 1e-3, dtype=torch.bfloat16)
     times = [train(model, optimizer, grad) for _ in range(1 + STEPS)][1:]
     world.backward.append(statistics.median(backward for backward, _ in times))
     world.step.append(statistics.median(step for _, step in times))

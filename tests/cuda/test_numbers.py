@@ -24,9 +24,13 @@ WINDOWS = 9 << 20  # elements: two windows of the forms that make copies, and a 
 
 
 def model_of(*sizes: int) -> nn.ParameterList:
-    """Parameters of these lengths, equal in every call."""
+    """Parameters of so many elements, equal in every call.
+
+    The first is a matrix: without one beside them vectors would stay fp32.
+    """
     generator = torch.Generator().manual_seed(0)
-    return nn.ParameterList(torch.randn(n, generator=generator).to(DEVICE) for n in sizes)
+    params = [torch.randn(numel, generator=generator).to(DEVICE) for numel in sizes]
+    return nn.ParameterList([params[0].view(2, -1), *params[1:]])
 
 
 def give(model: nn.Module, seed: int, scale: float = 1.0) -> None:
@@ -90,7 +94,7 @@ def test_a_nan_skips_the_step_and_changes_nothing(fuse: str) -> None:
     optimizer.step()
     before = values(model), masters(optimizer)
     give(model, 1)
-    next(model.parameters()).grad[7] = math.nan
+    next(model.parameters()).grad.view(-1)[7] = math.nan
     with pytest.warns(UserWarning, match="non-finite gradient"):  # a GPU is heard of later
         optimizer.step()
         assert optimizer.skipped_steps == 1
@@ -113,9 +117,9 @@ def test_clipping_bounds_the_update_by_the_global_norm(fuse: str) -> None:
     give(model, 0)
     give(free, 0)
     optimizer.step()
-    norm = torch.cat([param.grad.double() for param in free.parameters()]).norm()
+    norm = torch.cat([param.grad.double().flatten() for param in free.parameters()]).norm()
     torch.testing.assert_close(optimizer.grad_norm.double(), norm, rtol=1e-6, atol=0.0)
-    moved = [(a - b).double() for a, b in zip(before, values(model), strict=True)]
+    moved = [(a - b).double().flatten() for a, b in zip(before, values(model), strict=True)]
     assert torch.cat(moved).norm().item() == pytest.approx(0.5, rel=1e-4)
 
 

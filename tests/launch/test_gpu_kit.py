@@ -14,11 +14,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from gpu import __main__ as kit
 from gpu import cuda_tests
-from gpu.bench import Bench
+from gpu.bench import Bench, flat_model
 from gpu.report import Result, write
 from gpu.step_profile import STEP, summary
+
+import shardcast
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +49,13 @@ def test_the_dry_run_gives_figures_of_every_part_without_an_error(tmp_path: Path
     assert "figures mean nothing" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report.png").stat().st_size > 1000
     assert len(list(tmp_path.iterdir())) == 3  # a machine that is lent may give back a few files
+
+
+def test_what_the_kit_times_is_an_update_of_low_precision() -> None:
+    model = flat_model((1 << 24) + 10, torch.device("cpu"))
+    shardcast.shard(model, torch.optim.SGD(model.parameters()), param_dtype=torch.bfloat16)
+    assert [param.numel() for param in model] == [1 << 24, 10]
+    assert {param.dtype for param in model} == {torch.bfloat16}
 
 
 def part(monkeypatch: pytest.MonkeyPatch, body: Callable[[Bench], object]) -> None:

@@ -85,7 +85,7 @@ def test_a_guard_asks_for_no_value_of_the_device(
 ):
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     with fake_world(8) as group:
-        model = nn.ParameterList(torch.ones(4096) for _ in range(2))
+        model = nn.ParameterList(torch.ones(2, 2048) for _ in range(2))
         optimizer = sharded(model, group, fuse="eager", guard=guard)
         for _ in range(3):
             sum(param.sum() for param in model).backward()
