@@ -16,10 +16,6 @@ from benchmarks.models import WORKLOADS, Workload
 from benchmarks.systems import LR, SYSTEMS, System
 
 WARM_UP = 6  # steps whose losses are compared with the reference
-# Steps before the first round. In its first 16 shardcast compares weights with masters, which
-# would be a part of a few rounds only.
-SETTLED = 16
-
 
 CLOCKS: dict[str, Callable[[], float]] = {
     "wall": time.perf_counter,
@@ -120,8 +116,6 @@ def prepare(name: str, workload: Workload, plan: Plan) -> tuple[System, Result, 
         held=fullest(held[0], before, numel),
         growth=fullest(growth.bytes, 0, numel),
     )
-    for number in range(WARM_UP + 1, SETTLED):
-        one_step(system, workload, plan, number)
     return system, result, [mean_loss(loss) for loss in [*losses, last[2]]]
 
 
