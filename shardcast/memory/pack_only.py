@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -49,8 +48,8 @@ class PackedParameters:
         self._present: list[set[int]] = [set() for _ in packs]  # positions, in the flat gradient
         check = _compat.weak_hook(PackedParameters._refuse_absent, self)
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            handle = register(lambda optimizer, *_: check(optimizer))  # after: of a closure
-            weakref.finalize(self, handle.remove)
+            # Never removed, but idle without us: garbage may be collected while torch iterates.
+            register(lambda optimizer, *_: check(optimizer))  # after: of a closure
         for flat in self._flats:  # the hooks live while an optimizer holds a flat parameter
             flat._shardcast_packed = self  # type: ignore[attr-defined]
         for number, pack in enumerate(packs):
