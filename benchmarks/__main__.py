@@ -10,6 +10,7 @@
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks reproducible --ranks 2      # the same bits at any number of ranks
     python -m benchmarks checkpoint --elements 100000000  # beside ZeroRedundancyOptimizer
+    python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
 
 Everything of a command runs in one process per rank, in interleaved rounds: each round runs every
@@ -32,6 +33,7 @@ from benchmarks import (
     averages,
     buffers,
     checkpoint,
+    digests,
     document,
     launches,
     matrix,
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["checkpoint"]:
         checkpoint.main(arguments[1:])
         return
+    if arguments[:1] == ["digests"]:
+        sys.exit(digests.main(arguments[1:]))
     args = parse(arguments)
     if args.command == "all":
         document.measure(args.document, args.minutes, args.only, args.idle)

@@ -24,6 +24,18 @@ FLOORS: tuple[frozenset[str], ...] = (
 # theirs is looked at in one file each.
 ALLOWED = {"_compat.py"}
 LONGEST = 310  # lines of code; docstrings, comments and empty lines aside
+# The border: what every user runs knows nothing of what is optional. `optimizer/api.py` puts both
+# together; the modules named here are optional and in the core's folders still.
+CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
+OPTIONAL = {
+    "shardcast.memory.chance", "shardcast.memory.sharded_gradients", "shardcast.optimizer.averages",
+    "shardcast.optimizer.digest", "shardcast.optimizer.metrics", "shardcast.plan.probe",
+    "shardcast.plan.twins", "shardcast.step.decide.exact_norm", "shardcast.step.decide.guard",
+    "shardcast.step.decide.tokens", "shardcast.step.reduce.tree", "shardcast.step.sync.buffers",
+    "shardcast.step.sync.overlap", "shardcast.step.update.any_optimizer",
+    "shardcast.step.update.muon", "shardcast.step.update.offload",
+}  # fmt: skip
+CROSSINGS = 21  # of the border, by imports; it may only go down, to 0
 
 
 def modules() -> dict[str, Path]:
@@ -61,6 +73,18 @@ def upward_arrows() -> list[str]:
         if name != "shardcast"
         for other in imports(path, everywhere=True)
         if other != "shardcast" and floor_of(other) > floor_of(name)
+    ]
+
+
+def crossings() -> list[str]:
+    """Imports from the core of what is optional, those in functions and for types alone too."""
+    return [
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        if name.split(".")[1:2] and name.split(".")[1] in CORE
+        if name not in OPTIONAL and name != "shardcast.optimizer.api"
+        for other in dict.fromkeys(imports(path, everywhere=True))
+        if other in OPTIONAL or other.startswith("shardcast.extensions")
     ]
 
 
@@ -136,6 +160,12 @@ def test_imports_go_round_nowhere():
     assert cycles() == []
 
 
+def test_imports_of_what_is_optional_from_the_core_become_fewer():
+    found = crossings()
+    assert len(found) <= CROSSINGS, found
+    assert len(found) == CROSSINGS, f"there are {len(found)}: lower CROSSINGS to that"
+
+
 def test_private_members_are_read_in_their_own_module_only():
     found = {
         str(path.relative_to(PACKAGE)): reads
@@ -170,6 +200,8 @@ def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
     """Negative controls: an arrow upwards, a cycle, a private member of another object."""
     monkeypatch.setattr("test_architecture.FLOORS", FLOORS[::-1])
     assert any(arrow.startswith("shardcast.step") for arrow in upward_arrows())
+    monkeypatch.setattr("test_architecture.OPTIONAL", {"shardcast.memory.pack"})
+    assert "shardcast.step.sync.sync imports shardcast.memory.pack" in crossings()
     assert private_reads("def f(x):\n    return x._secret") == ["line 2: x._secret"]
     assert private_reads("class A:\n    def f(self, o):\n        self._a = o._a") == []
     arrows = {"a": ["b"], "b": ["a"]}

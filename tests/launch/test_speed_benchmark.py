@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks import __main__ as benchmark
-from benchmarks import counters, document, report, step, systems
+from benchmarks import counters, digests, document, report, step, systems
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
@@ -186,3 +186,12 @@ def test_two_hosts_are_skipped_with_a_message_without_root(tmp_path: Path) -> No
         timeout=30,
     )
     assert run.returncode == 0 and run.stdout.startswith("skipped: ")
+
+
+@pytest.mark.filterwarnings("ignore:step skipped", "ignore:state_dict")
+def test_a_digest_is_that_of_the_bits(monkeypatch: pytest.MonkeyPatch):
+    run = digests.RUNS["offloaded"]
+    first = digests.hashed(run())
+    assert digests.hashed(run()) == first
+    monkeypatch.setattr("shardcast.step.decide.norm.EPS", 2e-6)
+    assert digests.hashed(run()) != first
