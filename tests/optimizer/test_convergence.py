@@ -9,14 +9,15 @@ import pytest
 import torch
 from corpus import Corpus
 from gpt import GPT, GPTConfig
+from products import by_way_of_fp32
 from torch import Tensor
 
 import shardcast
 
 pytestmark = pytest.mark.timeout(240)
 
-STEPS, CONTEXT, BATCH = 150, 64, 8
-SEEDS = (0, 1, 2)  # of one draw the loss is 3 % off, and every Python has another text
+STEPS, WARMUP, CONTEXT, BATCH = 150, 15, 64, 8
+SEEDS = (0, 1, 2)  # every Python has another text
 
 
 @functools.cache
@@ -31,19 +32,25 @@ def trained(seed: int, **fields: Any) -> tuple[float, list[Tensor]]:
     model = GPT(GPTConfig(context=CONTEXT, width=64, depth=2, heads=4))
     plain = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = shardcast.shard(model, plain, max_grad_norm=1.0, **fields)
-    for step in range(STEPS):
-        model(*corpus().train_batch(seed, step, 0, BATCH)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        losses = [model(*batch) for batch in corpus().held_out_batches(128, 32)]
+    # Warm-up and decay, as one trains: at a constant rate two draws of one sort are 3 % apart.
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARMUP, 1) * (1 - step / STEPS)
+    )
+    with by_way_of_fp32(torch.device("cpu")):
+        for step in range(STEPS):
+            model(*corpus().train_batch(seed, step, 0, BATCH)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+        with torch.no_grad():
+            losses = [model(*batch) for batch in corpus().held_out_batches(128, 32)]
     return torch.stack(losses).mean().item(), [p.detach().clone() for p in model.parameters()]
 
 
 def test_fewer_bits_train_as_well():
     exact, weights = zip(*(trained(seed) for seed in SEEDS), strict=True)
     assert max(exact) < 3.0, "it has learned: random bytes are 5.55"
-    for moments, percent in (("bf16", 1), ("int8", 2)):
+    for moments in ("bf16", "int8"):
         found, others = zip(*(trained(seed, moments=moments) for seed in SEEDS), strict=True)
         assert any(not torch.equal(a, b) for a, b in zip(others[0], weights[0], strict=True))
-        assert sum(found) < sum(exact) * (1 + percent / 100)
+        assert sum(found) < sum(exact) * 1.005
