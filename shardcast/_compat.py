@@ -190,6 +190,19 @@ def group_of(ranks: Sequence[int], name: str, backend: Any = None) -> dist.Proce
     return group  # type: ignore[no-any-return]
 
 
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store through which the processes of ``group`` met; None of a mock without one."""
+    if (store := getattr(group, "store", None)) is not None:  # of a mock whose ranks are threads
+        return store
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return store
+
+
+def frame_of_thread(number: int) -> types.FrameType | None:
+    """The innermost frame of a running thread; None of one that has ended."""
+    return sys._current_frames().get(number)
+
+
 def default_store() -> Any:
     """The store through which the processes of the default group met."""
     return dist.distributed_c10d._get_default_store()

@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,33 @@ def test_a_scheduler_knows_that_a_step_was_made():
 
 def meets(group: Any) -> bytes:
     store = _compat.default_store()
+    _compat.store_of(group).set(f"of_group/{group.rank()}", "here")
+    assert _compat.store_of(group).get(f"of_group/{1 - group.rank()}") == b"here"
     store.set(f"met/{group.rank()}", "here")
     return bytes(store.get(f"met/{1 - group.rank()}"))
 
 
 def test_the_store_of_the_default_group_is_shared(gloo: SpawnedWorld):
     assert gloo.run(meets) == [b"here"] * 2
+
+
+def test_a_thread_can_be_looked_at_from_another_one():
+    ready, done = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        ready.set()
+        done.wait(30)
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    assert ready.wait(30)
+    frame = _compat.frame_of_thread(thread.ident or 0)
+    while frame is not None and frame.f_code is not waits.__code__:
+        frame = frame.f_back
+    done.set()
+    thread.join()
+    assert frame is not None
+    assert _compat.frame_of_thread(thread.ident or 0) is None
 
 
 def test_compiled_models_are_unwrapped_and_an_attribute_called_module_is_no_wrapper():

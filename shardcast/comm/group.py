@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.comm.waiting import Watch, last_known
 from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
 
@@ -39,6 +40,7 @@ class TensorCollectives:
 
     Attributes:
         steps: optimizer steps made so far, for that error.
+        watch: what tells of long waits.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -51,11 +53,18 @@ class TensorCollectives:
         self.steps = 0
         self._turn = 0
         self._backends: dict[str, str] = {}  # by kind of device
+        self.watch = Watch.begin(self)
 
     @property
     def is_alive(self) -> bool:
         """Whether the process group was not destroyed."""
         return self._group is None or self._group() is not None
+
+    @property
+    def store(self) -> Any:
+        """The store of the process group; None without one, or once it was destroyed."""
+        group = None if self._group is None else self._group()
+        return None if group is None else _compat.store_of(group)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -230,21 +239,26 @@ class TensorCollectives:
 class Work:
     """The collectives of one call, waited for as one, and a context in which they are launched.
 
-    In both an error of the backend says what this rank was waiting for.
+    In both an error of the backend says what this rank was waiting for, and a long wait is told.
 
     Args:
         op: the collective.
-        about: whose it is; turned into text only for an error.
+        about: whose it is; turned into text only to tell of it.
     """
 
-    __slots__ = ("_about", "_comm", "_op", "launched")
+    __slots__ = ("_about", "_op", "comm", "launched")
 
     def __init__(self, comm: TensorCollectives, op: str, about: object) -> None:
-        self._comm, self._op, self._about = comm, op, about
+        self.comm, self._op, self._about = comm, op, about
         self.launched: list[Any] = []  # None: of what has run
 
+    def __str__(self) -> str:
+        return f"{self._op} of {self._about}" if self._about else self._op
+
     def __enter__(self) -> None:
-        pass
+        watch = self.comm.watch
+        watch.begun += 1
+        watch.waits = self
 
     def __exit__(
         self,
@@ -252,15 +266,18 @@ class Work:
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
+        comm = self.comm
+        comm.watch.waits = None
         # Subclasses, such as one for a lack of memory, say themselves what is the matter.
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return
-        comm = self._comm
-        of = f" of {self._about}" if self._about else ""
+        comm.watch.gave_up = True
+        known = last_known(comm)
+        seen = f"Where they were seen last: {known}. " if known else ""
         raise RuntimeError(
-            f"rank {comm.rank} of {comm.size} waited for the other ranks in {self._op}{of}, "
-            f"after {comm.steps} steps, and the process group gave up: {error}. Usually another "
-            "rank made other calls (one more batch, two steps, or clip_grad_norm_, "
+            f"rank {comm.rank} of {comm.size} waited for the other ranks in {self}, "
+            f"after {comm.steps} steps, and the process group gave up: {error}. {seen}Usually "
+            "another rank made other calls (one more batch, two steps, or clip_grad_norm_, "
             "full_state_dict, save or the like on some ranks only), raised an error of its own, or "
             "ended: look at what the others were doing. See 'waited for the other ranks' in "
             f"{page('troubleshooting')}"

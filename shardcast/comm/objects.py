@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import os
 import pickle
 import socket
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,15 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm.group import TensorCollectives
-from shardcast.messages import LOG, by_rank
+from shardcast.comm.group import TensorCollectives, Work
+from shardcast.messages import by_rank
 from shardcast.plan.algorithms import Topology
 
 T = TypeVar("T")
 REMEDY_INIT = (
     "call torch.distributed.init_process_group(...) on every rank before shardcast.shard(...)"
 )
-PATIENCE = 30.0  # seconds that a rank waits for the others without a word
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -108,7 +105,7 @@ class Comm(TensorCollectives):
         padded[: data.numel()] = data
         gathered = padded.new_empty(padded.numel() * self.size)
         self.all_gather(gathered, padded, "values")
-        rows = gathered.cpu().view(self.size, -1)
+        rows = self._on_host(gathered).view(self.size, -1)
         return _unpickled(row[:length] for row, length in zip(rows, lengths, strict=True))
 
     def gather(self, value: Any, device: torch.device) -> list[Any]:
@@ -124,7 +121,7 @@ class Comm(TensorCollectives):
         if self.rank != 0:
             return []
         gathered[: data.numel()] = data
-        return _unpickled(gathered.cpu().split(lengths))
+        return _unpickled(self._on_host(gathered).split(lengths))
 
     def share(self, value: T, device: torch.device) -> T:
         """Rank 0's value on every rank; the values of the others are not read."""
@@ -134,9 +131,9 @@ class Comm(TensorCollectives):
         length = torch.tensor([data.numel()], device=device)
         self.broadcast(length, 0, "values")
         if self.rank != 0:
-            data = torch.empty(int(length), dtype=torch.uint8, device=device)
+            data = torch.empty(int(self._on_host(length)), dtype=torch.uint8, device=device)
         self.broadcast(data, 0, "values")
-        shared: T = _unpickled([data.cpu()])[0]
+        shared: T = _unpickled([self._on_host(data)])[0]
         return shared
 
     def agree(self, text: str, device: torch.device, about: object = "") -> bool:
@@ -209,36 +206,20 @@ class Comm(TensorCollectives):
             "groups and config on every rank."
         )
 
+    def _on_host(self, values: Tensor) -> Tensor:
+        """What was received, on the host, which waits for it where there is a device."""
+        with Work(self, "a collective", "values"):
+            return values.cpu()
+
     def _numbers(self, number: int, device: torch.device, about: object) -> list[int]:
         """All ranks' integers, in rank order."""
         if self.size == 1:
             return [number]
         own = torch.tensor([number], device=device)
         numbers = own.repeat(self.size)
-        with self._telling_of_a_wait(about):
-            self.all_gather(numbers, own, about)
+        with Work(self, "an all-gather", about):  # the host waits for it too
+            _compat.all_gather_flat(numbers, own, self.group)
             return [int(number) for number in numbers.tolist()]
-
-    @contextlib.contextmanager
-    def _telling_of_a_wait(self, about: object) -> Iterator[None]:
-        """Log once if what is inside takes long, as where other ranks make other calls."""
-
-        def tell() -> None:
-            LOG.warning(
-                "rank %d of %d has waited %g s for the other ranks in %s, after %d steps; if they "
-                "are not in the same call (`if rank == 0:` around it?) it ends with the time-out "
-                "of the process group",
-                *(self.rank, self.size, PATIENCE, about or "a call that all ranks make"),
-                self.steps,
-            )
-
-        timer = threading.Timer(PATIENCE, tell)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 def machine() -> str:

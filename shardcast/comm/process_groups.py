@@ -157,6 +157,11 @@ class ProcessGroups:
         """The data-parallel ranks that hold the same parameters."""
         return self.dp if pack_groups.shard == PLAIN else self.comm(pack_groups.shard)
 
+    def end_watch(self) -> None:
+        """Tell of no more waits, once training is over; see :mod:`.waiting`. Local."""
+        for comm in {self.everyone, self.dp, self.shard, self.model, *self._groups.values()}:
+            comm.watch.end(comm)
+
     def comms(self, names: Sequence[str]) -> list[Comm]:
         """The ranks of several such groups."""
         return [self.comm(name) for name in names]

@@ -304,17 +304,24 @@ class PackedOptimizer(torch.optim.Optimizer):
                 handled, as in a ``finally:`` after it.
         """
         self.refuse_averaged("close")
-        if not self._closed:
-            self._closed = True
-            later = partial(self._restore, MASTER_DTYPE)
-            for module in {*self.stages, *self._called}:
-                mark(module, restore=later)
-            try:
-                self._unhook()
-            finally:
-                self.reduce.close()
-        if restore and sys.exc_info()[0] is None:
-            self._restore()
+        try:
+            if not self._closed:
+                self._end()
+            if restore and sys.exc_info()[0] is None:
+                self._restore()
+        finally:
+            self.process_groups.end_watch()
+
+    def _end(self) -> None:
+        """Let go of the model, whose masters wait to be given back."""
+        self._closed = True
+        later = partial(self._restore, MASTER_DTYPE)
+        for module in {*self.stages, *self._called}:
+            mark(module, restore=later)
+        try:
+            self._unhook()
+        finally:
+            self.reduce.close()
 
     def _restore(self, dtype: torch.dtype | None = None) -> None:
         """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""

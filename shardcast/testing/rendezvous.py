@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from .faults import (
     CollectiveMismatchError,
@@ -105,6 +106,7 @@ class ThreadedRun:
         """Makes the error that every rank raises; each its own, with what is known by then."""
         self.attempts = [0] * world_size
         """How many collectives each rank has come to."""
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
         self._groups: dict[str, tuple[int, ...]] = {}
         self._open: dict[
             tuple[str, int], PendingCollective

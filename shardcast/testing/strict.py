@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,11 @@ class StrictGroup(RecordedGroup):
         """The one that this rank takes part in at present."""
         self._pending: dict[Hashable, Call] = {}
         self._messages: Counter[tuple[int, int, int]] = Counter()
+
+    @property
+    def store(self) -> Any:
+        """What all ranks of the group can write to and read from, during a run."""
+        return None if self.run is None else dist.PrefixStore(self.key, self.run.store)  # type: ignore[attr-defined]
 
     def begin(self, run: ThreadedRun, rank_log: list[Collective] | None = None) -> None:
         """Take part in a new run, with an empty log.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, sharded
+from torch import nn
 
-from shardcast.comm import Comm, objects
+from shardcast import checkpoint
+from shardcast.comm import Comm, waiting
+from shardcast.messages import LOG
 from shardcast.plan.layout import PackLayout, Slot, Span
-from shardcast.testing import FakeGroup, SpawnedWorld
+from shardcast.testing import FakeGroup, SpawnedWorld, ThreadedWorld
+from shardcast.testing.strict import StrictGroup
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -122,34 +129,146 @@ def test_works_that_fail_later_are_named_too():
         work.wait()
 
 
-def alone_for_a_while(group: Any, told: str) -> list[str]:
-    """What this rank logs when rank 1 comes late to a call: after rank 0 has said so."""
-    comm, messages = Comm(group), list[str]()
-    comm.together(lambda: None, CPU, "load")  # nobody waits for long
+@contextlib.contextmanager
+def telling(patience: float) -> Iterator[list[str]]:
+    """What is logged of waits that take longer than ``patience``, in seconds."""
+    messages: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(f"{record.levelname} {record.getMessage()}")
-            Path(told).touch()
 
-    objects.LOG.addHandler(handler := Handler())
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(objects, "PATIENCE", 0.3 if group.rank() == 0 else 60.0)
-            while group.rank() == 1 and not Path(told).exists():
-                time.sleep(0.02)
-            comm.together(lambda: None, CPU, "save")
-    finally:
-        objects.LOG.removeHandler(handler)
-    return messages
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting, "PATIENCE", patience)
+        LOG.addHandler(handler := Handler())
+        try:
+            yield messages
+        finally:
+            LOG.removeHandler(handler)
 
 
-def test_a_rank_that_waits_for_long_says_so_once_and_in_which_call(
-    gloo: SpawnedWorld, tmp_path: Path
+def until(done: Callable[[], object]) -> None:
+    """Wait for what another rank, or another thread, does."""
+    for _ in range(3000):
+        if done():
+            return
+        time.sleep(0.01)
+    raise TimeoutError("it never came")
+
+
+def switched(optimizer: Any) -> None:
+    with optimizer.averaged("ema"):
+        pass
+
+
+COLLECTIVE: dict[str, Callable[[Any, nn.Module, str], object]] = {
+    "save": lambda it, model, folder: checkpoint.save(folder, model, it, step=2),
+    "full_state_dict": lambda it, *_: it.full_state_dict(),
+    "digest": lambda it, *_: it.digest(),
+    "switched": lambda it, *_: switched(it),
+    "load_state_dict": lambda it, *_: it.load_state_dict(it.state_dict()),
+    "gather_gradients": lambda it, *_: it.gather_gradients(),
+    "step": lambda it, *_: it.step(),
+    "close": lambda it, *_: it.close(),
+}
+
+
+def comes_late(group: Any, call: str, folder: str) -> tuple[list[str], list[str]]:
+    """What a rank logs when rank 1 comes to a call late, and its threads at the end."""
+    with telling(0.6) as messages:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, param_dtype=BF16, averages={"ema": 0.9})
+        told = Path(folder) / "told"
+
+        def say_when_told() -> None:
+            until(lambda: any("time.sleep" in text for text in messages))
+            told.touch()
+
+        speaker = threading.Thread(target=say_when_told)
+        if group.rank() == 0:
+            speaker.start()
+        else:
+            until(told.exists)  # the rank is elsewhere
+        COLLECTIVE[call](optimizer, model, f"{folder}/saved")
+        if group.rank() == 0:
+            speaker.join()
+        gc.collect()  # what tests before have left, not closed
+        optimizer.close(restore=False)
+    return messages, [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("call", COLLECTIVE)
+def test_a_rank_that_waits_for_long_says_in_which_call_and_where_the_other_is(
+    gloo: SpawnedWorld, tmp_path: Path, call: str
 ):
-    first, second = gloo.run(alone_for_a_while, str(tmp_path / "told"))
-    (message,) = first
-    assert message.startswith(
-        "WARNING rank 0 of 2 has waited 0.3 s for the other ranks in save, after 0 steps"
-    )
-    assert second == [], "the one that came late"
+    (first, *threads), _ = gloo.run(comes_late, call, str(tmp_path))
+    message = next(text for text in first if "time.sleep" in text)  # the first, if ranks are idle
+    assert message.startswith("WARNING rank 0 of 2 has waited ")
+    own, other = message.split("rank 0: ")[1].split("rank 1: ")
+    assert own.startswith(f"in {call} at test_waiting.py:")
+    assert "waiting in " in own
+    assert other.startswith("in no call of shardcast at test_waiting.py:")
+    assert "`time.sleep(0.01)`" in other
+    assert "shardcast waiting" not in threads[0], "what was sharded is closed"
+
+
+def waits_in_vain(group: Any, folder: str) -> str:
+    """The error of rank 0, which alone makes a call, while rank 1 trains on."""
+    with telling(0.4):
+        with_limit: Any = dist.new_group(timeout=timedelta(seconds=4))
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, with_limit)
+        with pytest.raises(RuntimeError) as raised:
+            if group.rank() == 0:
+                optimizer.full_state_dict()
+            else:
+                CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+                optimizer.step()
+        with contextlib.suppress(RuntimeError):
+            optimizer.close(restore=False)
+    return str(raised.value)
+
+
+def test_the_error_after_a_time_out_says_where_all_ranks_were(gloo: SpawnedWorld, tmp_path: Path):
+    for error in gloo.run(waits_in_vain, str(tmp_path)):
+        known = error.split("Where they were seen last: ")[1]
+        assert "rank 0: in full_state_dict at test_waiting.py:" in known
+        assert "rank 1: in backward at " in known or "rank 1: in step at " in known
+
+
+def late_thread(group: Any, messages: list[str], known: bool) -> None:
+    """Rank 1 comes to a call once rank 0 has told of it."""
+    comm = Comm(group) if known or group.rank() == 0 else None
+    if group.rank() == 1:
+        until(lambda: any("time.sleep" in text or not known for text in messages))
+    (comm or Comm(group)).together(lambda: None, CPU, "save")
+
+
+def test_ranks_that_are_threads_tell_of_each_other_too():
+    with telling(0.5) as messages:
+        ThreadedWorld(2).run(late_thread, messages, True)
+    assert "rank 0: in together at test_waiting.py:" in messages[-1]
+    assert "rank 1: in no call of shardcast at test_waiting.py:" in messages[-1]
+
+
+def test_a_rank_of_which_nothing_is_known_is_said_to_be_so():
+    with telling(0.5) as messages:
+        ThreadedWorld(2).run(late_thread, messages, False)
+    assert "rank 1: unknown" in messages[0]
+
+
+def test_a_run_in_which_no_rank_is_late_writes_to_no_store(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(StrictGroup, "store", property(lambda self: asked.append(self)))
+
+    def steps(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        for step in range(3):
+            CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
+            optimizer.step()
+        optimizer.full_state_dict()
+        optimizer.close()
+
+    ThreadedWorld(2).run(steps)
+    assert asked == []
