@@ -29,9 +29,11 @@ from shardcast.option_values import (
     GroupFn,
     Guard,
     KeepRule,
+    Option,
     ValidatedOptions,
     as_yaml,
     check_names,
+    extension,
     nearest,
     one_of,
     option,
@@ -189,12 +191,7 @@ class ShardcastConfig(ValidatedOptions):
         "int8 (with a scale per block)",
         one_of("fp32", "bf16", "int8"),
     )
-    metrics: bool | int = option(
-        False,
-        "measure norms of gradient, weight and update of each parameter, for optimizer.metrics(): "
-        "true in every step, n in every n-th one",
-        ("a number of steps >= 0", lambda steps: steps >= 0),
-    )
+    metrics: bool | int = extension(False, "metrics")
     offload: bool = option(
         False, "keep masters and moments in host memory; the update fetches windows of them"
     )
@@ -330,6 +327,14 @@ class ShardcastConfig(ValidatedOptions):
                 f"{self.to_dict()['param_dtype']!r}; give one of them, or equal ones"
             )
         return self
+
+    def extensions(self) -> dict[str, Option]:
+        """What the options ask for of :mod:`shardcast.extensions`, imported now, by their names."""
+        return {
+            each.name: each.metadata["option"]
+            for each in fields(self)
+            if "off" in each.metadata and getattr(self, each.name) != each.metadata["off"]
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,59 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
     return field(default=default, metadata={"help": help, "range": within})
 
 
+class Option(NamedTuple):
+    """What a module of :mod:`shardcast.extensions` declares, as its ``OPTION``.
+
+    Attributes:
+        help: one sentence for docs/options.md and the command line.
+        within: what is expected, and whether a value is that.
+        read: ``read(name, given)`` gives the value of what the script gave, or raises; by default
+            what the type of the field in :class:`.ShardcastConfig` says.
+        epilogues: ``epilogues(config)`` gives what is fused behind the rule of an update, see
+            :class:`.Epilogue`.
+        hook: ``hook(optimizer)`` makes a :class:`.StepHook`.
+    """
+
+    help: str
+    within: Range = ANY
+    read: Callable[[str, Any], Any] | None = None
+    epilogues: Callable[[Any], tuple[Any, ...]] | None = None
+    hook: Callable[[Any], Any] | None = None
+
+
+class Declared(Mapping[str, Any]):
+    """The metadata of a field whose option an extension declares; asking for it imports that."""
+
+    KEYS = ("off", "option", "help", "range")
+
+    def __init__(self, module: str, off: Any) -> None:
+        self._module, self._off = module, off
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "off":
+            return self._off
+        option: Option = import_module(f"shardcast.extensions.{self._module}").OPTION
+        return {"option": option, "help": option.help, "range": option.within}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.KEYS)
+
+    def __len__(self) -> int:
+        return len(self.KEYS)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.KEYS
+
+
+def extension(off: Any, module: str) -> Any:
+    """A field of :class:`.ShardcastConfig` that ``shardcast.extensions.<module>`` declares.
+
+    Args:
+        off: the default, for which the module is not imported.
+    """
+    return field(default=off, metadata=Declared(module, off))
+
+
 class ValidatedOptions:
     """Base of frozen dataclasses whose fields are options.
 
@@ -57,7 +111,12 @@ class ValidatedOptions:
             kind = annotation.removesuffix(" | None")
             if value is None and kind != annotation:
                 continue
-            if kind in PLAIN:
+            declared = "off" in each.metadata
+            if declared and value is each.metadata["off"]:
+                continue
+            if declared and each.metadata["option"].read is not None:
+                value = each.metadata["option"].read(each.name, value)
+            elif kind in PLAIN:
                 value = _plain(each.name, annotation, value)
             elif kind in READERS:
                 value = READERS[kind](each.name, value)

@@ -36,6 +36,7 @@ from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
 from shardcast.step.history import STALE
 from shardcast.step.reduce.reducer import Reducer
+from shardcast.step.step_hook import StepHook
 from shardcast.step.sync.buffers import Buffers
 from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
@@ -59,6 +60,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         buffers_of_training: inside ``averaged()``, what the model's buffers were before, by name.
         device: of the packs.
         aliases: views of parameters that modules hold.
+        step_hooks: of the options, in their order.
         average_in_model: name of the average that the model has, inside ``averaged()``.
     """
 
@@ -94,6 +96,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.buffers_of_training: dict[str, Tensor] = {}
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
+        makers = [it.hook for it in self.config.extensions().values() if it.hook is not None]
+        self.step_hooks: tuple[StepHook, ...] = tuple(make(self) for make in makers)
         if self.comm.size > 1:
             warn_of_outside(plan.outside)
         low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
@@ -289,7 +293,13 @@ class PackedOptimizer(torch.optim.Optimizer):
             report["averages"] = sum(update.averages_nbytes() for update in self.updates)
         if self.decider.guard is not None:
             report["guard"] = self.decider.guard.nbytes
+        of_hooks = {hook.name: hook.nbytes() for hook in self.step_hooks}
+        report.update({name: nbytes for name, nbytes in of_hooks.items() if nbytes})
         return report
+
+    def hook_of(self, name: str) -> Any:
+        """The step hook of an option; ``None`` where it is not in use."""
+        return next((hook for hook in self.step_hooks if hook.name == name), None)
 
     def close(self, restore: bool = True) -> None:
         """End the training: give the model back as it was given, in fp32 from the masters.
@@ -360,6 +370,8 @@ class PackedOptimizer(torch.optim.Optimizer):
                 self.stages, self._called, self.comm, () if left_out is True else left_out,
                 lambda: self.reduce.synchronises,
             )  # fmt: skip
+        for step_hook in self.step_hooks:
+            step_hook.attach()
         self._casts: list[Any] = [
             handle for root in self._called for handle in install_casts(root, self.precision)
         ]
@@ -367,6 +379,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _unhook(self) -> None:
         if self._overlap is not None:
             self._overlap.close()
+        for step_hook in self.step_hooks:
+            step_hook.close()
         self.hooks.close()
         if self.buffers is not None:
             self.buffers.close()

@@ -14,7 +14,6 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
-from shardcast.optimizer.metrics import Metrics
 from shardcast.optimizer.original import (
     OptimizerHandle,
     check_stepped,
@@ -53,7 +52,6 @@ class ShardedOptimizer(StatefulOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(plan, shards, process_groups, dtypes)
         self._clipped_version = 0  # of the gradients that a clip saw
-        self._metrics = Metrics(self) if self.config.metrics else None
         self._last_norm: Tensor | None = None
         self._last_skip: Tensor | None = None
         state: dict[Any, Any] = {}
@@ -127,17 +125,22 @@ class ShardedOptimizer(StatefulOptimizer):
                 )
             take_moved(self.shards)  # what was assigned after the clip
         self.sync.wait()  # what an overlapped one still sends is what the update writes
-        measured = self._metrics is not None and self._metrics.due()
+        for hook in self.step_hooks:
+            hook.before_update(decision)
         for update in self.updates:  # unscale, clip, rule, cast into the packs: one fused pass
-            update(decision, measured)
-        if self._metrics is not None and measured:
-            self._metrics.collect()
+            update(decision)
+        for hook in self.step_hooks:
+            hook.after_update(decision)
         self.send()  # owners -> everybody
+        for hook in self.step_hooks:
+            hook.after_sync()
         self._conclude(decision)
         return result
 
     def _reduce(self) -> None:
         """Have the mean of all gradients in the own spans."""
+        for hook in self.step_hooks:
+            hook.before_reduce()
         with self.decider.refusal.held():
             self.originals.check()
         take_moved(self.shards)
@@ -413,7 +416,13 @@ class ShardedOptimizer(StatefulOptimizer):
             RuntimeError: without the option ``metrics``.
             ValueError: a label's pattern matches no parameter.
         """
-        return (self._metrics or Metrics(self)).read(patterns)
+        measured = self.hook_of("metrics")
+        if measured is None:
+            raise RuntimeError(
+                "metrics: nothing is measured; pass metrics=True to shard(), or a number of steps"
+            )
+        metrics: dict[str, dict[str, Tensor]] = measured.read(patterns)
+        return metrics
 
     @property
     def loss_scale(self) -> Tensor | None:

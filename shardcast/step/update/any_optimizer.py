@@ -81,7 +81,7 @@ class AnyOptimizerUpdate(Update):
             groups[shard.pack.layout.group.position]["params"] += params
 
     @torch.no_grad()
-    def __call__(self, decision: Decision, measured: bool = False) -> None:
+    def __call__(self, decision: Decision) -> None:
         """See :meth:`Update.__call__`.
 
         The class decides on the host whether to step, so on an accelerator this waits for the
@@ -90,7 +90,7 @@ class AnyOptimizerUpdate(Update):
         if decision.skip.tolist():
             return
         self._read_groups()
-        self._begin_epilogues(torch.ones((), device=decision.skip.device), measured)
+        self._begin_epilogues(torch.ones((), device=decision.skip.device))
         *early, last = self._turns()
         for shards in early:
             self._update(shards, decision)

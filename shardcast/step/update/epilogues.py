@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
@@ -112,32 +111,13 @@ class Average(Epilogue):
         return ()
 
 
-@dataclass(frozen=True)
-class SquareSums(Epilogue):
-    """Sums of squares of gradient, weights and their change, and how many changes were swallowed:
-    the master moved, and what is published of it did not."""
-
-    sums: ClassVar[tuple[str, ...]] = ("grad", "weight", "update", "swallowed")
-    squares: ClassVar[int] = 3
-    compares: ClassVar[bool] = True
-
-    def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
-    ) -> tuple[Tensor, ...]:
-        norms = [
-            torch.linalg.vector_norm(values, dim=-1)
-            for values in (updated.grad, updated.master, updated.decrease)
-        ]
-        if updated.published is None:
-            return (*norms, torch.zeros_like(norms[0]))
-        # Where the published value changes the master has moved. As numbers of the same dtype: a
-        # comparison that gives a bool is not vectorised on a CPU.
-        old, new = updated.old_published, updated.published
-        changed = torch.ne(new, old, out=torch.empty_like(new)).sum(-1, dtype=new.dtype)
-        return (*norms, updated.decrease.ne_(0).sum(-1).sub_(changed))
-
-
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
     """The epilogues that a configuration asks for; those with sums stand last."""
     averages = tuple(Average(options) for options in config.averages)
-    return (*averages, SquareSums()) if config.metrics else averages
+    of_extensions = [
+        epilogue
+        for extension in config.extensions().values()
+        if extension.epilogues is not None
+        for epilogue in extension.epilogues(config)
+    ]
+    return tuple(sorted((*averages, *of_extensions), key=lambda epilogue: bool(epilogue.sums)))

@@ -76,17 +76,17 @@ class FusedUpdate(Update):
             self._uniform = len(set(self._histories)) == 1
 
     @torch.no_grad()
-    def __call__(self, decision: Decision, measured: bool = False) -> None:
+    def __call__(self, decision: Decision) -> None:
         on_host = self._execute.on_host
         if not self._states:  # yet: this rank counts as the others do
-            self._begin_epilogues(~decision.skip, measured)
+            self._begin_epilogues(~decision.skip)
             return
         if on_host and bool(decision.skip):
             return
         present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
         taken = ~decision.skip
         self._count(taken, present)
-        self._begin_epilogues(taken, measured)
+        self._begin_epilogues(taken)
         skip = None if on_host else decision.skip
 
         def fetch(one: _Range) -> list[Tensor]:

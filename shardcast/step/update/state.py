@@ -210,9 +210,11 @@ class Update(ABC):
 
     Attributes:
         elementwise: whether state tensors have one element per element of the parameter.
+        measured: whether epilogues with sums run too, in the next call.
     """
 
     elementwise = True
+    measured = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: ShardcastConfig,
@@ -230,12 +232,8 @@ class Update(ABC):
         """Update ``shard`` too, from now on."""
 
     @abstractmethod
-    def __call__(self, decision: Decision, measured: bool = False) -> None:
-        """Unscale, clip, update and cast the own spans; leave absent gradients untouched.
-
-        Args:
-            measured: whether epilogues with sums run too.
-        """
+    def __call__(self, decision: Decision) -> None:
+        """Unscale, clip, update and cast the own spans; leave absent gradients untouched."""
 
     def switch(self, _mode: str) -> bool:
         """``train`` or ``eval``; whether masters may have changed and were published."""
@@ -312,9 +310,9 @@ class Update(ABC):
         state = self._states[shard]
         return state.row_sums, state.segments
 
-    def _begin_epilogues(self, taken: Tensor, measured: bool) -> None:
+    def _begin_epilogues(self, taken: Tensor) -> None:
         """Count a step; ``taken`` is 0-dim bool, whether it is not skipped."""
-        self._active = tuple(e for e in self._epilogues if measured or not e.sums)
+        self._active = tuple(e for e in self._epilogues if self.measured or not e.sums)
         if self._epilogues:
             for state in self._states.values():
                 state.begin()

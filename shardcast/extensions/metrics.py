@@ -1,29 +1,63 @@
-"""Norms per parameter of the last measured step: of gradient, weights and their change."""
+"""``metrics``: norms of each parameter's gradient, weight and change in the last measured step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase as match
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option
+from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
-from shardcast.step.update.epilogues import SquareSums
+from shardcast.step.step_hook import StepHook
+from shardcast.step.update.epilogues import Epilogue, UpdateValues
 
 NAMES = ("grad_norm", "weight_norm", "update_norm", "update_to_weight", "swallowed")
+
+
+@dataclass(frozen=True)
+class SquareSums(Epilogue):
+    """Sums of squares of gradient, weights and their change, and how many changes were swallowed:
+    the master moved, and what is published of it did not."""
+
+    sums: ClassVar[tuple[str, ...]] = ("grad", "weight", "update", "swallowed")
+    squares: ClassVar[int] = 3
+    compares: ClassVar[bool] = True
+
+    def apply_(
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        norms = [
+            torch.linalg.vector_norm(values, dim=-1)
+            for values in (updated.grad, updated.master, updated.decrease)
+        ]
+        if updated.published is None:
+            return (*norms, torch.zeros_like(norms[0]))
+        # Where the published value changes the master has moved. As numbers of the same dtype: a
+        # comparison that gives a bool is not vectorised on a CPU.
+        old, new = updated.old_published, updated.published
+        changed = torch.ne(new, old, out=torch.empty_like(new)).sum(-1, dtype=new.dtype)
+        return (*norms, updated.decrease.ne_(0).sum(-1).sub_(changed))
+
+
 ROWS = len(SquareSums.sums) + 1  # sums, and how many elements they are of
 
 
-class Metrics:
+class Metrics(StepHook):
     """Sums of the epilogue :class:`.SquareSums`, over all ranks that have a part of a parameter."""
+
+    name = "metrics"
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
-        self._period = int(optimizer.config.metrics)
+        self._period, self._is_due = int(optimizer.config.metrics), False
         self._shards: list[Shard] = []  # that are measured
         self._slots: list[str] = []  # their parameters
         self._places = torch.empty(0)  # of this rank's fragments among them
@@ -32,12 +66,16 @@ class Metrics:
         self._totals: Tensor | None = None
         self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}  # see _chosen
 
-    def due(self) -> bool:
-        """Whether this step is measured; equal on all ranks."""
-        return self._period > 0 and self._optimizer.comm.steps % self._period == 0
+    def before_update(self, decision: Decision) -> None:
+        """Have this step measured if it is one's turn, which is equal on all ranks."""
+        self._is_due = self._optimizer.comm.steps % self._period == 0
+        for update in self._optimizer.updates:
+            update.measured = self._is_due
 
-    def collect(self) -> None:
-        """Add up the sums of this step. Every rank must call it; waits for no device."""
+    def after_update(self, decision: Decision) -> None:
+        """Add up the sums of this step."""
+        if not self._is_due:
+            return
         optimizer, process_groups = self._optimizer, self._optimizer.process_groups
         shards = [shard for shard in optimizer.shards if shard.grads is not None]
         if len(shards) != len(self._shards):
@@ -82,10 +120,6 @@ class Metrics:
 
     def read(self, patterns: str | Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
         """See :meth:`shardcast.ShardedOptimizer.metrics`. Local."""
-        if not self._period:
-            raise RuntimeError(
-                "metrics: nothing is measured; pass metrics=True to shard(), or a number of steps"
-            )
         if self._totals is None:
             return {}
         labels, slots, rows = self._chosen(patterns)
@@ -140,3 +174,12 @@ def _of_fragments(row_sums: Tensor, segments: Tensor, count: int) -> Tensor:
     # Not checked: that would wait for the device.
     sums = torch.segment_reduce(rows.view(-1), "sum", offsets=segments, axis=0, unsafe=True)
     return sums.view(len(row_sums), -1)
+
+
+OPTION = Option(
+    help="measure norms of gradient, weight and update of each parameter, for optimizer.metrics(): "
+    "true in every step, n in every n-th one",
+    within=("a number of steps >= 0", lambda steps: steps >= 0),
+    epilogues=lambda _config: (SquareSums(),),
+    hook=Metrics,
+)
