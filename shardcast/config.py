@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -93,10 +93,8 @@ class ShardcastConfig(ValidatedOptions):
     cast_buffers: bool = option(
         False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
     )
-    broadcast_buffers: bool | tuple[str, ...] = option(
-        True,
-        "give all ranks rank 0's buffers before forwards in training, as DDP does, and after every "
-        "step; glob patterns of names: all but these; false: none",
+    broadcast_buffers: bool | tuple[str, ...] = extension(
+        False, "buffers", default=True, needs=lambda stages: any([*it.buffers()] for it in stages)
     )
     grad_dtype: torch.dtype | None = option(
         None,
@@ -219,11 +217,7 @@ class ShardcastConfig(ValidatedOptions):
         "where spans are equal, else broadcast; on gloo within a node messages",
         one_of("auto", "broadcast", "all_gather"),
     )
-    overlap_sync: bool = option(
-        False,
-        "sync beside the next forward, where each module waits for its own parameters; call "
-        "wait_sync() before you read parameters outside of a forward",
-    )
+    overlap_sync: bool = extension(False, "overlap_sync")
     fuse: str = option(
         "auto",
         "fused update: eager (cache-sized chunks with the bits of torch.optim), compile (one "
@@ -328,13 +322,20 @@ class ShardcastConfig(ValidatedOptions):
             )
         return self
 
-    def extensions(self) -> dict[str, Option]:
-        """What the options ask for of :mod:`shardcast.extensions`, imported now, by their names."""
-        return {
-            each.name: each.metadata["option"]
-            for each in fields(self)
-            if "off" in each.metadata and getattr(self, each.name) != each.metadata["off"]
-        }
+    def extensions(self, stages: Iterable[torch.nn.Module] = ()) -> dict[str, Option]:
+        """What the options ask for of :mod:`shardcast.extensions`, imported now, by their names.
+
+        Args:
+            stages: of the model; without them those alone that need nothing of it.
+        """
+        found = {}
+        for each in fields(self):
+            declared = each.metadata
+            if "off" not in declared or getattr(self, each.name) == declared["off"]:
+                continue
+            if declared["needs"] is None or declared["needs"](stages):
+                found[each.name] = declared["option"]
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""

@@ -331,8 +331,8 @@ class ShardcastStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As DDPStrategy's, which sends buffers before it, as it bypasses the module's forward."""
         for sharded in self.precision_plugin.sharded:
-            if sharded.buffers is not None:
-                sharded.buffers.before(self.lightning_module)
+            if (buffers := sharded.hook_of("broadcast_buffers")) is not None:
+                buffers.before(self.lightning_module)
         return super().training_step(*args, **kwargs)
 
     @contextmanager

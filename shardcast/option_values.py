@@ -20,6 +20,7 @@ KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], boo
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
 CostFn = Callable[[str, torch.nn.Parameter], float]
 GuardFn = Callable[[Tensor, Tensor | None], Tensor]
+Needs = Callable[[Iterable[torch.nn.Module]], bool]
 Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 ANY: Range = ("", lambda _: True)
 ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
@@ -67,14 +68,14 @@ class Option(NamedTuple):
 class Declared(Mapping[str, Any]):
     """The metadata of a field whose option an extension declares; asking for it imports that."""
 
-    KEYS = ("off", "option", "help", "range")
+    KEYS = ("off", "needs", "option", "help", "range")
 
-    def __init__(self, module: str, off: Any) -> None:
-        self._module, self._off = module, off
+    def __init__(self, module: str, off: Any, needs: Needs | None) -> None:
+        self._module, self._known = module, {"off": off, "needs": needs}
 
     def __getitem__(self, key: str) -> Any:
-        if key == "off":
-            return self._off
+        if key in self._known:
+            return self._known[key]
         option: Option = import_module(f"shardcast.extensions.{self._module}").OPTION
         return {"option": option, "help": option.help, "range": option.within}[key]
 
@@ -88,13 +89,15 @@ class Declared(Mapping[str, Any]):
         return key in self.KEYS
 
 
-def extension(off: Any, module: str) -> Any:
+def extension(off: Any, module: str, default: Any = None, needs: Needs | None = None) -> Any:
     """A field of :class:`.ShardcastConfig` that ``shardcast.extensions.<module>`` declares.
 
     Args:
-        off: the default, for which the module is not imported.
+        off: the value that asks for nothing, for which the module is not imported.
+        default: another one than that.
+        needs: whether the stages of a model have anything for it.
     """
-    return field(default=off, metadata=Declared(module, off))
+    return field(default=off if default is None else default, metadata=Declared(module, off, needs))
 
 
 class ValidatedOptions:
@@ -112,7 +115,7 @@ class ValidatedOptions:
             if value is None and kind != annotation:
                 continue
             declared = "off" in each.metadata
-            if declared and value is each.metadata["off"]:
+            if declared and value is each.default:
                 continue
             if declared and each.metadata["option"].read is not None:
                 value = each.metadata["option"].read(each.name, value)
@@ -213,6 +216,13 @@ def _several(
     return items
 
 
+def read_patterns(name: str, value: Any) -> bool | tuple[str, ...]:
+    """Read glob patterns, or a bool."""
+    if isinstance(value, bool):
+        return value
+    return _several("true, false or glob patterns", lambda it: isinstance(it, str), name, value)
+
+
 def _averages(name: str, value: Any) -> Averages:
     if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
         return value
@@ -259,11 +269,6 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     ),
     "tuple[str, ...]": partial(
         _several, "glob patterns of module names", lambda item: isinstance(item, str)
-    ),
-    "bool | tuple[str, ...]": lambda name, value: (
-        value
-        if isinstance(value, bool)
-        else _several("true, false or glob patterns", lambda it: isinstance(it, str), name, value)
     ),
     "Averages": _averages,
     "Guard": _guard,

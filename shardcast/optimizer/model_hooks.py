@@ -18,6 +18,7 @@ from shardcast.hook import Hook
 from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
 from shardcast.messages import page, warn
+from shardcast.step.sync.sync import Sync
 
 MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
 
@@ -83,16 +84,18 @@ class ModelHooks:
     Args:
         stages: the unwrapped root module, or those of the pipeline stages that are here.
         shards: those of all packs; the list may grow.
-        begin: called when a backward reaches an output of the model.
+        begins: called when a backward reaches an output of the model.
+        sync: what may be under way still.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
         shards: Sequence[Shard],
-        begin: Callable[[], None],
+        begins: Sequence[Callable[[], None]],
+        sync: Sync,
     ) -> None:
-        self._shards, self._begin = shards, begin
+        self._shards, self._begins, self._sync = shards, begins, sync
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
         for stage in stages:
@@ -138,10 +141,15 @@ class ModelHooks:
         if module.training and torch.is_grad_enabled() and not self._looked:
             self._looked = True
             self._refuse_conversion_inside()
-        begin = self._begin  # not all of this object: a graph may be kept
+        begins = self._begins  # not all of this object: a graph may be kept
+
+        def begin(_grad: Tensor) -> None:
+            for each in begins:
+                each()
+
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _grad: begin())
+                tensor.register_hook(begin)
 
     def _refuse_conversion_inside(self) -> None:
         """After the first forward: some routers do ``self.classifier.to(torch.float32)`` in it."""
@@ -180,6 +188,7 @@ class ModelHooks:
                 "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
                 "load without assign, or before shardcast.shard"
             )
+        self._sync.wait()  # split masters are written into the packs
         loaded: dict[nn.Parameter, Tensor] = {}
         for name, param in module.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)

@@ -37,8 +37,6 @@ from shardcast.step.decide.decider import Decider
 from shardcast.step.history import STALE
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.step_hook import StepHook
-from shardcast.step.sync.buffers import Buffers
-from shardcast.step.sync.overlap import Overlap
 from shardcast.step.sync.sync import Sync
 from shardcast.step.update import Update, updates_of
 
@@ -56,7 +54,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         process_groups: the ranks; ``comm`` are the data-parallel ones of them.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
-        buffers: sends buffers to all ranks; ``None`` where none are to be sent.
+        called: the modules that the script calls.
         buffers_of_training: inside ``averaged()``, what the model's buffers were before, by name.
         device: of the packs.
         aliases: views of parameters that modules hold.
@@ -65,8 +63,6 @@ class PackedOptimizer(torch.optim.Optimizer):
     """
 
     aliases: Sequence[Alias] = ()
-    _overlap: Overlap | None = None
-    buffers: Buffers | None = None
     _closed = False
     average_in_model: str | None = None
     _ready = False  # torch's own set-up fills in groups and state before ours are there
@@ -78,7 +74,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._given_dtypes = dtypes
         originals = self.originals = plan.originals
         self.model, self.stages = plan.model, plan.stages
-        self._called = [root for stage in self.stages for root in called_by_script(stage)]
+        self.called = [root for stage in self.stages for root in called_by_script(stage)]
         self.layout: Layout = plan.layout
         self.config: ShardcastConfig = plan.config
         self.precision: Precision = plan.precision
@@ -96,12 +92,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.buffers_of_training: dict[str, Tensor] = {}
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
-        makers = [it.hook for it in self.config.extensions().values() if it.hook is not None]
-        self.step_hooks: tuple[StepHook, ...] = tuple(make(self) for make in makers)
+        self._hooks_by_option: dict[str, StepHook] = {}
         if self.comm.size > 1:
             warn_of_outside(plan.outside)
         low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
-        for module in {*self.stages, *self._called}:
+        for module in {*self.stages, *self.called}:
             mark(module, low)
             self.reduce.watch(module)
         self._hook()
@@ -298,8 +293,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         return report
 
     def hook_of(self, name: str) -> Any:
-        """The step hook of an option; ``None`` where it is not in use."""
-        return next((hook for hook in self.step_hooks if hook.name == name), None)
+        """The step hook of an option; ``None`` where it has none."""
+        return self._hooks_by_option.get(name)
 
     def close(self, restore: bool = True) -> None:
         """End the training: give the model back as it was given, in fp32 from the masters.
@@ -326,7 +321,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Let go of the model, whose masters wait to be given back."""
         self._closed = True
         later = partial(self._restore, MASTER_DTYPE)
-        for module in {*self.stages, *self._called}:
+        for module in {*self.stages, *self.called}:
             mark(module, restore=later)
         try:
             self._unhook()
@@ -335,7 +330,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _restore(self, dtype: torch.dtype | None = None) -> None:
         """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
-        for module in {*self.stages, *self._called}:
+        for module in {*self.stages, *self.called}:
             unmark(module)
         if not all(shard.pack.comm.is_alive for shard in self.shards):
             warn(
@@ -358,32 +353,26 @@ class PackedOptimizer(torch.optim.Optimizer):
         tie(self.aliases)
 
     def _hook(self) -> None:
-        begin = self.reduce.begin
-        if self.config.overlap_sync and self.comm.size > 1:
-            self._overlap = Overlap(self.model, self.stages, self.sync)
-            begin = self._overlap.noting(begin)
-        self.hooks = ModelHooks(self._called, self.shards, begin)
-        left_out = self.config.broadcast_buffers
-        has_buffers = any(True for stage in self.stages for _ in stage.buffers())
-        if left_out is not False and has_buffers and self.comm.size > 1:
-            self.buffers = Buffers(
-                self.stages, self._called, self.comm, () if left_out is True else left_out,
-                lambda: self.reduce.synchronises,
-            )  # fmt: skip
+        options = self.config.extensions(self.stages)
+        makers = {name: it.hook for name, it in options.items() if it.hook is not None}
+        made = self._hooks_by_option
+        self._hooks_by_option = {n: made.get(n) or make(self) for n, make in makers.items()}
+        self.step_hooks: tuple[StepHook, ...] = (*self._hooks_by_option.values(),)
+        begins = [self.reduce.begin]
+        for hook in self.step_hooks:
+            if type(hook).begin_backward is not StepHook.begin_backward:
+                begins.append(hook.begin_backward)
+        self.hooks = ModelHooks(self.called, self.shards, begins, self.sync)
         for step_hook in self.step_hooks:
             step_hook.attach()
         self._casts: list[Any] = [
-            handle for root in self._called for handle in install_casts(root, self.precision)
+            handle for root in self.called for handle in install_casts(root, self.precision)
         ]
 
     def _unhook(self) -> None:
-        if self._overlap is not None:
-            self._overlap.close()
         for step_hook in self.step_hooks:
             step_hook.close()
         self.hooks.close()
-        if self.buffers is not None:
-            self.buffers.close()
         for handle in self._casts:
             handle.remove()
         self._casts.clear()

@@ -131,7 +131,7 @@ class ShardedOptimizer(StatefulOptimizer):
             update(decision)
         for hook in self.step_hooks:
             hook.after_update(decision)
-        self.send()  # owners -> everybody
+        (self.sync.by or self.sync)()  # owners -> everybody
         for hook in self.step_hooks:
             hook.after_sync()
         self._conclude(decision)
@@ -157,12 +157,6 @@ class ShardedOptimizer(StatefulOptimizer):
             woken = self._wake(frozen)
             if scale is not None:
                 scale.look([s.grads for s in woken if s.grads is not None], touched, more=True)
-
-    def send(self) -> None:
-        """Sync the packs and the buffers. Every rank must call it."""
-        if self.buffers is not None:
-            self.buffers()
-        (self._overlap or self.sync)()
 
     def _conclude(self, decision: Decision) -> None:
         """Tally, loss scale, what ``.grad`` shows, what schedulers look at."""

@@ -36,6 +36,9 @@ class StepHook:
     def close(self) -> None:
         """Remove them, before a group is added and at the end; waits for no other rank."""
 
+    def begin_backward(self) -> None:
+        """Hear that a backward reached an output of an eager forward of a root; local."""
+
     def before_reduce(self) -> None:
         """See the gradients of this rank; maybe several times before a step."""
 

@@ -4,14 +4,14 @@ A call runs in the compute stream's order (PaddlePaddle PR 35878: then no furthe
 needed), so evaluation and saving always see coherent weights. Nothing overlaps there, so packs that
 share ranks and algorithm make one launch, as the buckets of a bucket group do in Megatron-LM.
 
-``start`` launches every pack alone and returns before the values are here; ``overlap`` says who
+``start`` launches every pack alone and returns before the values are here; who called it says who
 waits for them. Updates that take long begin with the packs that they are done with, on a stream of
 the backend, and the call waits for these too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -20,7 +20,13 @@ from shardcast.memory.pack import Pack
 
 
 class Sync:
-    """Makes packs equal on all ranks. Calling it is collective, all ranks in the same order."""
+    """Makes packs equal on all ranks. Calling it is collective, all ranks in the same order.
+
+    Attributes:
+        by: syncs after a step in place of a call; an extension sets it.
+    """
+
+    by: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self.packs: list[Pack] = []  # in the order in which they are synced

@@ -1,4 +1,4 @@
-"""Sync: buffers, such as BatchNorm's statistics, are rank 0's, as under DDP.
+"""``broadcast_buffers``: buffers, such as BatchNorm's statistics, are rank 0's, as under DDP.
 
 All dense ones, written or not, travel in one message: before a forward in training, where DDP sends
 them too, and after each step, so that ranks evaluate alike without a collective in an evaluation.
@@ -7,16 +7,20 @@ them too, and after each step, so that ranks evaluate alike without a collective
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, copy_strided_, is_dense
+from shardcast.comm import copy_strided_, is_dense
 from shardcast.hook import Hook
 from shardcast.messages import warn
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option, read_patterns
+from shardcast.step.decide.decision import Decision
+from shardcast.step.step_hook import StepHook
 
 OUTSIDE = (  # of a compiled forward, before its graph
     "shardcast sends the buffers of the model before a forward: compile without fullgraph, or give "
@@ -44,33 +48,29 @@ class Place(NamedTuple):
         return local if kind == (self.shape, self.dtype, self.device) else None
 
 
-class Buffers:
-    """Broadcasts the buffers of ``stages``; calling it, after a step, sends all of them.
+class Buffers(StepHook):
+    """Broadcasts the buffers of the stages: all of them in each step, before the sync.
 
     Before a forward of a root, in training mode and with gradients enabled, those of the root are
     sent if the forward before it was synchronised, or there was none: once in each accumulation, as
     under DDP. Unlike DDP, a forward in evaluation mode or without gradients sends nothing, so that
-    rank 0 alone may evaluate.
-
-    Args:
-        stages: the model, or the stages of a pipeline.
-        roots: the modules that the script calls.
-        comm: the data-parallel ranks, more than one; all of them have the same buffers.
-        left_out: patterns of names of buffers that stay each rank's own.
-        synchronises: whether a backward of a forward that begins now would be synchronised.
+    rank 0 alone may evaluate. Nothing is sent where there is one data-parallel rank.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        roots: Sequence[nn.Module],
-        comm: Comm,
-        left_out: Sequence[str],
-        synchronises: Callable[[], bool],
-    ) -> None:
-        self._comm, self._synchronises = comm, synchronises
+    name = "broadcast_buffers"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._stages, self._roots = optimizer.stages, optimizer.called
+        self._comm, self._reduce = optimizer.comm, optimizer.reduce
+        patterns = optimizer.config.broadcast_buffers
+        self._left_out = () if isinstance(patterns, bool) else patterns  # each rank's own
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Take the buffers that are there now, and send them before forwards of roots."""
+        stages = self._stages if self._comm.size > 1 else ()
         self._modules = [pair for stage in stages for pair in stage.named_modules()]
-        self._left_out, self._warned = left_out, set[str]()
+        self._warned = set[str]()
         found = [*self._found()]
         self._known = {(module, key) for _, module, key, _ in found}
         self._registered = self._count()
@@ -81,9 +81,8 @@ class Buffers:
         ]
         self._of_root: dict[nn.Module, list[Place]] = {}
         self._due: dict[nn.Module, bool] = {}  # whether a message precedes its next forward
-        self._handles: list[Any] = []
         hook = torch.compiler.disable(self._before_forward, reason=OUTSIDE)
-        for root in roots:
+        for root in self._roots:
             inside = {*root.modules()}
             if places := [place for place in self._places if place.module in inside]:
                 self._of_root[root], self._due[root] = places, True
@@ -95,8 +94,8 @@ class Buffers:
             handle.remove()
         self._handles.clear()
 
-    def __call__(self) -> None:
-        """Give all ranks all buffers of rank 0. Collective."""
+    def after_update(self, decision: Decision) -> None:
+        """Give all ranks all buffers of rank 0."""
         if self._count() != self._registered:
             self._warn_of_new()
         self._broadcast(self._places)
@@ -105,13 +104,13 @@ class Buffers:
         """Send the buffers of a root before its forward, if they are due. Collective."""
         if self._due.get(root):
             self._broadcast(self._of_root[root])
-            self._due[root] = self._synchronises()
+            self._due[root] = self._reduce.synchronises
 
     def _before_forward(self, root: nn.Module, _args: Any) -> None:
         # Within a backward it is a checkpoint that computes a forward for a second time.
         if root.training and torch.is_grad_enabled() and _compat.current_backward() == -1:
             self._broadcast(self._of_root[root] if self._due[root] else ())
-            self._due[root] = self._synchronises()
+            self._due[root] = self._reduce.synchronises
 
     @torch.no_grad()
     def _broadcast(self, places: Sequence[Place]) -> None:
@@ -181,3 +180,11 @@ class Buffers:
                     seen.add(id(buffer))
                     name = f"{path}.{key}" if path else key
                     yield name, module, key, _compat.local_tensor(buffer)
+
+
+OPTION = Option(
+    help="give all ranks rank 0's buffers before forwards in training, as DDP does, and after "
+    "every step; glob patterns of names: all but these; false: none",
+    read=read_patterns,
+    hook=Buffers,
+)

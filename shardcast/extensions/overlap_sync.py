@@ -1,4 +1,4 @@
-"""Sync beside the next forward: who waits for which pack, and when.
+"""``overlap_sync``: sync beside the next forward; who waits for which pack, and when.
 
 Life of a pack with ``overlap_sync``::
 
@@ -26,20 +26,28 @@ from torch import nn
 
 from shardcast.hook import Hook
 from shardcast.memory.pack import Pack
-from shardcast.step.sync.sync import Sync
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option
+from shardcast.step.step_hook import StepHook
 
 
-class Overlap:
-    """The hooks of one model that wait for its packs; calling it syncs, as ``sync`` does.
+class Overlap(StepHook):
+    """The hooks of one model that wait for its packs; calling it syncs, as ``Sync`` does.
 
-    Args:
-        model: the unwrapped root module.
-        stages: those of a pipeline that are here, or the root alone.
-        sync: starts, and knows, what is to be waited for.
+    It does not keep the optimizer: graphs of backwards keep it.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], sync: Sync) -> None:
-        self._model, self._stages, self._sync = model, stages, sync
+    name = "overlap_sync"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._model, self._stages, self._sync = optimizer.model, optimizer.stages, optimizer.sync
+        self._is_needed = optimizer.comm.size > 1
+        # torch calls what it takes for a constant while it traces, so before the graph runs.
+        self._while_tracing = torch.compiler.assume_constant_result(lambda: self._trace())
+        self._handles: list[Any] = []
+        self._forget()
+
+    def _forget(self) -> None:
         self._pack_of: dict[nn.Parameter, Pack | None] = {}  # None: not synced
         self._mapped = -1  # number of packs in it
         self._backward = False  # one came through an eager forward of the root since the last step
@@ -48,12 +56,15 @@ class Overlap:
         self._entered = False  # a module was called since the last step
         self._first: list[Pack] = []  # those that the first module waits for
         self._traced = False  # some hook is part of a compiled graph, where it waits for nothing
-        # torch calls what it takes for a constant while it traces, so before the graph runs.
-        self._while_tracing = torch.compiler.assume_constant_result(lambda: self._trace())
-        self._handles: list[Any] = []
-        for module in model.modules():
-            if any(True for _ in module.parameters()):
-                self._handles += self._install(module)
+
+    def attach(self) -> None:
+        """Have modules wait for their parameters, and syncs run as this object says."""
+        self._forget()
+        if self._is_needed:
+            self._sync.by = self
+            for module in self._model.modules():
+                if any(True for _ in module.parameters()):
+                    self._handles += self._install(module)
 
     def _install(self, module: nn.Module) -> list[Any]:
         def hook(call: Callable[..., None]) -> Hook:
@@ -104,17 +115,13 @@ class Overlap:
         for pack in self._sync.packs:
             self._pack_of.update(dict.fromkeys(pack.in_model, pack))
 
-    def noting(self, begin: Callable[[], None]) -> Callable[[], None]:
-        """``begin``, called when a backward reaches an output of an eager forward of the root."""
-
-        def noted() -> None:
-            self._backward = True
-            begin()
-
-        return noted
+    def begin_backward(self) -> None:
+        """Note that the gradients will come from an eager forward of the root."""
+        self._backward = True
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._sync.by = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -153,3 +160,10 @@ class Overlap:
 def _capturing(packs: Sequence[Pack]) -> bool:
     on_gpu = any(pack.data.is_cuda for pack in packs)
     return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+OPTION = Option(
+    help="sync beside the next forward, where each module waits for its own parameters; call "
+    "wait_sync() before you read parameters outside of a forward",
+    hook=Overlap,
+)
