@@ -9,7 +9,7 @@
     python -m benchmarks peers --model gpt --markdown
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks reproducible --ranks 2      # the same bits at any number of ranks
-    python -m benchmarks checkpoint --elements 100000000  # beside ZeroRedundancyOptimizer
+    python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
     python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
 

@@ -1,18 +1,21 @@
-"""Time saving and loading of shardcast next to torch's own ways, of one state on one disk.
+"""Time shardcast's checkpoints next to torch's own ways, of one state on one disk.
 
-    python -m benchmarks checkpoint --elements 100000000
+    python -m benchmarks checkpoint --elements 100000000 --ranks 2
 
-AdamW over that many fp32 parameters: three times as many elements of state. torch gathers the state
-on rank 0 (`consolidate_state_dict`) and saves it there with `torch.save`; shardcast's ranks each
-write their own, with checksums and flushes to the disk. `torch.save` and `dcp.save` write a state
-that is gathered already: the one on rank 0 alone, the other deals its tensors to both ranks. Two
-gloo processes, one run, alternating.
+AdamW over that many fp32 parameters: three times as many elements of state. Rows of one kind
+promise the same: a save survives a power cut, and the one before it is there until the new one is.
+So `torch.save` and `dcp.save` write beside the older file or directory, flush, rename, and delete
+the older one last, as shardcast does by itself. `torch.save` gets a whole state, gathered already,
+on rank 0; `dcp.save` gets it on all ranks, and each writes a part. One run, in interleaved rounds
+of rotated order; the disk has nothing left to write when a row begins. `processor s` is of all
+ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import statistics
 import tempfile
@@ -25,13 +28,26 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import shardcast
+from benchmarks import report
 from shardcast import checkpoint
 from shardcast.testing import spawn
 
 WIDTH = 1024
+COLUMNS = ("system", "s", "x", "GB/s", "processor s")
+# Each kind's first row is the one that its ratios are to.
+KINDS = {
+    "save": (
+        "torch.save, flushed, renamed",
+        "torch.save, not flushed",
+        "dcp.save, renamed",
+        "shardcast save",
+    ),
+    "save_async": ("copy of a rank's state in memory", "shardcast save_async, until it returns"),
+    "load": ("torch.load, nothing verified", "dcp.load, nothing verified", "shardcast load"),
+    "export": ("torch.load, torch.save, flushed, renamed", "shardcast export"),
+}
 
 
 def model_of(elements: int) -> nn.Module:
@@ -39,92 +55,113 @@ def model_of(elements: int) -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(blocks)])
 
 
-def stepped(model: nn.Module, optimizer: Any) -> None:
+def flushed(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def torch_save(value: Any, path: Path, flush: bool = True) -> None:
+    new = path.with_suffix(".new")
+    torch.save(value, new)
+    if flush:
+        flushed(new)
+    os.replace(new, path)
+    if flush:
+        flushed(path.parent)
+
+
+def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, list[Any]]:
+    """Seconds, and processor seconds of all ranks, of each row in each round."""
+    base, rank = Path(folder), group.rank()
+    model = model_of(elements)
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype="fp32")
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def flushed(value: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, list[float]]:
-    base, rank = Path(folder), group.rank()
-    plain = model_of(elements)
-    zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.AdamW, lr=1e-3)
-    stepped(plain, zero)
-    ours = model_of(elements)
-    optimizer = shardcast.shard(ours, torch.optim.AdamW(ours.parameters()), param_dtype="fp32")
-    stepped(ours, optimizer)
-
-    def zero_save() -> None:
-        zero.consolidate_state_dict(0)
-        if rank == 0:
-            flushed({"model": plain.state_dict(), "optim": zero.state_dict()}, base / "zero.pt")
-
-    def zero_load() -> None:
-        loaded = torch.load(base / "zero.pt", weights_only=True)
-        plain.load_state_dict(loaded["model"])
-        zero.load_state_dict(loaded["optim"])
-
-    gathered = {
-        "model": plain.state_dict(),
-        "optim": {
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": {
             name: {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")}
-            for name, param in plain.named_parameters()
+            for name, param in model.named_parameters()
         },
     }
+    own = torch.ones(3 * sum(p.numel() for p in model.parameters()) // group.size())
+    step, pending = 0, list[Any]()
 
-    def torch_save() -> None:
+    def on_rank_0(call: Callable[..., Any], *given: Any) -> None:
         if rank == 0:
-            flushed(gathered, base / "torch.pt")
+            call(*given)
 
-    def dcp_save() -> None:
+    def save_dcp() -> None:
+        new, old = base / "dcp.new", base / "dcp.old"
+        dcp.save(state, checkpoint_id=new)
         if rank == 0:
-            shutil.rmtree(base / "dcp", ignore_errors=True)
-        dist.barrier()
-        dcp.save(gathered, checkpoint_id=base / "dcp")
+            if (base / "dcp").exists():
+                os.replace(base / "dcp", old)
+            os.replace(new, base / "dcp")
+            flushed(base)
+            shutil.rmtree(old, ignore_errors=True)
 
-    step = 0
-
-    def ours_save() -> None:
+    def save_ours(save: Callable[..., Any] = checkpoint.save) -> None:
         nonlocal step
         step += 1
-        checkpoint.save(base / "ours", ours, optimizer, step=step, keep=1)
+        pending.append(save(base / "ours", model, optimizer, step=step, keep=1))
 
-    def ours_background() -> None:
-        nonlocal step
-        step += 1
-        pending.append(checkpoint.save_async(base / "ours", ours, optimizer, step=step, keep=1))
+    def export_torch() -> None:
+        torch_save(torch.load(base / "torch.pt", weights_only=True), base / "exported.pt")
 
-    def ours_load() -> None:
-        checkpoint.load(base / "ours", ours, optimizer)
+    def export_ours() -> None:
+        new = base / "exported.new"
+        checkpoint.export(base / "ours", new)
+        shutil.rmtree(base / "exported", ignore_errors=True)
+        os.replace(new, base / "exported")
 
-    pending: list[Any] = []
-    times: dict[str, list[float]] = {}
+    calls: dict[str, Callable[[], Any]] = {
+        "torch.save, flushed, renamed": lambda: on_rank_0(torch_save, state, base / "torch.pt"),
+        "torch.save, not flushed": lambda: on_rank_0(torch_save, state, base / "lost.pt", False),
+        "dcp.save, renamed": save_dcp,
+        "shardcast save": save_ours,
+        "copy of a rank's state in memory": own.clone,
+        "shardcast save_async, until it returns": lambda: save_ours(checkpoint.save_async),
+        "torch.load, nothing verified": lambda: torch.load(base / "torch.pt", weights_only=True),
+        "dcp.load, nothing verified": lambda: dcp.load(state, checkpoint_id=base / "dcp"),
+        "shardcast load": lambda: checkpoint.load(base / "ours", model, optimizer),
+        "torch.load, torch.save, flushed, renamed": lambda: on_rank_0(export_torch),
+        "shardcast export": lambda: on_rank_0(export_ours),
+    }
+    found: dict[str, list[Any]] = {name: [] for name in calls}
+    for number in range(-1, rounds):
+        for rows in KINDS.values():
+            turn = max(number, 0) % len(rows)
+            for name in (*rows[turn:], *rows[:turn]):
+                dist.barrier()
+                on_rank_0(os.sync)
+                dist.barrier()
+                begun, busy = time.perf_counter(), time.process_time()
+                calls[name]()
+                dist.barrier()
+                spent = torch.tensor(time.process_time() - busy, dtype=torch.float64)
+                seconds = time.perf_counter() - begun
+                dist.all_reduce(spent)
+                if number >= 0:  # the first round finds nothing to delete or to load fast
+                    found[name].append((seconds, float(spent)))
+                if "async" in name:
+                    pending[-1].wait()
+    return found
 
-    def timed(name: str, call: Callable[[], None]) -> None:
-        dist.barrier()
-        begun = time.perf_counter()
-        call()
-        dist.barrier()
-        times.setdefault(name, []).append(time.perf_counter() - begun)
 
-    for _ in range(rounds):
-        timed("ZeroRedundancyOptimizer save", zero_save)
-        timed("torch.save, of what is gathered already", torch_save)
-        timed("dcp.save, of what is gathered already", dcp_save)
-        timed("shardcast save", ours_save)
-        timed("ZeroRedundancyOptimizer load", zero_load)
-        timed("shardcast load", ours_load)
-        timed("shardcast save_async, until training goes on", ours_background)
-        pending.pop().wait()
-    return times
+def rows(found: dict[str, list[Any]], nbytes: float) -> list[tuple[str, ...]]:
+    lines = []
+    for names in KINDS.values():
+        for name in names:
+            pairs = zip(found[name], found[names[0]], strict=True)
+            ratio = statistics.median(one[0] / other[0] for one, other in pairs)
+            seconds, spent = (statistics.median(part) for part in zip(*found[name], strict=True))
+            figures = f"{seconds:.2f}", f"{ratio:.2f}", f"{nbytes / seconds / 1e9:.2f}"
+            lines.append((name, *figures, f"{spent:.2f}"))
+    return lines
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -132,15 +169,16 @@ def main(arguments: Sequence[str]) -> None:
         prog="python -m benchmarks checkpoint", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the model")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--directory", help="where to save; default: the temporary directory")
+    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         given = (folder, args.elements, args.rounds)
-        times = spawn(measure, 2, *given, timeout=3600.0)[0]
-    print(f"{args.elements:,} parameters, {3 * args.elements:,} elements of state, 2 processes")
-    for name, found in times.items():
-        verb = "load" if name.endswith("load") else "save"
-        beside = times[f"ZeroRedundancyOptimizer {verb}"]
-        ratio = statistics.median(a / b for a, b in zip(found, beside, strict=True))
-        print(f"{name:46} {statistics.median(found):7.2f} s   x {ratio:.2f}")
+        found = spawn(measure, args.ranks, *given, timeout=3600.0)[0]
+    nbytes = 12.0 * sum(p.numel() for p in model_of(args.elements).parameters())
+    title = f"{nbytes / 1e9:.2f} GB of masters and AdamW's moments, {args.ranks} rank(s)"
+    command = shlex.join(["python", "-m", "benchmarks", "checkpoint", *arguments])
+    print("\n".join([title, "", *report.head(command), ""]))
+    print(report.table(COLUMNS, rows(found, nbytes), args.markdown))
