@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,22 @@ def test_own_storage_shares_memory_but_not_the_storage(shape: tuple[int, ...]):
     del flat
     assert not numel or view.flatten()[0] == 99, "the memory lives as long as the view"
     assert _compat.own_storage(torch.empty(2, 3, device="meta")).is_meta
+
+
+def test_a_context_saves_without_checksums_and_the_script_with_them(tmp_path: Path):
+    get, value = torch.serialization.get_crc32_options, torch.arange(5)
+    context = _compat.context_without_crc()
+    assert get() is True
+    assert context.run(get) is not _compat.CRC_IS_OF_CONTEXT
+    assert ("2.11." in torch.__version__) is not _compat.CRC_IS_OF_CONTEXT
+    for path, run in (
+        (tmp_path / "with", lambda f, *a: f(*a)),
+        (tmp_path / "without", context.run),
+    ):
+        run(torch.save, value, path)
+        assert torch.equal(torch.load(path, weights_only=True), value)
+    with zipfile.ZipFile(tmp_path / "with") as file:
+        assert file.testzip() is None
 
 
 def test_the_callback_runs_once_when_the_outermost_backward_ends():

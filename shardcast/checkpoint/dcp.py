@@ -77,6 +77,7 @@ class Writer(FileSystemWriter):
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)  # Files flushes
         self.fs: Files = Files()
         self._prefix = SimpleNamespace(prefix=f"__{owner}_")
+        self._context = _compat.context_without_crc()  # SHA-256 is what is compared
 
     def write(self, values: Iterable[Value]) -> Written:
         """Write shards of tensors, and objects with their paths, and flush them.
@@ -96,7 +97,7 @@ class Writer(FileSystemWriter):
 
     def _write_plan(self, planner: _SavePlanner, written: Written) -> None:
         plan = SavePlan(planner.items, storage_data=self._prefix)
-        written.results += self.write_data(plan, planner).wait()
+        written.results += self._context.run(self.write_data, plan, planner).wait()
         written.plan.items.extend(plan.items)
 
     def write_metadata(self, written: Sequence[Written]) -> dict[str, tuple[int, str]]:

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import io
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from shardcast.messages import warn
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _told = set[int]()  # devices of which a warning was given
 BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
+PIECE = 1 << 23  # bytes that are written and hashed at a time
+BESIDE = 1 << 26  # bytes after which a file is flushed beside its writing
 
 
 class Files(FileSystem):
@@ -33,14 +36,13 @@ class Files(FileSystem):
     """
 
     def __init__(self) -> None:
-        self._hashes: dict[Path, Any] = {}
+        self._files: dict[Path, HashingFile] = {}  # closed, but for the one that is written to
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """A stream to append to a file that this object made; nothing is read through it."""
         path = Path(path)
-        file = HashingFile(path, self._hashes.get(path))
-        self._hashes[path] = file.sha256
+        file = self._files[path] = HashingFile(path, self._files.get(path))
         try:
             with io.BufferedWriter(file, BUFFER) as stream:
                 yield stream
@@ -57,48 +59,100 @@ class Files(FileSystem):
 
     def flush(self) -> dict[str, tuple[int, str]]:
         """Make what was written safe on the disk; sizes and SHA-256 by name of file."""
-        hashes, self._hashes = self._hashes, {}
-        for path in hashes:
+        files, self._files = self._files, {}
+        for path, file in files.items():
+            file.wait()
             flush(path)
-        return {p.name: (p.stat().st_size, hashed.hexdigest()) for p, hashed in hashes.items()}
+        return {p.name: (p.stat().st_size, f.sha256.hexdigest()) for p, f in files.items()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file or directory to a name that is free, and make that durable.
 
         A race for the name is lost with an error: a directory with files is never replaced.
         """
+        file = self._files.pop(Path(path), None)
+        if file is not None:
+            file.wait()  # it is flushed by its name
+            self._files[Path(new_path)] = file
         os.replace(path, new_path)
-        if Path(path) in self._hashes:
-            self._hashes[Path(new_path)] = self._hashes.pop(Path(path))
         flush(Path(new_path).parent)
 
 
 class HashingFile(io.FileIO):
     """A new binary file that hashes what is written to it; it must not exist yet.
 
+    A long one is flushed by a thread while it is written, hashed and copied, so that the disk
+    works meanwhile, and the flush at the end has little left to wait for.
+
     Args:
-        sha256: of what it has, if it is one that this process made.
+        earlier: what this process wrote to it before, to be appended to.
 
     Attributes:
         sha256: of all that was written.
         error: of the file system, while it was written.
     """
 
-    def __init__(self, path: Path, sha256: Any = None) -> None:
-        super().__init__(path, "x" if sha256 is None else "a")
-        self.sha256 = hashlib.sha256() if sha256 is None else sha256
+    def __init__(self, path: Path, earlier: HashingFile | None = None) -> None:
+        super().__init__(path, "x" if earlier is None else "a")
+        self.sha256: Any = hashlib.sha256() if earlier is None else earlier.sha256
         self.error: OSError | None = None
+        self._flushing: Flushing | None = None if earlier is None else earlier._flushing
+        self._flushed: int = 0 if earlier is None else earlier._flushed  # bytes, once that ends
 
     def write(self, data: Any) -> int:
-        """Append as much of ``data`` as the system takes."""
+        """Append a piece of ``data``, or as much of that as the system takes."""
+        piece = memoryview(data)[:PIECE]
         try:
             with naming(Path(str(self.name))):
-                size = super().write(data)
+                size = super().write(piece)
+            self._flush_beside(self.tell())
         except OSError as error:
             self.error = error
             raise
-        self.sha256.update(memoryview(data)[:size])
+        self.sha256.update(piece[:size])
         return size
+
+    def _flush_beside(self, written: int) -> None:
+        busy = self._flushing is not None and self._flushing.is_alive()
+        if busy or written - self._flushed < BESIDE:
+            return
+        self.wait()
+        self._flushing, self._flushed = Flushing(Path(str(self.name))), written
+        try:
+            self._flushing.start()
+        except RuntimeError:  # an interpreter that ends starts no threads
+            self._flushing = None
+
+    def wait(self) -> None:
+        """Wait for a flush that is under way.
+
+        Raises:
+            OSError: it failed. The system says so once, and no more to later ones.
+        """
+        if self._flushing is not None:
+            self._flushing.join()
+            if self._flushing.error is not None:
+                raise self._flushing.error
+
+
+class Flushing(threading.Thread):
+    """Flushes a file beside the thread that writes to it.
+
+    Attributes:
+        error: why it failed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name=f"flush {path.name}", daemon=True)
+        self._path = path
+        self.error: OSError | None = None
+
+    def run(self) -> None:
+        """Flush what is there."""
+        try:
+            flush(self._path)
+        except OSError as error:
+            self.error = error
 
 
 def make_directory(path: Path) -> None:

@@ -32,10 +32,10 @@ def watch(patch: pytest.MonkeyPatch, reached: Reached) -> None:
     together = Comm.together
 
     class Watched(storage.HashingFile):
-        def __init__(self, path: Path, sha256: Any = None) -> None:
-            if sha256 is None:
+        def __init__(self, path: Path, earlier: Any = None) -> None:
+            if earlier is None:
                 reached("create", str(path))
-            super().__init__(path, sha256)
+            super().__init__(path, earlier)
 
         def write(self, data: Any) -> int:
             try:

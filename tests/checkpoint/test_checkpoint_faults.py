@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import multiprocessing
 import os
 import re
@@ -13,6 +14,7 @@ import signal
 import stat
 import subprocess
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -348,6 +350,78 @@ def test_any_other_flush_that_fails_is_an_error(
         checkpoint.save(tmp_path, *job(), step=1)
     assert caught.value.errno == number
     assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_long_file_is_flushed_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(storage, "PIECE", 1 << 11)
+    monkeypatch.setattr(storage, "BESIDE", 1 << 12)
+    sizes, fsync, data = list[int](), os.fsync, os.urandom(100_000)
+    begun = threading.Event()
+
+    def sized(handle: int) -> None:
+        sizes.append(os.fstat(handle).st_size)
+        fsync(handle)
+        begun.set()
+
+    monkeypatch.setattr(os, "fsync", sized)
+    files = storage.Files()
+    for begin in range(0, len(data), 25_000):  # in four plans
+        with files.create_stream(tmp_path / "file", "wb") as stream:
+            stream.write(data[begin : begin + 25_000])
+        assert begun.wait(30)
+    assert files.flush() == {"file": (len(data), hashlib.sha256(data).hexdigest())}
+    assert (tmp_path / "file").read_bytes() == data
+    assert 0 < sizes[0] < len(data) and sizes[-1] == len(data) and sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+def test_a_flush_beside_the_writing_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+):
+    """The system tells one flush, whichever it is, and later ones that all is well."""
+    monkeypatch.setattr(storage, "BESIDE", 1)
+    failed, fsync = list[threading.Thread](), os.fsync
+
+    def once(handle: int) -> None:
+        if not failed and stat.S_ISREG(os.fstat(handle).st_mode):
+            failed.append(threading.current_thread())
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", once)
+    with pytest.raises((OSError, RuntimeError), match=r"(?s)is (not saved|lost).*Input/output"):
+        if background:
+            checkpoint.save_async(tmp_path, *job(), step=1).wait()
+        else:
+            checkpoint.save(tmp_path, *job(), step=1)
+    assert isinstance(failed[0], storage.Flushing)
+    assert checkpoint.latest(tmp_path) is None and hidden(tmp_path) == []
+    checkpoint.save(tmp_path, *job(), step=1)
+    assert loaded(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize("act", ["flush", "rename"])
+def test_a_flush_that_is_under_way_when_a_file_ends_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
+):
+    monkeypatch.setattr(storage, "BESIDE", 1)
+    fsync = os.fsync
+
+    def failing(handle: int) -> None:
+        if isinstance(threading.current_thread(), storage.Flushing):
+            time.sleep(0.2)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    files, path = storage.Files(), tmp_path / "file"
+    with files.create_stream(path, "wb") as stream:
+        stream.write(b"all of it")
+    with pytest.raises(OSError, match="Input/output") as caught:
+        files.flush() if act == "flush" else files.rename(path, tmp_path / "other")
+    assert caught.value.filename == str(path)
 
 
 # -- files that are damaged afterwards ------------------------------------------------------------
