@@ -15,12 +15,14 @@ whether it still is::
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from shardcast.checkpoint.dcp import METADATA, Reader, Stored, UnreadableError
 from shardcast.messages import warn
 
 FORMAT = 1
+READERS = 8  # threads that verify the files of one checkpoint
 FACTS = {"step": int, "world_size": int, "partition": str, "optimizer": str, "files": dict}
 OPTIONAL = ("digest", "digest_of", "torch", "python")
 MANIFEST, MARKER = "shardcast.json", "COMMITTED"
@@ -217,8 +220,12 @@ def damage(
         manifest = manifest_of(folder)
         files = manifest.files
         names = sorted(files)[share::shares]
-        for name in names:
-            _verify(folder, name, files[name], written_since)
+        verify = functools.partial(_verify, folder, files, written_since)
+        if written_since is None:
+            with ThreadPoolExecutor(READERS) as pool:
+                list(pool.map(verify, names))
+        else:  # hardly anything is read; and an interpreter that ends starts no threads
+            list(map(verify, names))
         if METADATA in names:  # all that it refers to must be in files that have checksums
             for name, size in Reader(folder).sizes.items():
                 if name not in files or files[name]["bytes"] < size:
@@ -237,8 +244,10 @@ def damage(
     return None
 
 
-def _verify(folder: Path, name: str, listed: Mapping[str, Any], written_since: int | None) -> None:
-    path = folder / name
+def _verify(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], written_since: int | None, name: str
+) -> None:
+    path, listed = folder / name, files[name]
     status, beyond = path.stat() if path.is_file() else None, 0
     if status is None:
         wrong = "is missing"

@@ -72,7 +72,7 @@ def export(
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
     writing = target.with_name(new_name(EXPORTING, target))
     storage.make_directory(writing)
-    files = storage.Files()
+    files = storage.Files(hashed=False)
     reads = [*paths.values(), *(_state_paths(reader) if optimizer else ())]
     total, done = sum(reader.stored[path].nbytes for path in reads), 0
 
@@ -178,7 +178,7 @@ def _export_model(
                 "buffers as real numbers (torch.view_as_real), or out of checkpoints with "
                 "register_buffer(..., persistent=False), and save again"
             ) from error
-        storage.flush(out / name)
+        files.begin_flush(out / name)
         del tensors  # before those of the next file are read
     if len(shards) > 1:
         index = {

@@ -33,16 +33,23 @@ class Files(FileSystem):
 
     A file that DCP begins is appended to until :meth:`flush`, for a rank's file is written in as
     many plans as the rank has tensors.
+
+    Args:
+        hashed: whether SHA-256 is needed; without it :meth:`flush` gives empty ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hashed: bool = True) -> None:
+        self._hashed = hashed
         self._files: dict[Path, HashingFile] = {}  # closed, but for the one that is written to
+        self._of_others: list[Flushing] = []
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """A stream to append to a file that this object made; nothing is read through it."""
         path = Path(path)
         file = self._files[path] = HashingFile(path, self._files.get(path))
+        if not self._hashed:
+            file.sha256 = None
         try:
             with io.BufferedWriter(file, BUFFER) as stream:
                 yield stream
@@ -57,13 +64,23 @@ class Files(FileSystem):
             file.write(data)
         return self.flush()[path.name]
 
+    def begin_flush(self, path: Path) -> None:
+        """Begin to flush a file that somebody else wrote; :meth:`flush` waits for it."""
+        self._of_others.append(Flushing(path))
+        self._of_others[-1].start()
+
     def flush(self) -> dict[str, tuple[int, str]]:
         """Make what was written safe on the disk; sizes and SHA-256 by name of file."""
         files, self._files = self._files, {}
+        for flushing in self._of_others:
+            flushing.end()
         for path, file in files.items():
             file.wait()
             flush(path)
-        return {p.name: (p.stat().st_size, f.sha256.hexdigest()) for p, f in files.items()}
+        sums = {
+            path: file.sha256.hexdigest() if file.sha256 else "" for path, file in files.items()
+        }
+        return {path.name: (path.stat().st_size, digest) for path, digest in sums.items()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file or directory to a name that is free, and make that durable.
@@ -88,7 +105,7 @@ class HashingFile(io.FileIO):
         earlier: what this process wrote to it before, to be appended to.
 
     Attributes:
-        sha256: of all that was written.
+        sha256: of all that was written; may be set to ``None``.
         error: of the file system, while it was written.
     """
 
@@ -109,19 +126,16 @@ class HashingFile(io.FileIO):
         except OSError as error:
             self.error = error
             raise
-        self.sha256.update(piece[:size])
+        if self.sha256 is not None:
+            self.sha256.update(piece[:size])
         return size
 
     def _flush_beside(self, written: int) -> None:
         busy = self._flushing is not None and self._flushing.is_alive()
-        if busy or written - self._flushed < BESIDE:
-            return
-        self.wait()
-        self._flushing, self._flushed = Flushing(Path(str(self.name))), written
-        try:
+        if not busy and written - self._flushed >= BESIDE:
+            self.wait()
+            self._flushing, self._flushed = Flushing(Path(str(self.name))), written
             self._flushing.start()
-        except RuntimeError:  # an interpreter that ends starts no threads
-            self._flushing = None
 
     def wait(self) -> None:
         """Wait for a flush that is under way.
@@ -130,29 +144,37 @@ class HashingFile(io.FileIO):
             OSError: it failed. The system says so once, and no more to later ones.
         """
         if self._flushing is not None:
-            self._flushing.join()
-            if self._flushing.error is not None:
-                raise self._flushing.error
+            self._flushing.end()
 
 
 class Flushing(threading.Thread):
-    """Flushes a file beside the thread that writes to it.
-
-    Attributes:
-        error: why it failed.
-    """
+    """Flushes what is in a file, beside the thread that goes on to write."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(name=f"flush {path.name}", daemon=True)
         self._path = path
-        self.error: OSError | None = None
+        self._error: OSError | None = None
+
+    def start(self) -> None:
+        """Begin; an interpreter that ends starts no threads, and waits here."""
+        try:
+            super().start()
+        except RuntimeError:
+            self.run()
 
     def run(self) -> None:
-        """Flush what is there."""
+        """Flush."""
         try:
             flush(self._path)
         except OSError as error:
-            self.error = error
+            self._error = error
+
+    def end(self) -> None:
+        """Wait for the end; raise the OSError that it ended with."""
+        if self.ident is not None:
+            self.join()
+        if self._error is not None:
+            raise self._error
 
 
 def make_directory(path: Path) -> None:

@@ -101,7 +101,7 @@ def export(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Bytes that are done, and of how many, on stderr: a bar of tqdm, or a line for each tenth."""
+    """Bytes that are done, and of how many, on a terminal: a bar of tqdm, or lines for tenths."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]  # optional
     except ImportError:
@@ -109,7 +109,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
         def line(done: int, total: int) -> None:
             nonlocal tenth
-            if total and done * 10 // total > tenth:
+            if sys.stderr.isatty() and total and done * 10 // total > tenth:
                 tenth = done * 10 // total
                 print(f"{what} {done / 1e9:.3g} of {total / 1e9:.3g} GB", file=sys.stderr)
 

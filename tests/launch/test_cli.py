@@ -204,9 +204,10 @@ def test_inspect_and_export_find_the_checkpoint_in_the_folders_of_frameworks(
     assert "no committed checkpoint in" in command("inspect", str(tmp_path / "none"), status=2)
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
 @pytest.mark.parametrize("has_tqdm", [True, False])
-def test_an_export_shows_how_far_it_is_on_stderr(
-    has_tqdm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_an_export_shows_how_far_it_is_on_a_terminal_alone(
+    has_tqdm: bool, on_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     model = torch.nn.Linear(300, 200)
@@ -214,10 +215,15 @@ def test_an_export_shows_how_far_it_is_on_stderr(
     checkpoint.save(tmp_path / "run", model, optimizer, step=1)
     if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     told = capsys.readouterr().err
-    assert told == ("" if has_tqdm else "exported 0.00024 of 0.000241 GB\nexported 0.000241 of "
-                    "0.000241 GB\n")  # fmt: skip
+    if not on_terminal:
+        assert told == ""
+    elif has_tqdm:
+        assert "exported: 100%|" in told
+    else:
+        assert told == "exported 0.00024 of 0.000241 GB\nexported 0.000241 of 0.000241 GB\n"
 
 
 JOB = """
