@@ -15,7 +15,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,6 +144,16 @@ def wrap_local(local: Tensor, like: Any, placements: Any) -> Any:
     meta = TensorMeta(known.shape, known.stride, local.dtype)
     spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Within it, functions take tensors of any class for plain ones, on this thread."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_alias(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share a storage, be it one without memory, of the meta device."""
+    return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
 def arrived(local: Tensor) -> Tensor:

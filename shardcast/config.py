@@ -174,7 +174,7 @@ class ShardcastConfig(ValidatedOptions):
     grads: str = option(
         "full",
         "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
-        "also under no_sync(), and a rank keeps its own part (.grad reads NaN then)",
+        "also under no_sync(), and a rank keeps its own part (.grad cannot be read then)",
         one_of("full", "sharded"),
     )
     master: str = option(

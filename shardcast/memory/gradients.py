@@ -9,8 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardcast import _compat
+from shardcast.memory.local_param import LocalParam
 from shardcast.memory.marks import Marks
 from shardcast.memory.pack import Pack
+from shardcast.memory.ungathered import OWNERS, UngatheredGradient, hide, name_of, reveal
 from shardcast.plan.precision import MASTER_DTYPE
 
 
@@ -22,29 +25,27 @@ class Gradients:
     means of the slots ``kept``, to be added to the next ones.
 
     Outside of the own span ``data`` keeps this rank's own gradients, which are no means. So that
-    nobody takes them for means they are marked by NaN from ``landed()`` on: every parameter of
-    which a part lies there, and of each such part at least one element in every ``MARKED``. The
-    element behind the first mark is 0, a *canary*: if it is not finite any more, an edit of
-    ``.grad`` brought the marks to where they were not, as the factor of a norm does.
+    nobody takes them for means every ``.grad`` is an :class:`.UngatheredGradient` from ``landed()``
+    on; and for readers that are not called from Python, of each part of a parameter that lies there
+    at least one element in every ``MARKED`` is NaN.
 
     Attributes:
         owned: per slot, whether part of it lies in the own span.
         has_graph: some gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
         taken: slots with a gradient that :meth:`take` took and nothing shows.
+        carry: fp32 means of the own span from earlier reductions of this step.
         joint: of copies whose gradients are added up, on how many ranks of one data-parallel
             coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
-        is_marked: ``data`` has marks, and canaries.
-        is_edited: a script edited or replaced gradients since ``landed()``, see :meth:`look`.
-        is_replaced: it set others, which may have been computed from anything.
+        is_ungathered: ``data`` has means in the own span alone, and some rank owns another one.
         gone: slots whose gradient a script cleared after it was reduced.
     """
 
     culprits: Collection[int] = ()
     gone: Collection[int] = ()
     joint: Tensor | None = None
-    is_marked = is_edited = is_replaced = False
-    _landed_version = 0
+    is_ungathered = False
+    carry: Tensor | None = None
     _marks: Marks | None = None
     _gathered: torch.dtype | None = None  # of gradients before they were widened
 
@@ -63,6 +64,7 @@ class Gradients:
         # The view of each slot that was last shown as ``.grad``. Weakly: a script may keep it.
         self._shown: list[Callable[[], Tensor | None]] = []
         self._addresses: list[int] = []  # of the slots; a script may do ``.grad.data = ...``
+        self._zeros: set[int] = set()  # slots that were cleared after they landed, not set to None
 
     @property
     def allocated(self) -> bool:
@@ -79,6 +81,7 @@ class Gradients:
         if data is None:
             data = torch.zeros(numel, dtype=self.dtype, device=self._device)
         self._data = data
+        OWNERS[data.untyped_storage().data_ptr()] = self
         slots, start = self.pack.layout.slots, data.data_ptr()
         self._addresses = [
             start + slot.offset * self.dtype.itemsize if slot.numel else 0 for slot in slots
@@ -102,11 +105,6 @@ class Gradients:
     def marks_nbytes(self) -> int:
         """Of the positions of marks, which no report counts: 8 for 1,024 elements."""
         return 0 if self._marks is None else self._marks.positions.nbytes
-
-    @property
-    def version(self) -> int:
-        """Another number after every edit of ``data``."""
-        return 0 if self._data is None else self._data._version
 
     def widen(self) -> None:
         """Accumulate in fp32 from now on; :meth:`gather` sends what it would have sent."""
@@ -160,19 +158,20 @@ class Gradients:
         params = self.pack.params
         _ = self.data  # allocates it
         grads: dict[int, Tensor] = {}
-        for position in range(len(params)) if positions is None else positions:
-            grad = params[position].grad
-            if grad is None or self._is_own(position, grad):
-                continue
-            check_dense(self.pack, position, grad)
-            self.has_graph = self.has_graph or grad.requires_grad
-            grads[position] = grad
-        if grads:
-            with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
-                views = [self._view(position) for position in grads]
-                torch._foreach_copy_(views, list(grads.values()))  # one kernel on a GPU
-            for position, view in zip(grads, views, strict=True):
-                params[position].grad = view
+        with _compat.without_torch_function():
+            for position in range(len(params)) if positions is None else positions:
+                grad = params[position].grad
+                if grad is None or self._is_own(position, grad):
+                    continue
+                check_given(self.pack, position, grad)
+                self.has_graph = self.has_graph or grad.requires_grad
+                grads[position] = grad
+            if grads:
+                with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
+                    views = [self._view(position) for position in grads]
+                    torch._foreach_copy_(views, list(grads.values()))  # one kernel on a GPU
+                for position, view in zip(grads, views, strict=True):
+                    params[position].grad = view
         return bool(grads)
 
     def take(self, memory: Tensor) -> None:
@@ -206,6 +205,8 @@ class Gradients:
 
     def zero(self, set_to_none: bool) -> None:
         """The optimizer clears all gradients; views itself."""
+        if not set_to_none:
+            self._zeros.update(range(len(self.pack.params)))
 
     def local(self, sent: Tensor) -> Tensor:
         """The own span of ``sent``; ``own`` itself where that is the same memory."""
@@ -217,66 +218,86 @@ class Gradients:
         if self._marks is None:
             self._marks = Marks.of(self.pack, self.dtype, self._device)
         self._marks.put(self.data)
-        self.is_marked = self._marks.positions.numel() > 0
-        self.is_edited = self.is_replaced = False
-        self.forgive()
+        self._zeros.clear()
+        self._hide()
+
+    def _hide(self) -> None:
+        """What is shown is the mean in places."""
+        self.is_ungathered = self.pack.comm.size > 1
+        for shown in self._shown if self.is_ungathered else ():
+            if (view := shown()) is not None:
+                hide(view)
+
+    def _reveal(self) -> None:
+        """What is shown is what it seems to be."""
+        if self.is_ungathered:
+            self.is_ungathered = False
+            for shown in self._shown:
+                if (view := shown()) is not None:
+                    reveal(view)
+
+    def name_at(self, address: int) -> str | None:
+        """The parameter whose gradient in ``data`` has this address."""
+        position = self._position_at(address)
+        return None if position is None else self.pack.layout.slots[position].name
+
+    def has(self, address: int) -> bool:
+        """Whether it is in ``data``."""
+        data = self._data
+        return data is not None and 0 <= address - data.data_ptr() < data.nbytes
+
+    def _position_at(self, address: int) -> int | None:
+        slots, offset = (
+            self.pack.layout.slots,
+            (address - self.data.data_ptr()) // self.dtype.itemsize,
+        )
+        return next((n for n, slot in enumerate(slots) if offset < slot.end), None)
+
+    def note_edit(self, grad: Tensor, clears: bool) -> bool:
+        """A script edits a hidden gradient, or a view of it; whether it may.
+
+        Not while means are kept apart: what is shown is not all of the gradient.
+        """
+        position = self._position_at(grad.data_ptr())
+        if position is None:
+            return True
+        if clears and grad.numel() == self.pack.layout.slots[position].numel:
+            self._zeros.add(position)
+            if self.carry is not None:
+                self.carry[own_part(self.pack, position)].zero_()
+            return True
+        self._zeros.discard(position)
+        return self.carry is None
 
     def own_before(self, offset: int) -> Tensor:
         """What this rank had at an element of another one's span. On a host, after ``landed()``."""
         here = None if self._marks is None else self._marks.hidden_at(offset)
         return self.data[offset] if here is None else here
 
-    def look(self) -> bool:
-        """Note whether ``data`` was written since ``landed()``, as far as torch counts it."""
-        self.is_edited |= self.is_marked and self.version != self._landed_version
-        self.forgive()
-        return self.is_edited
-
-    def forgive(self) -> None:
-        """What was written until now is an edit of our own, or noted."""
-        self._landed_version = self.version
-
-    def spoiled(self) -> tuple[Tensor, Tensor] | None:
-        """Per canary, whether it is not finite any more, and whether it and its mark are numbers.
-
-        The latter do not come of edits in place of each element by itself: 1-d bools, ``None``
-        without any canaries.
-        """
-        if not self.is_marked or self._marks is None or not self._marks.canaries.numel():
-            return None
-        canaries = self.data.index_select(0, self._marks.canaries)
-        marks = self.data.index_select(0, self._marks.canaries - 1)
-        are_numbers = marks.isfinite() & canaries.isfinite() & (canaries != 0)
-        return ~canaries.isfinite(), are_numbers & (not self.is_replaced)
-
-    def spoiled_name(self) -> str | None:
-        """The first parameter with a canary that is not as it was; waits for the device."""
-        spoiled = self.spoiled()
-        if spoiled is None or self._marks is None or not bool((spoiled[0] | spoiled[1]).any()):
-            return None
-        offset = int(self._marks.canaries[spoiled[0] | spoiled[1]][0])
-        return next(slot.name for slot in self.pack.layout.slots if offset < slot.end)
-
     def reopen(self, kept: Collection[int]) -> Tensor | None:
         """Begin anew: autograd adds to ``data``, so it is zeroed; without ``kept`` overwritten.
 
-        Marks are in slots alone, not in the padding, so that both take them away.
+        Marks are in slots alone, not in the padding, so that both take them away. Where means are
+        kept apart, what is shown is a part of the gradient.
         """
-        self.is_marked = False
         if not kept:
+            self.is_ungathered = False  # nothing is shown, and what a script kept is no mean still
             return None
         for position in range(len(self.pack.params)):
             if position not in kept:
                 self.clear(position)
         means = self.own.to(MASTER_DTYPE, copy=True)
         self.data.zero_()
+        if self._zeros.issuperset(kept):  # nothing is kept but zeros
+            self._reveal()
+        else:
+            self._hide()
         return means
 
     @torch.no_grad()
     def gather(self, present: Sequence[bool]) -> None:
         """Have the means of all owners in ``data``, and shown where ``present``. Collective."""
         pack, own = self.pack, self.pack.own
-        self.is_marked = False
         # In the dtype that ranks have which add fewer gradients up.
         data = self.data if self._gathered is None else self.data.to(self._gathered)
         if len(pack.layout.lengths) == 1:
@@ -289,9 +310,11 @@ class Gradients:
         if data is not self.data:
             self.data[: own.start].copy_(data[: own.start])
             self.data[own.stop :].copy_(data[own.stop :])
+        self._reveal()
         for position, param in enumerate(pack.params):
             if present[position]:
-                param.grad = None  # a DTensor's was a part of the sum, and is all of it now
+                if isinstance(param, LocalParam):
+                    param.grad = None  # it was a part of the sum, and is all of it now
                 self.show(position)
 
     def _view(self, position: int) -> Tensor:
@@ -303,6 +326,8 @@ class Gradients:
         # Detached, it is no view to autograd, which lets a script call detach_() on a gradient.
         view = data.as_strided(slot.shape, self._strides[position], start).detach()
         self._shown[position] = weakref.ref(view)
+        if self.is_ungathered:
+            hide(view)
         return view
 
     def _part_with(self, position: int) -> None:
@@ -311,8 +336,12 @@ class Gradients:
         Gradients that a script keeps over a backward (PCGrad) must not change.
         """
         last = self._shown[position]()
-        if last is not None and last.data_ptr() == self._addresses[position]:
-            last.data = last.detach().clone()
+        if last is not None:
+            with _compat.without_torch_function():
+                if last.data_ptr() == self._addresses[position]:
+                    last.data = last.detach().clone()
+                if isinstance(last, UngatheredGradient):
+                    last.of = self.pack.layout.slots[position].name
 
 
 def nothing() -> None:
@@ -326,11 +355,20 @@ def own_part(pack: Pack, position: int) -> slice:
     return slice(start - own.start, max(start, min(slot.end, own.stop)) - own.start)
 
 
-def check_dense(pack: Pack, position: int, grad: Tensor) -> None:
-    """Raise a TypeError for a sparse gradient."""
+def check_given(pack: Pack, position: int, grad: Tensor) -> None:
+    """Raise a TypeError for a sparse gradient, a RuntimeError for one of another parameter."""
+    slot = pack.layout.slots[position]
+    if isinstance(grad, UngatheredGradient) and (
+        name_of(grad) not in (slot.name, None) or tuple(grad.shape) != slot.shape
+    ):
+        raise RuntimeError(
+            f"gradient of {slot.name!r}: expected its own, got .grad of {name_of(grad)!r}, of "
+            "which this rank has the mean of other elements; call optimizer.gather_gradients() "
+            "before"
+        )
     if grad.layout != torch.strided:
         raise TypeError(
-            f"gradient of {pack.layout.slots[position].name!r}: expected a dense tensor, got "
+            f"gradient of {slot.name!r}: expected a dense tensor, got "
             f"{grad.layout}; use sparse=False in the embedding, or leave this parameter to an "
             "optimizer of its own"
         )

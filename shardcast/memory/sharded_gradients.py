@@ -9,20 +9,26 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.memory.gradients import Gradients, check_dense, own_part
+from shardcast.memory.gradients import Gradients, check_given, own_part
 from shardcast.memory.pack import Pack
+from shardcast.memory.ungathered import hide
 from shardcast.plan.precision import MASTER_DTYPE
 
 COMING = 1 << 22  # bytes of gradients that are copied in by one call
+WAY_OUT = (
+    "with grads 'sharded' no rank has room for all of it; edit each rank's own gradient in a "
+    "register_post_accumulate_grad_hook, or use grads 'full'"
+)
 
 
 class ShardedGradients(Gradients):
     """Gradients of which only the own span stays: ``data`` lives from the first to ``landed()``.
 
-    After the reduction ``.grad`` is a stand-in: NaN, of the parameter's shape, in the memory of one
-    element. It says who has a gradient, is cleared and kept like every other one, and nobody can
-    take it for a mean. Gradients are copied in while others still come, so that the pack is not
-    there twice. Over several backwards the own span is fp32, in which means are added up.
+    After the reduction ``.grad`` is a stand-in: an :class:`.UngatheredGradient` of the parameter's
+    shape, in the memory of one element. It says who has a gradient, is cleared and kept like every
+    other one, and nobody can take it for a mean. Gradients are copied in while others still come,
+    so that the pack is not there twice. Over several backwards the own span is fp32, in which means
+    are added up.
     """
 
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
@@ -43,17 +49,6 @@ class ShardedGradients(Gradients):
     def nbytes(self) -> int:
         return super().nbytes + (0 if self._own is None else self._own.nbytes)
 
-    @property
-    def version(self) -> int:
-        return 0  # nobody can edit what is not shown
-
-    def spoiled(self) -> tuple[Tensor, Tensor] | None:
-        """Whether gradients were set by a script, which may have made them of stand-ins."""
-        if not self.is_edited:
-            return None
-        is_set = torch.ones(1, dtype=torch.bool, device=self._device)
-        return is_set, ~is_set
-
     def holds(self, position: int) -> bool:
         stand_in = self._stand_ins[position]
         return stand_in is not None and self.pack.params[position].grad is stand_in.grad
@@ -65,8 +60,9 @@ class ShardedGradients(Gradients):
         if not self.holds(position):
             stand_in = self._stand_ins[position]
             if stand_in is None or stand_in.is_written:
-                shape = self.pack.layout.slots[position].shape
-                stand_in = self._stand_ins[position] = StandIn(shape, self.dtype, self._device)
+                slot = self.pack.layout.slots[position]
+                stand_in = StandIn(slot.name, slot.shape, self.dtype, self._device)
+                self._stand_ins[position] = stand_in
             self.pack.params[position].grad = stand_in.grad
 
     def expect(self, position: int) -> bool:
@@ -114,8 +110,8 @@ class ShardedGradients(Gradients):
                     self.pack.params[position].grad = None
                     self.show(position)
                 continue
-            found = self.is_edited = True
-            check_dense(self.pack, position, grad)
+            found = True
+            check_given(self.pack, position, grad)
             shift = self.pack.own.start - self.pack.layout.slots[position].offset
             self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
             self.show(position)
@@ -148,7 +144,6 @@ class ShardedGradients(Gradients):
 
     def reopen(self, kept: Collection[int]) -> Tensor | None:
         """The own span becomes the fp32 sum, unless there is nothing to be added to."""
-        self.is_edited = False
         self.adopt(kept)  # those that a script zeroed
         if self._zeroed or not kept:
             self.culprits = ()
@@ -165,19 +160,22 @@ class ShardedGradients(Gradients):
 class StandIn:
     """The ``.grad`` of a parameter whose gradient is no longer here: NaN, with no room for values.
 
-    torch refuses to edit it in place, but for ``zero_()``, by which gradients are cleared.
+    Nobody can edit it in place, but by ``zero_()``, by which gradients are cleared.
 
     Attributes:
         grad: what a script sees; it is no view to autograd, so that ``detach_()`` works.
         value: its one element, 1-d.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.value = torch.full((1,), math.nan, dtype=dtype, device=device)
         self.grad = self.value.expand(1).view([1] * len(shape)).expand(shape).detach()
-        self._version = self.grad._version
+        self._version = self.value._version  # one with that of its views
+        hide(self.grad, of=name, way_out=WAY_OUT, is_empty=True)
 
     @property
     def is_written(self) -> bool:
         """Whether a script wrote to it."""
-        return self.grad._version != self._version
+        return self.value._version != self._version

@@ -197,7 +197,8 @@ class ShardedOptimizer(StatefulOptimizer):
         self._note_clip(None)
         self._drop_tokens()
         self.reduce.cleared(set_to_none)
-        super().zero_grad(set_to_none)
+        with _compat.without_torch_function():
+            super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For all micro-batches but a step's last, on every rank: full gradients stay here."""
@@ -291,11 +292,11 @@ class ShardedOptimizer(StatefulOptimizer):
     def gather_gradients(self) -> None:
         """Have the mean over ranks in every ``.grad``; every rank must call it.
 
-        Without it ``.grad`` is the mean only where this rank owns the elements, and NaN elsewhere.
-        Call it after the last backward of a step, before you read gradients (SAM, PCGrad, a norm by
-        hand); edits count as under DDP then, if all ranks make the same. In fp16 ``.grad`` is
-        multiplied by :attr:`loss_scale`. With model parallelism it is the data-parallel mean of
-        what is here.
+        Without it ``.grad`` is the mean only where this rank owns the elements: it can be edited,
+        each element by itself, and to read it raises. Call it after the last backward of a step,
+        before you read gradients (SAM, PCGrad, a norm by hand); edits count as under DDP then, if
+        all ranks make the same. In fp16 ``.grad`` is multiplied by :attr:`loss_scale`. With model
+        parallelism it is the data-parallel mean of what is here.
 
         Raises:
             RuntimeError: inside :meth:`no_sync`; ``grads`` is ``sharded``.

@@ -29,7 +29,8 @@ def reduced_by_hand(model: Any, step: int) -> None:
 @recipe(
     "CleanRL: gradients all-reduced by hand, p.grad.data.copy_",
     "torch",
-    warned="gather_gradients",
+    error=RuntimeError,
+    match="gather_gradients",
 )
 def all_reduced(variant: Variant) -> Report:
     model = mlp()
@@ -38,7 +39,10 @@ def all_reduced(variant: Variant) -> Report:
     )
 
 
-@recipe("StyleGAN2-ADA: p.grad = part of a flat all-reduce", "torch", warned="replaced")
+@recipe(
+    "StyleGAN2-ADA: p.grad = part of a flat all-reduce", "torch", error=RuntimeError,
+    match="gather_gradients",
+)  # fmt: skip
 def all_reduced_replaced(variant: Variant) -> Report:
     def graded(model: Any, step: int) -> None:
         flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

@@ -389,7 +389,7 @@ def sam(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("PCGrad replaces gradients", "torch", warned="gradients")
+@recipe("PCGrad replaces gradients", "torch", error=RuntimeError, match="gather_gradients")
 def pcgrad(variant: Variant) -> Report:
     plain = mlp(out=2)
     variant.starts(plain)

@@ -31,7 +31,10 @@ def cancelled(variant: Variant) -> Report:
     return trained(variant, model, adamw(model), graded=cancel)
 
 
-@recipe("DINO: each gradient clipped by its own norm", "torch", warned="edited in place")
+@recipe(
+    "DINO: each gradient clipped by its own norm", "torch", error=RuntimeError,
+    match="gather_gradients",
+)  # fmt: skip
 def clipped_each(variant: Variant) -> Report:
     def clip(model: Any, step: int) -> None:
         for parameter in model.parameters():
@@ -57,7 +60,8 @@ def adaptive_clip(variant: Variant) -> Report:
 
 
 @recipe(
-    "gradient centralization by hand", "torch", error=RuntimeError, match="gather_gradients",
+    "gradient centralization by hand", "torch", error=RuntimeError,
+    match="gather_gradients",
 )  # fmt: skip
 def centralized(variant: Variant) -> Report:
     def center(model: Any, step: int) -> None:
@@ -831,10 +835,9 @@ def mean_teacher(variant: Variant) -> Report:
 
 
 @recipe(
-    "DINO's own spelling of that clip: p.grad.data.mul_",
-    "torch",
-    silent="a norm that is NaN is above no limit: parameters of two ranks are not clipped",
-)
+    "DINO's own spelling of that clip: p.grad.data.mul_", "torch", error=RuntimeError,
+    match="gather_gradients",
+)  # fmt: skip
 def clipped_through_data(variant: Variant) -> Report:
     def clip(model: Any, step: int) -> None:
         for parameter in model.parameters():

@@ -302,7 +302,10 @@ def ddp_inside(variant: Variant) -> Report:
     return trained(variant, plain, adamw(plain))
 
 
-@recipe("SAM around the optimizer, .grad read as it is", "torch", warned="gather_gradients")
+@recipe(
+    "SAM around the optimizer, .grad read as it is", "torch", error=RuntimeError,
+    match="gather_gradients",
+)  # fmt: skip
 def raw_sam(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -328,7 +331,10 @@ def raw_sam(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("FGM as in notebooks, through .data", "torch", warned="gather_gradients")
+@recipe(
+    "FGM as in notebooks, through .data", "torch", error=RuntimeError,
+    match="gather_gradients",
+)  # fmt: skip
 def raw_fgm(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -348,7 +354,10 @@ def raw_fgm(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("EWC: Fisher information from .grad", "torch", warned="gather_gradients")
+@recipe(
+    "EWC: Fisher information from .grad", "torch", error=RuntimeError,
+    match="gather_gradients",
+)  # fmt: skip
 def ewc(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)

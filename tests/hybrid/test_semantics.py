@@ -49,7 +49,9 @@ def nothing(_model: nn.Module, _optimizer: ShardedOptimizer, _step: int) -> None
     pass
 
 
-def edits(model: nn.Module, _optimizer: ShardedOptimizer, step: int) -> None:
+def edits(model: nn.Module, optimizer: ShardedOptimizer, step: int) -> None:
+    if step == 1:
+        optimizer.gather_gradients()
     for param in model.parameters():
         if param.grad is not None:
             if step == 1:

@@ -116,6 +116,9 @@ class Side:
         def closure() -> float:
             for backward in backwards:
                 self.backward(*backward)
+                is_quiet = backward[2]
+                if edit in COMPUTED and self.group is not None and not is_quiet:
+                    self.optimizer.gather_gradients()
                 for param in self.model.all:
                     if edit and param.grad is not None:
                         EDITS[edit](param)
@@ -293,6 +296,7 @@ def give_other_memory(param: nn.Parameter) -> None:
 
 
 EDITS = {"in place": halve_in_place, "replaced": replace_by_half, "memory": give_other_memory}
+COMPUTED = "replaced", "memory"  # of what is read, which a mean has to be gathered for
 Action = tuple[Callable[..., None], tuple[Any, ...]]
 uses = st.frozensets(st.sampled_from(NUMBERS), max_size=len(SHAPES))
 per_rank = st.tuples(uses, uses, uses, uses)

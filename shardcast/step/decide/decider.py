@@ -25,7 +25,7 @@ from shardcast.step.decide.guard import Guard, GuardDecision
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
 from shardcast.step.decide.options import COUNT, OptionCheck, known, to_device
-from shardcast.step.decide.signal import Refusal, Signal, SpoiledGradients
+from shardcast.step.decide.signal import Refusal, Signal
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.decide.tokens import TokenCount
 from shardcast.step.reduce.mean import Divisor
@@ -72,20 +72,17 @@ class Decider:
         self._one_each = self._own_rank.new_ones(2)
         self._presence = Presence(grads, process_groups, device)
         self.refusal = Refusal(process_groups.everyone, device)
-        spoiled = self._spoiled = SpoiledGradients(grads, process_groups.everyone, device)
-        self._signals: tuple[Signal, ...] = (
-            self._presence, self.refusal, spoiled.nan, spoiled.mixed
-        )  # fmt: skip
-        counts = [True] * (MISTAKES + ranks) + [signal.skips for signal in self._signals]
+        self._signals: tuple[Signal, ...] = self._presence, self.refusal
+        mistakes = MISTAKES + ranks + len(self._signals)
         # A report skips a step if this product is not 0: with a norm that is not finite it is NaN,
         # and mistakes but the first one count.
-        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, 0.0, *map(float, counts[1:])]
+        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, 0.0, *[1.0] * (mistakes - 1)]
         self._skips_if = to_device(skips_if, torch.float64, device)
         self._members: Tensor | None = None  # of which group each pack is, (packs, groups), bool
         self._members_shape = (0, 0)
         self._options = OptionCheck(originals.option_names(), process_groups, device)
         self.skips = SkipReport(
-            grads, process_groups.dp, device, self._refuse, counts, config.max_skipped_steps,
+            grads, process_groups.dp, device, self._refuse, mistakes, config.max_skipped_steps,
             self.loss_scale is not None and self.loss_scale.dynamic,
             () if self.guard is None else self.guard.signals,
         )  # fmt: skip
@@ -124,7 +121,6 @@ class Decider:
         arguments = self._arguments(max_norm, str(wrong) if wrong else loss is not None)
         pack_powers = self._pack_powers()
         is_unscaled = self.loss_scale is not None and self.loss_scale.missing
-        self._spoiled.look()
         control = ControlVector.summed(
             self._process_groups.dp,
             [signal.local() for signal in self._signals],
@@ -142,7 +138,7 @@ class Decider:
         norm = bounded = self._norm.root(powers, scale)  # bounded: what max_norm is a bound of
         report = torch.cat([norm.view(1), self._one_each, control.first_nonfinite, *mistakes])
         if _compat.is_host(self._device):
-            self._refuse(report[3 + self._process_groups.dp.size :].tolist(), bool(norm.isfinite()))
+            self._refuse(report[3 + self._process_groups.dp.size :].tolist())
         skip = (report * self._skips_if).any()
         verdict: GuardDecision | None = None
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
@@ -314,9 +310,8 @@ class Decider:
         for grads in self._grads:
             group = grads.pack.layout.group
             clamp_(grads.own, limit, unscale if pending is None else pending.factors[group])
-            grads.forgive()
 
-    def _refuse(self, mistakes: Sequence[float], is_finite: bool = False) -> None:
+    def _refuse(self, mistakes: Sequence[float]) -> None:
         """Raise for mistakes of some ranks, and warn where they train other parameters.
 
         On a CPU all ranks call it in the same step, and exchange what they know; on an accelerator
@@ -326,7 +321,7 @@ class Decider:
         everyone, groups = self._process_groups.everyone, self._originals.groups
         of_signals = mistakes[MISTAKES + self._process_groups.dp.size :]
         for signal, mistake in zip(self._signals, of_signals, strict=True):
-            if mistake and (signal.skips or not is_finite):
+            if mistake:
                 raise signal.error()
         if training_differs:
             packs = [grads.pack for grads in self._grads]

@@ -53,7 +53,7 @@ class Decision:
 class ControlVector(NamedTuple):
     """The doubles of the one small all-reduce of a step; parts are 1-d.
 
-    That is ``8 * (groups + 2 * ranks + slots + 7)`` bytes: 19 KB for AdamW with 2 groups and 300
+    That is ``8 * (groups + 2 * ranks + slots + 5)`` bytes: 19 KB for AdamW with 2 groups and 300
     parameters on 1,024 ranks, 2.5 KB on 2.
 
     Attributes:
@@ -95,8 +95,6 @@ class Presence:
     Args:
         grads: the gradient packs that are reduced; the list may grow.
     """
-
-    skips = True
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, device: torch.device

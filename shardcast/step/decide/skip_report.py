@@ -64,7 +64,7 @@ class SkipReport:
     Args:
         grads: the gradient packs that are reduced; the list may grow.
         refuse: raises for mistakes of ``Decision.report``.
-        counts: of each of these mistakes, whether it counts in a step that is not skipped.
+        mistakes: how many these are.
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
         signals: what a guard judges steps by.
@@ -76,7 +76,7 @@ class SkipReport:
         comm: Comm,
         device: torch.device,
         refuse: Callable[[Sequence[float]], None],
-        counts: Sequence[bool],
+        mistakes: int,
         bound: int,
         usual: bool,
         signals: Sequence[str] = (),
@@ -85,7 +85,7 @@ class SkipReport:
         self._refuse, self._bound, self._usual, self._signals = refuse, bound, usual, signals
         # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
         # is not finite; of all steps since they were reported the mistakes. As in Decision.report.
-        ranks, mistakes = comm.size, len(counts)
+        ranks = comm.size
         sizes = [1, 1, ranks, mistakes]
         # Of a guard: spikes so far, whether one was the last skipped step, its values and bounds.
         self._counted = sum(sizes)
@@ -94,7 +94,7 @@ class SkipReport:
         self._totals, self._guarded = self._sent.split([self._counted, guarded])
         self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
         # By what totals, and by what a report, are multiplied in a step that is made, and skipped.
-        made = [[1, 0, *[1] * (ranks + mistakes)], [0, 0, *[0] * ranks, *map(int, counts)]]
+        made = [[1, 0, *[1] * (ranks + mistakes)], [0, 0, *[0] * ranks, *[1] * mistakes]]
         skipped = [[1, 1, *[0] * ranks, *[1] * mistakes], [1] * self._counted]
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)

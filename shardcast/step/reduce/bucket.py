@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.comm import REDUCTIONS, Comm, Reduction, ReplicaSumReduction
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
@@ -37,7 +38,7 @@ class Bucket:
     """The gradients of one pack, sent to the owners exactly once in each reduction.
 
     If more gradients come after a reduction (several backwards before a step), the means move to
-    an fp32 *carry*, and are added back when the pack is reduced again.
+    an fp32 *carry* of the gradients, and are added back when the pack is reduced again.
 
     Attributes:
         sums: further groups over which gradients are summed.
@@ -46,7 +47,6 @@ class Bucket:
         arrived: slots with a gradient in the running backward.
         counting: the backward whose further gradients need no more than to be put into ``arrived``.
         absent: slots without a gradient here when it was last sent: the own span has others'.
-        carry: fp32 means of earlier reductions of this step.
         tree: sums of micro-batches of this step, where their order is fixed.
     """
 
@@ -60,7 +60,6 @@ class Bucket:
     arrived: set[int] = field(default_factory=set)
     counting: int | None = None
     absent: set[int] = field(default_factory=set)
-    carry: Tensor | None = None
     tree: PartialSums | None = None
     _reduction: Reduction | None = None
 
@@ -83,7 +82,7 @@ class Bucket:
 
     def forget(self) -> None:
         """All gradients were cleared, by whomever."""
-        self.carry = self.grads.joint = None
+        self.grads.carry = self.grads.joint = None
         if self.tree is not None:
             self.tree.clear()
             self.grads.taken.clear()
@@ -111,7 +110,7 @@ class Bucket:
         """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
         gone = {n for n, is_here in enumerate(self.grads.presence()) if not is_here}
         self.grads.gone = gone - self.absent
-        means = self.grads.own if self.carry is None else self.carry
+        means = self.grads.own if self.grads.carry is None else self.grads.carry
         for position in gone if of_all_ranks else self.grads.gone:
             means[own_part(self.grads.pack, position)].zero_()
             if self.late and self.grads.joint is not None:
@@ -133,9 +132,10 @@ class Bucket:
             grads.adopt(every - self.absent)
             presence = grads.presence()
             kept = {position for position in self.absent if not presence[position]}
-        kept.update(position for position in every if grads.holds(position))
+        with _compat.without_torch_function():
+            kept.update(position for position in every if grads.holds(position))
         # Usually none: all gradients were set to None, all are overwritten.
-        self.carry, self.state = grads.reopen(kept), State.LOCAL
+        grads.carry, self.state = grads.reopen(kept), State.LOCAL
 
     def collect(self) -> None:
         """Take in all gradients that are there."""
@@ -202,8 +202,8 @@ class Bucket:
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         if isinstance(reduction, TreeReduction):
             mean = reduction.mean_
-        mean(pieces, divisor, self.carry, grads.own)
-        self._reduction = self.carry = None
+        mean(pieces, divisor, grads.carry, grads.own)
+        self._reduction = grads.carry = None
         self.state = State.REDUCED
         if self.tree is not None:
             self.tree.landed()

@@ -199,9 +199,6 @@ class Reducer:
         self.touched = False
         reduced = not (self.due or self.alone)  # alone no backward makes a pass due
         if reduced:
-            edited = [grads.look() for grads in self.grads]
-            if any(edited):
-                self.edits.warn_of("edited in place")
             land_all(self.buckets.values())
             for bucket in self.buckets.values():
                 bucket.drop_cleared(self.spent)
@@ -211,15 +208,8 @@ class Reducer:
             self._new_pass().flush()
         # One replaced by hand after the reduction is final, as with DDP.
         replaced = [grads.adopt() for grads in self.grads]
-        for grads, is_replaced in zip(self.grads, replaced, strict=True):
-            if reduced and is_replaced:
-                if grads.is_marked:
-                    grads.is_edited = grads.is_replaced = True
-                if self.spent:
-                    self.edits.warn_of_set()
-                elif grads.is_marked:
-                    self.edits.warn_of("replaced")
-            grads.forgive()
+        if reduced and self.spent and any(replaced):
+            self.edits.warn_of_set()
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -346,8 +336,9 @@ class Reducer:
         if self.spent:
             return
         begun = [
-            b for b in self.buckets.values() if b.state is State.REDUCED or b.carry is not None
-        ]
+            bucket for bucket in self.buckets.values()
+            if bucket.state is State.REDUCED or bucket.grads.carry is not None
+        ]  # fmt: skip
         names: dict[bool, str] = {}  # of a gradient that is there, of one that is not
         for bucket in begun:
             slots, presence = bucket.grads.pack.layout.slots, bucket.grads.presence()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.memory.gradients import Gradients, nothing
 from shardcast.messages import warn
 
@@ -39,14 +40,6 @@ class GradientEdits:
         """Every ``.grad`` is the mean now."""
         self._gathered = True
 
-    def warn_of(self, how: str) -> None:
-        """Warn of gradients that were edited without :meth:`gathered`, be it rightly or not."""
-        self._warn_once(
-            f"gradients were {how} after the backward: this is right where each element is "
-            "computed from itself, but .grad is NaN where this rank has no mean, so that norms are "
-            "NaN, and a comparison with them is false; call optimizer.gather_gradients() before"
-        )
-
     def warn_of_set(self) -> None:
         """Warn of gradients that were set by hand after the means were cleared, without a step."""
         if not self._gathered:
@@ -72,15 +65,15 @@ class GradientEdits:
     def version(self) -> int:
         """Another number after any gradient came, was edited in place, replaced or cleared."""
         found = [param.grad for grads in self._grads for param in grads.pack.params]
+        with _compat.without_torch_function():
+            versions = [0 if grad is None else grad._version for grad in found]
         if len(found) != len(self._seen) or any(
-            before() is not grad or version != (0 if grad is None else grad._version)
-            for grad, (before, version) in zip(found, self._seen, strict=True)
+            before() is not grad or version != seen
+            for grad, version, (before, seen) in zip(found, versions, self._seen, strict=True)
         ):
             # Weakly, not by id, which a later gradient may have again.
-            self._seen = [
-                (nothing, 0) if grad is None else (weakref.ref(grad), grad._version)
-                for grad in found
-            ]
+            refs = [nothing if grad is None else weakref.ref(grad) for grad in found]
+            self._seen = [*zip(refs, versions, strict=True)]
             self._version += 1
         return self._version
 

@@ -1,0 +1,373 @@
+"""A ``.grad`` that is no mean everywhere can be edited, and not be read."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import operator
+import pickle
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+import shardcast
+from shardcast.memory import gradients, ungathered
+from shardcast.memory.ungathered import UngatheredGradient
+from shardcast.testing import ThreadedWorld, assert_same_sequence
+
+pytestmark = pytest.mark.timeout(120)
+NAMES: dict[str, Any] = {
+    "F": functional, "clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_,
+    "copy": copy, "get_total_norm": get_total_norm, "io": io, "np": np, "operator": operator,
+    "pickle": pickle, "torch": torch,
+}  # fmt: skip
+# Of a gradient g of p; a is a plain tensor of its shape.
+EDITS = """
+g.mul_(.5) | operator.imul(g, 2) | operator.iadd(g, 1) | operator.itruediv(g, 2) | g.zero_()
+operator.setitem(g, 0, 1) | g[:, 1].zero_() | g.view(-1)[3:5].fill_(1.) | g.data.mul_(.5)
+g.clamp_(-1, 1) | torch.nan_to_num(g, nan=0, out=g) | torch.nan_to_num_(g) | torch.mul(g, 2, out=g)
+g.add_(p.detach(), alpha=.1) | g.add_(torch.randn_like(g)) | g.mul_((p > 0).float()) | g.normal_()
+g.masked_fill_(p > 0, 0) | torch._foreach_mul_([g], 2) | torch._foreach_add_([g], [a])
+g.detach_() | g.requires_grad_(False) | g.copy_(a) | g.data.copy_(a) | F.dropout(g, inplace=True)
+clip_grad_value_([p], .1) | clip_grad_value_([p], .1, foreach=False) | torch.nn.init.normal_(g)
+setattr(g, 'data', a) | setattr(g, 'requires_grad', False) | torch.mul(input=g, other=2, out=g)
+g.apply_(lambda x: 2 * x) | torch.ops.aten.mul_.Tensor(g, 2) | g[0][1].neg_() | g.t()[2].zero_()
+"""
+ANSWERS = """
+g.shape | g.size(0) | g.device | g.dtype | g.is_sparse | g.layout | g.numel() | g.dim() | g.ndim
+len(g) | g.element_size() | g.stride() | g.is_contiguous() | g.requires_grad | g.grad_fn | g.is_cuda
+g == None | g != None | g is None | torch.is_tensor(g) | torch.is_floating_point(g) | g.type()
+g.nbytes | g.is_leaf | torch.result_type(g, 1.) | g.untyped_storage().nbytes() | g.data_ptr() > 0
+torch.zeros_like(g).sum() | g.new_ones(3).sum() | torch.ones_like(g).sum() | g.storage_offset() >= 0
+hash(g) == id(g) | isinstance(g, torch.Tensor) | g.new_tensor([2.])
+"""
+VIEWS = """
+g.data | g.detach() | g.view(-1) | g.flatten() | g.T | g[0] | g[1:] | g.chunk(2) | list(g) | [*g]
+g.unbind() | g.reshape(-1) | g.contiguous() | g.to(g.device) | g.to(g.dtype) | g.float() | g.cpu()
+g.expand_as(p) | g.view_as(p) | g.unsqueeze(0) | g.transpose(0, 1) | torch.flatten(g) | g[0, 1]
+"""
+READS = """
+g.norm() | g.data.norm(2) | g.abs() | g + 1 | 1 + g | g * 2 | -g | g.sum() | g[0, 0].item() | g > 0
+bool(g[0, 0]) | g.isnan() | torch.isfinite(g) | g.numpy() | np.asarray(g) | np.array(g) | g.tolist()
+g.clone() | g.double() | g.to(torch.float64) | g.bfloat16() | copy.deepcopy(g) | copy.copy(g)
+pickle.dumps(g) | torch.save(g, io.BytesIO()) | torch.equal(g, g) | torch.allclose(g, g) | 0. in g
+float(g[0, 0]) | int(g[0, 0]) | f'{g[0, 0]:.3f}' | '%.3f' % g[0, 0] | sum(g[0]) | max(g[0])
+torch.cat([g]) | torch.stack([a, g]) | get_total_norm([g])
+torch.nn.utils.parameters_to_vector([g])
+clip_grad_norm_([p], .1) | clip_grad_norm_([p], .1, foreach=False) | torch._foreach_norm([g])
+a.copy_(g) | operator.iadd(a, g) | a.add_(g) | a.lerp_(g, .1) | p.sub_(g) | p.data.add_(g, alpha=.1)
+operator.setitem(a, 0, g[0]) | torch.add(a, g, out=a) | torch._foreach_add_([a], [g])
+torch._foreach_copy_([a], [g]) | g.cumsum_(0) | g.cumprod_(0) | g.renorm_(2, 0, 1) | g @ g.T
+torch.cumsum(g, 0, out=g) | g.add_(g.view_as(g)) | g.copy_(g.flip(0)) | g.__dlpack__()
+F.normalize(g) | F.normalize(g, out=g)
+g.max() | g.argmax() | torch.topk(g.view(-1), 2) | torch.linalg.norm(g)
+g.pow(2) | g.square() | p * g | torch.einsum('ij->i', g) | g[g > 0] | g[p > 0] | g[[0, 1]]
+g.masked_select(p > 0) | torch.count_nonzero(g) | torch.where(p > 0, g, a) | g.mean() | g.std()
+torch.optim.SGD([p], lr=.1).step() | torch.optim.SGD([p], lr=.1, foreach=True).step()
+torch.optim.AdamW([p]).step() | torch.optim.AdamW([p], fused=True).step()
+torch.optim.Adam([p], foreach=True).step()
+torch.full_like(g, g[0, 0]) | torch.distributed.all_reduce(g) | torch.distributed.broadcast(g, 0)
+torch.compile(lambda x: x * 2, backend='eager')(g)
+"""
+
+
+def cases(lines: str) -> list[str]:
+    return [code.strip() for line in lines.strip().splitlines() for code in line.split(" | ")]
+
+
+def parameter(model: Any, optimizer: Any, batch: Tensor) -> dict[str, Any]:
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    p = model[2].weight
+    assert type(p.grad) is UngatheredGradient
+    return {**NAMES, "p": p, "g": p.grad, "a": torch.zeros(p.shape), "model": model}
+
+
+@torch.no_grad()
+def run(code: str, names: dict[str, Any]) -> Any:
+    return eval(code, names)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_reads_raise_by_name_and_edits_questions_and_views_do_not(partition: str):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        read = []
+        for code in cases(READS):
+            try:
+                run(code, parameter(model, optimizer, batch))
+                read.append(code)
+            except RuntimeError as error:
+                told = str(error)
+                assert "reads .grad of '2.weight'" in told and "gather_gradients" in told, code
+        assert read == []
+        for code in cases(EDITS):
+            run(code, parameter(model, optimizer, batch))
+            optimizer.step()
+        for code in cases(VIEWS):
+            names = parameter(model, optimizer, batch)
+            views = [*ungathered.tensors(run(code, names))]
+            assert views and all(type(view) is UngatheredGradient for view in views), code
+            with pytest.raises(RuntimeError, match=r"'2\.weight'"):
+                views[-1].sum()
+        for code in cases(ANSWERS):
+            names = parameter(model, optimizer, batch)
+            seen = run(code, names)
+            optimizer.gather_gradients()
+            assert type(names["p"].grad) is Tensor
+            assert seen == run(code, {**names, "g": names["p"].grad}), code
+        names = parameter(model, optimizer, batch)
+        assert "2.weight" in repr(names["g"]) and "2.weight" in f"{names['g']} {names['g'].data}"
+        for convert in (nn.Module.float, lambda model: model.to("cpu"), copy.deepcopy):
+            convert(model)  # moves nothing
+        optimizer.step()
+
+    on_ranks(script, 3, partition=partition)
+
+
+def test_the_rule_is_missed_where_gradients_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(gradients, "hide", lambda _: None)
+    with pytest.raises(AssertionError):
+        on_ranks(parameter, 2)
+
+
+def test_torch_has_no_other_in_place_methods_that_compute_an_element_from_others():
+    base = torch.rand(4, 5, dtype=torch.float64).mul_(0.5).add_(0.25)
+    other, index = torch.rand(4, 5).double(), torch.tensor([2, 0, 1, 3])
+    arguments: list[tuple[Any, ...]] = [
+        (), (2.0,), (0,), (other,), (other, other), (0, 1), (2, 0, 0.1), (0, index, other),
+        (0, index[:, None].expand(4, 5), other), (0, index, 1.5), (other > 0.5, 1.5), (other, 0.5),
+        (other > 0.5, other), (other[:, :3], other[:3]), (other[:, 0], other[0]), (0.1, 0.9),
+        (other.view(4, 5), other[0]), ((index,), other), (index, other[:, 0]),
+    ]  # fmt: skip
+    mixing, called = set(), set()
+    for name in dir(Tensor):
+        if not name.endswith("_") or name.endswith("__") or "philox" in name or "spars" in name:
+            continue
+        for args in arguments:
+            results = []
+            for change in (0.0, 0.125):
+                torch.manual_seed(0)
+                x = base.clone()
+                x[1, 2] += change
+                try:
+                    getattr(x, name)(*args)
+                except (RuntimeError, TypeError, IndexError, ValueError, AttributeError):
+                    break
+                results.append(x)
+            if len(results) == 2 and results[0].shape == base.shape:
+                called.add(name)
+                differs = (results[0] != results[1]) & ~results[0].isnan()
+                differs[1, 2] = False
+                if differs.any():
+                    mixing.add(name)
+    assert mixing == ungathered.MIXING
+    assert len(called) > 100
+
+
+def test_what_a_script_keeps_stays_unread_when_gradients_come_anew():
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        kept = []
+        for gathers in (False, True):
+            names = parameter(model, optimizer, batch)
+            if gathers:
+                optimizer.gather_gradients()
+            kept.append(names["p"].grad)
+            optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"'2\.weight'"):
+            kept[0].norm()
+        assert kept[1].isfinite().all()
+        with pytest.raises(RuntimeError, match=r"'2\.weight'"):
+            model[2].weight.grad.norm()
+
+    on_ranks(script)
+
+
+def test_a_view_that_was_made_before_the_gather_can_be_read_after_it():
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        grads = [param.grad for param in model.parameters()]
+        assert grads == [None] * 6
+        model(batch).square().mean().backward()
+        grads = [param.grad for param in model.parameters()]
+        views = [grad.data.view(-1) for grad in grads]
+        optimizer.gather_gradients()
+        for param, grad, view in zip(model.parameters(), grads, views, strict=True):
+            assert param.grad is grad and type(grad) is Tensor
+            assert torch.equal(view, grad.view(-1)) and view.isfinite().all()
+
+    on_ranks(script)
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_a_gradient_is_not_given_to_another_parameter(grads: str):
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        model[0].bias.grad = model[0].bias.grad  # the same
+        model[0].weight.grad = model[2].weight.grad.view(-1)[:91].view(13, 7)
+        with pytest.raises(RuntimeError, match=r"gradient of '0\.weight'.*'2\.weight'"):
+            optimizer.step()
+
+    on_ranks(script, grads=grads)
+
+
+def test_gradients_leave_nothing_behind_when_the_optimizer_goes():
+    def body(group: Any) -> Any:
+        model = nn.Linear(40, 30)
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group
+        )
+        model(torch.ones(2, 40)).float().sum().backward()
+        seen, grad = weakref.ref(optimizer.shards[0].grads), model.weight.grad
+        optimizer.close()
+        del optimizer
+        gc.collect()
+        with pytest.raises(RuntimeError, match=r"reads \.grad"):
+            grad.sum()
+        return seen()
+
+    assert ThreadedWorld(2).run(body) == [None, None]
+
+
+def test_in_a_world_of_one_gradients_are_plain_tensors():
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        for _ in range(2):
+            model(batch).square().mean().backward()
+            assert all(type(param.grad) is Tensor for param in model.parameters())
+            optimizer.step()
+            assert all(type(param.grad) is Tensor for param in model.parameters())
+
+    on_ranks(script, 1)
+    on_ranks(script, 1, grads="sharded")
+
+
+# -- what can be read is what DDP shows -----------------------------------------------------------
+
+SHAPES = ((30, 40), (3,), (), (1100,))
+
+
+class Dots(nn.Module):
+    """Its gradients are those that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+
+    def forward(self, seed: int) -> Tensor:
+        terms = [(param * gradient(seed, n)).sum() for n, param in enumerate(self.all)]
+        return torch.stack(terms).sum()
+
+
+def gradient(seed: int, number: int) -> Tensor:
+    """Multiples of 3/8, whose means over 1 to 4 ranks are exact in fp32."""
+    generator = torch.Generator().manual_seed(100 * seed + number)
+    return torch.randint(-16, 17, SHAPES[number], generator=generator) * 0.375
+
+
+class Shown:
+    """What ``.grad`` is under DDP, on each rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.grads = size, [[torch.zeros(shape) for shape in SHAPES]] * size
+
+    def backward(self, seed: int, syncs: bool) -> None:
+        for number in range(len(SHAPES)):
+            added = [
+                grads[number] + gradient(seed + rank, number)
+                for rank, grads in enumerate(self.grads)
+            ]
+            mean = torch.stack(added).double().mean(0).float()
+            self.grads = [
+                [*grads[:number], mean if syncs else added[rank], *grads[number + 1 :]]
+                for rank, grads in enumerate(self.grads)
+            ]
+
+    def clear(self) -> None:
+        self.grads = [[torch.zeros(shape) for shape in SHAPES]] * self.size
+
+
+def look(model: Dots, shown: Shown, rank: int) -> set[bool]:
+    """Whether gradients can be read; those that can are those of DDP."""
+    seen = set()
+    for param, expected in zip(model.all, shown.grads[rank], strict=True):
+        if param.grad is not None:
+            try:
+                found = param.grad + 0
+            except RuntimeError as error:
+                assert "reads .grad" in str(error)
+                seen.add(False)
+            else:
+                seen.add(True)
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    return seen
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_can_be_read_is_what_ddp_shows(size: int, grads: str):
+    def body(group: Any, seed: int) -> set[tuple[str, bool]]:
+        draw, rank = random.Random(seed), group.rank()
+        model = Dots()
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), process_group=group,
+            partition=draw.choice(["even", "whole"]), pack_params=draw.choice([1, 2, None]),
+            param_dtype="fp32", fuse="eager", grads=grads,
+        )  # fmt: skip
+        shown, found, sharded = Shown(size), set(), size > 1 and grads == "sharded"
+        for number in range(24):
+            act = draw.choice(["sync", "sync", "local", "local", "gather", "step", "none", "zeros"])
+            if act == "local":
+                with optimizer.no_sync():
+                    model(10 * number + rank).backward()
+                shown.backward(10 * number, syncs=sharded)
+            elif act == "sync":
+                model(10 * number + rank).backward()
+                shown.backward(10 * number, syncs=True)
+            elif act == "gather" and grads == "full":
+                optimizer.gather_gradients()
+                mean = [
+                    torch.stack(one).double().mean(0).float()
+                    for one in zip(*shown.grads, strict=True)
+                ]
+                shown.grads = [mean] * size
+                assert False not in look(model, shown, rank)
+            elif act in ("none", "zeros"):
+                by = draw.choice([optimizer, model])
+                by.zero_grad(set_to_none=act == "none")
+                shown.clear()
+            elif act == "step":
+                optimizer.step()
+                mean = [
+                    torch.stack(one).double().mean(0).float()
+                    for one in zip(*shown.grads, strict=True)
+                ]
+                shown.grads = [mean] * size  # what no_sync left is reduced by the step
+            seen = look(model, shown, rank)
+            assert len(seen) < 2, "all alike"
+            found |= {(act, can) for can in seen}
+        return found
+
+    found: set[tuple[str, bool]] = set()
+    for seed in range(8):
+        world = ThreadedWorld(size, timeout=30)
+        ranks = world.run(body, seed)
+        assert all(one == ranks[0] for one in ranks)
+        assert_same_sequence(world.logs)
+        found |= ranks[0]
+    reads = {act for act, can in found if can}
+    if size == 1:
+        assert False not in {can for _, can in found}
+    elif grads == "full":
+        assert {("sync", False), ("step", False)} <= found and ("sync", True) not in found
+        assert {"local", "gather"} <= reads
+    else:
+        assert not reads
