@@ -1,8 +1,8 @@
 """Random stories of runs that are saved and go on otherwise, next to plain torch and its average.
 
 Between two parts of a run the ranks, the partition, the frozen layers and the forms of the state
-may change. Weights, moments and averages are those of plain torch to the bit, and no checkpoint is
-refused by its own digest.
+may change, and layers are frozen and unfrozen within a part. Weights, moments and averages are
+those of plain torch to the bit, and no checkpoint is refused by its own digest.
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ LAYERS, WARM, DECAY = 4, {"decay": 0.9, "warmup": True}, 0.9
 def build(frozen: frozenset[int], seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(5, 5, bias=number != 1) for number in range(LAYERS)))
-    for number in frozen:
-        model[number].requires_grad_(False)
+    freeze(model, frozen)
     return model
+
+
+def freeze(model: nn.Sequential, frozen: frozenset[int]) -> None:
+    """Freeze these layers, and no others."""
+    for number, layer in enumerate(model):
+        layer.requires_grad_(number not in frozen)
+
+
+def some_layers(dice: random.Random) -> frozenset[int]:
+    return frozenset(n for n in range(LAYERS) if dice.random() < 0.3)
 
 
 def groups_of(model: nn.Sequential, layers: int) -> list[dict[str, Any]]:
@@ -60,9 +69,7 @@ class Plain:
         self.steps = 0
         self.averages = {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
-    def step(self, seed: int, frozen: frozenset[int]) -> None:
-        for number, layer in enumerate(self.model):
-            layer.requires_grad_(number not in frozen)
+    def step(self, seed: int) -> None:
         gradients(self.model, seed)
         self.optimizer.step()
         self.steps += 1
@@ -98,11 +105,11 @@ def tell(seed: int) -> list[dict[str, Any]]:
     inexact = seed % 3 == 2  # moments of int8: of these the digest alone is looked at
     story, layers = [], 1
     for _ in range(4):
-        frozen = frozenset(n for n in range(LAYERS) if dice.random() < 0.3)
+        frozen = some_layers(dice)
         averaged = dice.random() < 0.8
         acts: list[tuple[str, int]] = []
-        for _ in range(dice.randint(1, 4)):
-            kind = dice.choice(["step", "step", "extend", "average"])
+        for _ in range(dice.randint(1, 5)):
+            kind = dice.choice(["step", "step", "step", "extend", "average", "freeze"])
             if (kind == "extend" and layers == LAYERS) or (kind == "average" and not averaged):
                 kind = "step"
             layers += kind == "extend"
@@ -118,7 +125,7 @@ def tell(seed: int) -> list[dict[str, Any]]:
                 "alignment": dice.choice([16, 64, 128, 256]),
                 "param_dtype": dice.choice([torch.float32, torch.bfloat16]),
             }
-        story.append({"size": dice.choice([1, 2, 4]), "frozen": frozen, "acts": acts, **fields})
+        story.append({"size": dice.choice([1, 2, 3, 4]), "frozen": frozen, "acts": acts, **fields})
     return story
 
 
@@ -143,6 +150,8 @@ def play(group: Any, folder: Path, part: dict[str, Any], layers: int, number: in
             optimizer.zero_grad()
         elif kind == "extend":
             extend(len(optimizer.param_groups) + 1)
+        elif kind == "freeze":
+            freeze(model, some_layers(random.Random(seed)))
         else:
             optimizer.load_average("ema", average_of(seed), steps=seed)
     checkpoint.save(folder, model, optimizer, step=number + 1, digest=True)
@@ -150,7 +159,7 @@ def play(group: Any, folder: Path, part: dict[str, Any], layers: int, number: in
     return optimizer.full_parameters(), averages, optimizer.full_state_dict()
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_run_that_goes_on_otherwise_is_that_of_plain_torch(tmp_path: Path, seed: int):
     plain = Plain()
     for number, part in enumerate(tell(seed)):
@@ -158,11 +167,14 @@ def test_a_run_that_goes_on_otherwise_is_that_of_plain_torch(tmp_path: Path, see
             plain.forget()
         ranks, _ = run_world(part["size"], play, tmp_path, part, plain.layers, number)
         weights, averages, state = ranks[0]
+        freeze(plain.model, part["frozen"])
         for kind, of in part["acts"]:
             if kind == "step":
-                plain.step(of, part["frozen"])
+                plain.step(of)
             elif kind == "extend":
                 plain.extend()
+            elif kind == "freeze":
+                freeze(plain.model, some_layers(random.Random(of)))
             else:
                 plain.load_average(of)
         if not part["averages"]:
