@@ -1,6 +1,6 @@
 """Time shardcast's checkpoints next to torch's own ways, of one state on one disk.
 
-    python -m benchmarks checkpoint --elements 100000000 --ranks 2
+    python -m benchmarks checkpoint --elements 100000000 --ranks 2 [--only save load]
 
 AdamW over that many fp32 parameters: three times as many elements of state. Rows of one kind
 promise the same: a save survives a power cut, and the one before it is there until the new one is.
@@ -71,7 +71,9 @@ def torch_save(value: Any, path: Path, flush: bool = True) -> None:
         flushed(path.parent)
 
 
-def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, list[Any]]:
+def measure(
+    group: Any, folder: str, elements: int, rounds: int, kinds: Sequence[str]
+) -> dict[str, list[Any]]:
     """Seconds, and processor seconds of all ranks, of each row in each round."""
     base, rank = Path(folder), group.rank()
     model = model_of(elements)
@@ -87,7 +89,8 @@ def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, li
             for name, param in model.named_parameters()
         },
     }
-    own = torch.ones(3 * sum(p.numel() for p in model.parameters()) // group.size())
+    state_of_a_rank = 3 * elements // group.size() if "save_async" in kinds else 0
+    own = torch.ones(state_of_a_rank)
     step, pending = 0, list[Any]()
 
     def on_rank_0(call: Callable[..., Any], *given: Any) -> None:
@@ -133,7 +136,7 @@ def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, li
     }
     found: dict[str, list[Any]] = {name: [] for name in calls}
     for number in range(-1, rounds):
-        for rows in KINDS.values():
+        for rows in (KINDS[kind] for kind in kinds):
             turn = max(number, 0) % len(rows)
             for name in (*rows[turn:], *rows[:turn]):
                 dist.barrier()
@@ -155,7 +158,7 @@ def measure(group: Any, folder: str, elements: int, rounds: int) -> dict[str, li
 def rows(found: dict[str, list[Any]], nbytes: float) -> list[tuple[str, ...]]:
     lines = []
     for names in KINDS.values():
-        for name in names:
+        for name in names if found[names[0]] else ():
             pairs = zip(found[name], found[names[0]], strict=True)
             ratio = statistics.median(one[0] / other[0] for one, other in pairs)
             seconds, spent = (statistics.median(part) for part in zip(*found[name], strict=True))
@@ -171,11 +174,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", nargs="+", choices=[*KINDS], default=[*KINDS])
     parser.add_argument("--directory", help="where to save; default: the temporary directory")
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        given = (folder, args.elements, args.rounds)
+        given = (folder, args.elements, args.rounds, args.only)
         found = spawn(measure, args.ranks, *given, timeout=3600.0)[0]
     nbytes = 12.0 * sum(p.numel() for p in model_of(args.elements).parameters())
     title = f"{nbytes / 1e9:.2f} GB of masters and AdamW's moments, {args.ranks} rank(s)"

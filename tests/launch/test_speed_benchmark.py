@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from benchmarks import __main__ as benchmark
 from benchmarks import counters, digests, document, report, step, systems
+from benchmarks.checkpoint import KINDS
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
@@ -171,6 +172,19 @@ def test_each_table_of_the_document_is_replaced_by_what_its_command_prints(tmp_p
     assert f"`python {command}`: processor time of" in after and "torch" in after
     assert after.endswith("\n\nProse.\n") and "| ranks |" in after
     assert "old." not in after and "| b |" not in after
+
+
+def test_checkpoints_are_timed_next_to_those_of_the_same_promise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = ["--elements", "1", "--ranks", "1", "--rounds", "1", "--markdown"]
+    benchmark.main(["checkpoint", *given, "--directory", str(tmp_path)])
+    printed = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed if "|" in line]
+    assert [row[0] for row in rows[2:]] == [name for kind in KINDS.values() for name in kind]
+    firsts = {kind[0] for kind in KINDS.values()}
+    assert all(row[2] == "1.00" for row in rows if row[0] in firsts)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_hosts_are_skipped_with_a_message_without_root(tmp_path: Path) -> None:
