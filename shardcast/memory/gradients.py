@@ -34,6 +34,7 @@ class Gradients:
         has_graph: some gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
         taken: slots with a gradient that :meth:`take` took and nothing shows.
+        lent: slots that :meth:`lend` shows, without a gradient of this rank.
         carry: fp32 means of the own span from earlier reductions of this step.
         joint: of copies whose gradients are added up, on how many ranks of one data-parallel
             coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
@@ -64,6 +65,7 @@ class Gradients:
         # The view of each slot that was last shown as ``.grad``. Weakly: a script may keep it.
         self._shown: list[Callable[[], Tensor | None]] = []
         self._addresses: list[int] = []  # of the slots; a script may do ``.grad.data = ...``
+        self.lent: set[int] = set()
         self._zeros: set[int] = set()  # slots that were cleared after they landed, not set to None
 
     @property
@@ -123,10 +125,30 @@ class Gradients:
             self.show(position)
 
     def presence(self) -> list[bool]:
-        """Per slot, whether there is a gradient here."""
-        if self.taken:
-            return [p.grad is not None or n in self.taken for n, p in enumerate(self.pack.params)]
+        """Per slot, whether there is a gradient of this rank, or a mean that it knows of."""
+        if self.taken or self.lent:
+            lent = {position for position in self.lent if self.holds(position)}
+            return [
+                n not in lent and (p.grad is not None or n in self.taken)
+                for n, p in enumerate(self.pack.params)
+            ]
         return [param.grad is not None for param in self.pack.params]
+
+    def lend(self, positions: Iterable[int]) -> None:
+        """Show means of which only other ranks may have had a gradient.
+
+        As under DDP, so that a script that edits gradients edits every mean of the own span.
+        """
+        for position in positions:
+            self.show(position)
+            self.lent.add(position)
+
+    def take_back(self) -> None:
+        """Show no more what was lent."""
+        for position in self.lent:
+            if self.holds(position):
+                self.pack.params[position].grad = None
+        self.lent.clear()
 
     def holds(self, position: int) -> bool:
         """Whether the gradient is ours, not one that a script put in its place."""
@@ -205,8 +227,10 @@ class Gradients:
 
     def zero(self, set_to_none: bool) -> None:
         """The optimizer clears all gradients; views itself."""
+        self.take_back()  # or zeros would be left of what nobody may have had
         if not set_to_none:
             self._zeros.update(range(len(self.pack.params)))
+            self._reveal()  # zeros are what they seem to be
 
     def local(self, sent: Tensor) -> Tensor:
         """The own span of ``sent``; ``own`` itself where that is the same memory."""
@@ -311,6 +335,7 @@ class Gradients:
             self.data[: own.start].copy_(data[: own.start])
             self.data[own.stop :].copy_(data[own.stop :])
         self._reveal()
+        self.take_back()
         for position, param in enumerate(pack.params):
             if present[position]:
                 if isinstance(param, LocalParam):

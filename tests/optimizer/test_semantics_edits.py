@@ -323,3 +323,35 @@ def test_two_models_in_one_backward_may_lack_gradients_on_one_rank(
     for params in ThreadedWorld(size).run(two_models, size, fields):
         for mine, plain in zip(params, expected, strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+def edited(group: Any, size: int, micro: int) -> list[Tensor]:
+    """Each rank leaves another layer out, the last one leaves out two; all edit what they see."""
+    net, ranks = Net(0), range(size) if group is None else [group.rank()]
+    last = nn.Parameter(torch.ones(3))  # nobody has a gradient of it
+    net.register_parameter("last", last)
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.1, eps=1e-3)
+    if group is not None:
+        optimizer = shardcast.shard(net, optimizer, process_group=group, param_dtype="fp32")
+    for step in range(3):
+        for batch in range(micro):
+            for rank in ranks:
+                x = torch.full((2, 8), 0.1 * (rank + 1) + step + batch)
+                skipped = (rank + batch) % 4
+                (net(x, skipped).square().mean() / (size if group is None else 1)).backward()
+            for param in net.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        assert group is not None or last.grad is None
+        optimizer.step()
+        assert last.grad is None
+        optimizer.zero_grad(set_to_none=step != 1)
+    return [param.detach().clone() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_edits_reach_means_of_which_only_other_ranks_had_a_gradient(size: int, micro: int):
+    expected = edited(None, size, micro)
+    for params in ThreadedWorld(size).run(edited, size, micro):
+        torch.testing.assert_close(params, expected, rtol=0, atol=2e-6)

@@ -319,6 +319,7 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.start, self.size, self.actions = Start(), 1, []
+        self.dropped = False  # gradients of a backward, and no step since
         self.worlds: list[tuple[int, list[Action], str]] = []
 
     @initialize(
@@ -355,7 +356,13 @@ class Interleavings(RuleBasedStateMachine):
     def a_synchronised_backward_of_some_ranks_and_a_step(
         self, seed: int, use: Any, how: Any
     ) -> None:
-        """Others have no batch, or nothing in it that is trained; theirs are zeros."""
+        """Others have no batch, or nothing in it that is trained; theirs are zeros.
+
+        Not after a dropped backward, where their step takes that for the one it is to wait for, nor
+        where they edit gradients, which come to them in the step only. DDP hangs in any case.
+        """
+        if self.dropped or how[2]:
+            use = tuple(numbers | {1} for numbers in use)
         if self.grads != "sharded":  # every backward is collective
             self.train([(seed, use, False, "")], how)
 
@@ -364,6 +371,7 @@ class Interleavings(RuleBasedStateMachine):
         if self.grads == "sharded":  # there is no .grad
             edit, gather = "", False
         self.act(Side.train, backwards, zero, clips, edit, by_closure, gather)
+        self.dropped = False
 
     @rule(seed=st.integers(0, 50), use=per_rank, zero=zeros, clips=clips)
     def gradients_by_hand_and_a_step(self, seed: int, use: Any, zero: str, clips: Any) -> None:
@@ -373,6 +381,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(seeds=several, use=shared, quiet=st.booleans(), zero=zeros)
     def throw_backwards_away(self, seeds: list[int], use: Any, quiet: bool, zero: str) -> None:
         self.act(Side.throw_away, [(seed, use, quiet, "") for seed in seeds], zero)
+        self.dropped = True
 
     @rule(number=st.sampled_from([n for n in NUMBERS if n != 1]), frozen=st.booleans())
     def freeze_or_unfreeze(self, number: int, frozen: bool) -> None:
@@ -380,6 +389,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def add_a_group(self) -> None:
+        """Without gradients of before, which a step refuses where ranks have others of them."""
+        self.act(Side.clear, "model")
         self.act(Side.extend)
 
     @rule(place=places, number=st.integers(0, 5))
@@ -400,7 +411,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(way=st.sampled_from(["local", "plain", "checkpoint"]), size=sizes)
     def go_on_in_another_world(self, way: str, size: int) -> None:
-        self.act(Side.clear, "none")
+        self.act(Side.clear, "model")  # of those in no group too, which another model has not
         self.worlds.append((self.size, self.actions, way))
         self.size, self.actions = self.size if way == "local" else size, []
 

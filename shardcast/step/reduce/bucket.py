@@ -127,13 +127,16 @@ class Bucket:
         grads, every = self.grads, set(range(len(self.grads.pack.params)))
         grads.gone = set()
         kept: set[int] = set()
-        if not cleared:
+        if cleared:
+            grads.take_back()
+        else:
             # One that a script replaced (p.grad = p.grad * 2) is a mean too, not to be averaged.
-            grads.adopt(every - self.absent)
+            grads.adopt(every - (self.absent - grads.lent))
             presence = grads.presence()
             kept = {position for position in self.absent if not presence[position]}
         with _compat.without_torch_function():
             kept.update(position for position in every if grads.holds(position))
+        grads.take_back()  # or whoever has none in the next backward would seem to have one
         # Usually none: all gradients were set to None, all are overwritten.
         grads.carry, self.state = grads.reopen(kept), State.LOCAL
 
@@ -208,6 +211,7 @@ class Bucket:
         if self.tree is not None:
             self.tree.landed()
         grads.landed(pieces if reduction.by_rank else pieces[:1])
+        grads.lend(position for position in self.absent if grads.owned[position])
         return reduction.received
 
     def _summed(self, pieces: Sequence[Tensor]) -> Tensor:

@@ -234,7 +234,7 @@ class Reducer:
             kinds.setdefault(pack.layout.pack_groups._replace(is_primary=True), []).append(pack)
         present: dict[Pack, list[bool]] = {}
         for pack_groups, packs in kinds.items():
-            flags = [param.grad is not None for pack in packs for param in pack.params]
+            flags = [has for pack in packs for has in self.buckets[pack].grads.presence()]
             total = torch.tensor(flags, dtype=torch.float32).to(packs[0].data.device)
             for comm in (
                 self.process_groups.data_parallel(pack_groups),
@@ -290,9 +290,10 @@ class Reducer:
                     bucket.discard(position)
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
-        """Make the mean visible as ``.grad`` where only other ranks had a gradient.
+        """Have the mean stay visible as ``.grad`` where only other ranks had a gradient.
 
-        As DDP does; so it is cleared, or added to, like every other gradient.
+        As DDP does; so it is cleared, or added to, like every other gradient. Where nobody had one
+        there is none.
 
         Args:
             present: per pack and slot, whether some rank has a gradient.
@@ -300,8 +301,10 @@ class Reducer:
         for pack, bucket in self.buckets.items():
             for position in [*bucket.absent]:
                 if present[pack][position] and bucket.grads.owned[position]:
+                    bucket.grads.lent.discard(position)
                     bucket.grads.show(position)
                     bucket.absent.remove(position)
+            bucket.grads.take_back()
 
     def micro_batch(self, index: int) -> None:
         """The next backwards are of this micro-batch; see :meth:`ShardedOptimizer.micro_batch`."""
