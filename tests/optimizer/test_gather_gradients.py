@@ -96,7 +96,20 @@ def clips(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> 
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("script", [pcgrad, clips])
+def goes_on(model: Any, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
+    """A further backward does not reach a layer, which keeps what was gathered."""
+    for step in range(3):
+        model(batch).square().mean().backward()
+        if is_sharded:
+            optimizer.gather_gradients()
+        model[:-1](batch).square().mean().backward()
+        if is_sharded and step == 1:
+            optimizer.gather_gradients()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+
+
+@pytest.mark.parametrize("script", [pcgrad, clips, goes_on])
 def test_replaced_and_clipped_gradients_train_as_under_ddp_without_a_warning(script: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

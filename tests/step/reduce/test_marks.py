@@ -280,6 +280,14 @@ def removes_all_groups(model: nn.Module, optimizer: Any) -> None:
     optimizer.param_groups.clear()
 
 
+def clips_alone(model: nn.Module, optimizer: Any) -> None:
+    optimizer.clip_grad_norm_(0.5)
+
+
+def clips_values_alone(model: nn.Module, optimizer: Any) -> None:
+    optimizer.clip_grad_value_(0.5)
+
+
 def gives_a_loss(model: nn.Module, optimizer: Any) -> None:
     optimizer.step(loss=1.0)
 
@@ -295,6 +303,8 @@ def gives_a_loss(model: nn.Module, optimizer: Any) -> None:
         (drops_a_group, "expected the 6 parameters"),
         (removes_all_groups, "expected .1. groups"),
         (gives_a_loss, "loss"),
+        (clips_alone, "max_norm differs"),
+        (clips_values_alone, "clip_value differs"),
     ],
 )
 def test_all_ranks_raise_for_what_one_did_alone(act: Any, told: str, size: int, grads: str):
@@ -308,6 +318,28 @@ def test_all_ranks_raise_for_what_one_did_alone(act: Any, told: str, size: int, 
         with pytest.raises((RuntimeError, TypeError), match=told):
             if group.rank() == 1:
                 act(model, optimizer)
+            optimizer.step()
+
+    ThreadedWorld(size, timeout=20).run(run)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_raise_for_a_gradient_that_an_added_parameter_has_on_one_alone(size: int):
+    def run(group: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 11), nn.Linear(11, 3))
+        inner = torch.optim.SGD(model[:2].parameters(), lr=0.1)
+        model[2].requires_grad_(False)
+        optimizer = shardcast.shard(model, inner, process_group=group, param_dtype="fp32")
+        model[2].requires_grad_(True)
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()  # not of what it does not hold
+        if group.rank() != 1:
+            model.zero_grad()
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        model(torch.ones(2, 7)).sum().backward()
+        with pytest.raises(RuntimeError, match="gradients that parameters of an added group"):
             optimizer.step()
 
     ThreadedWorld(size, timeout=20).run(run)

@@ -345,6 +345,28 @@ def test_what_cannot_be_reproducible_is_refused_by_name(fields: dict[str, Any], 
     run_world(2, run)
 
 
+@pytest.mark.parametrize("unfrozen_by", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_a_parameter_that_is_unfrozen_later_is_refused_by_name_on_all_ranks(
+    unfrozen_by: tuple[int, ...],
+):
+    def run(group: Any) -> None:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5))
+        model[0].requires_grad_(False)
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
+            reproducible=2, param_dtype="fp32",
+        )  # fmt: skip
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].requires_grad_(group.rank() in unfrozen_by)
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"'0\.(weight|bias)'.*was frozen at shard"):
+            optimizer.step()
+
+    run_world(2, run)
+
+
 # -- the norm --------------------------------------------------------------------------------------
 
 
