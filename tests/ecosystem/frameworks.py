@@ -224,7 +224,7 @@ def of_timm(variant: Variant, average: bool) -> Report:
         num_classes=4,
     )  # fmt: skip
     variant.starts(plain)
-    optimizer = create_optimizer_v2(plain, opt="adamw", lr=1e-3, weight_decay=0.05)
+    optimizer = create_optimizer_v2(plain, opt="adamw", lr=1e-3, weight_decay=0.05, eps=1e-6)
     ema = ModelEmaV3(plain, decay=0.99, use_warmup=True)
     model, optimizer = variant.shard(plain, optimizer)
     scheduler = CosineLRScheduler(optimizer, t_initial=10, warmup_t=2, warmup_lr_init=1e-4)

@@ -588,7 +588,8 @@ def relora(variant: Variant) -> Report:
             return
         torch.manual_seed(step)
         for layer in (plain[0], plain[2]):
-            layer.base.weight.add_((layer.up @ layer.down).to(layer.base.weight.dtype))
+            merged = layer.up.float() @ layer.down.float()  # a vector stays fp32, a matrix does not
+            layer.base.weight.add_(merged.to(layer.base.weight.dtype))
             layer.down.copy_(0.1 * torch.randn(layer.down.shape))
             layer.up.zero_()
         for state in optimizer.state.values():

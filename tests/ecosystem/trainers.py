@@ -252,7 +252,8 @@ def peft_lora(variant: Variant) -> Report:
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     torch.manual_seed(2)
     model = get_peft_model(base, config)
-    args = TrainingArguments(**arguments(variant))
+    # Without that eps two signs of 1,024 gradients are 96 % of the distance.
+    args = TrainingArguments(**arguments(variant, adam_epsilon=1e-4))
     trainer = variant.trainer(Trainer)(model=model, args=args, train_dataset=causal_rows())
     return trained(variant, trainer)
 
