@@ -18,7 +18,8 @@
 # .venv-frameworks of its own, 6 GB.
 #
 # With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
-# $VENV of its own (2 GB), and write docs/tested-scripts.md. Ten minutes on two cores; -k NAME for a part.
+# $VENV of its own (3 GB), and write what was run into docs/tested-scripts.md. -k NAME for a part,
+# -k shipped for the loops that packages ship.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -76,15 +77,17 @@ if [[ ${1:-} == --ecosystem ]]; then
     shift
     venv=${VENV:-.venv-ecosystem}
     python=$venv/bin/python
-    if ! cmp --silent tests/ecosystem/requirements.txt "$venv/requirements.txt"; then
+    wanted=$(cat tests/ecosystem/requirements.txt tests/ecosystem/shipped.txt)
+    if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
         has_pip "$python" || make_venv "$venv"
         "$python" -m pip install --disable-pip-version-check --progress-bar off \
             --constraint constraints.txt --requirement tests/ecosystem/requirements.txt
-        cp tests/ecosystem/requirements.txt "$venv/requirements.txt"
+        "$python" -m pip install --disable-pip-version-check --progress-bar off \
+            --no-deps --requirement tests/ecosystem/shipped.txt
+        echo "$wanted" >"$venv/wanted"
     fi
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    (($#)) || set -- --recipes docs/tested-scripts.md
-    exec "$python" -m pytest tests/ecosystem "$@"
+    exec "$python" -m pytest tests/ecosystem --recipes docs/tested-scripts.md "$@"
 fi
 environment test
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from recipes import ENTRIES, Row, table_of
+from recipes import ENTRIES, Row, missing, table_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: models and tokenizers are made here
 # The forkserver of Python 3.11 does not take over sys.path before it imports what is preloaded.
@@ -18,7 +18,7 @@ ROWS = pytest.StashKey[list[Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--recipes", metavar="FILE", help="write the table of recipes to FILE")
+    parser.addoption("--recipes", metavar="FILE", help="write what was run into the tables of FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,8 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # the directory above asks for other modules
-def pytest_collection_modifyitems() -> None:
-    multiprocessing.set_forkserver_preload(["harness", "warm"])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    shipped = {"shipped" in item.nodeid for item in items}
+    warm = ["warm"] * (False in shipped) + ["warm_shipped"] * (True in shipped)
+    multiprocessing.set_forkserver_preload(["harness", *warm])
 
 
 @pytest.fixture
@@ -37,11 +39,13 @@ def rows(request: pytest.FixtureRequest) -> list[Row]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
-    table = table_of(config.stash[ROWS])
-    path = config.getoption("--recipes")
+    path, rows = config.getoption("--recipes"), config.stash[ROWS]
     if path is None:
-        terminalreporter.write_line(table)
-    elif len(config.stash[ROWS]) == len(ENTRIES) and not terminalreporter.stats.get("failed"):
-        Path(path).write_text(table, encoding="utf-8")
-    else:
-        terminalreporter.write_line(f"{path} stays as it is: not every recipe passed")
+        terminalreporter.write_line(table_of(rows))
+        return
+    names = [report.nodeid for report in terminalreporter.stats.get("failed", [])]
+    failed = [entry for entry in ENTRIES if any(name.endswith(f"[{entry.id}]") for name in names)]
+    page = table_of(rows, Path(path).read_text(encoding="utf-8"), failed)
+    Path(path).write_text(page, encoding="utf-8")
+    if left := missing(page):
+        terminalreporter.write_line(f"{path} has no row of: {'; '.join(left)}")

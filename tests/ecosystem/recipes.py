@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import NamedTuple
@@ -28,6 +28,12 @@ class Entry:
     """Warned of instead, with these words: its figures are not those of DDP."""
     silent: str
     """What goes wrong without a word, and is to be repaired."""
+    shipped: str | None
+    """For a loop that the package ships: what was changed in it, of the README's diff."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.train.__module__}-{self.train.__name__}"
 
 
 ENTRIES: list[Entry] = []
@@ -43,11 +49,14 @@ def recipe(
     match: str = "",
     warned: str = "",
     silent: str = "",
+    shipped: str | None = None,
 ) -> Callable[[Recipe], Recipe]:
     """Enter the function that follows."""
 
     def entered(train: Recipe) -> Recipe:
-        entry = Entry(title, train, packages, fp32, ratio, remark, error, match, warned, silent)
+        entry = Entry(
+            title, train, packages, fp32, ratio, remark, error, match, warned, silent, shipped
+        )
         ENTRIES.append(entry)
         return train
 
@@ -64,35 +73,96 @@ PREAMBLE = """# Tested scripts
 
 Scripts as their authors write them, run on two gloo processes under DDP, under DDP with bf16
 autocast, and with the change that the README asks for, in fp32 and in bf16. Written by
-`bash launch/test.sh --ecosystem`, which takes ten minutes on two cores.
+`bash launch/test.sh --ecosystem`; with `-k NAME` it writes the rows of a part.
 
 *fp32* is the largest difference of a weight or buffer from DDP's after some steps. *bf16* is how
 far the weights went astray from DDP's in fp32, as a share of the distance that training moved them;
 *autocast* is the same for DDP under autocast: the noise of bf16 itself. *Refused* is an error on
 every rank that names cause and remedy; *warned* trains, and a warning says what differs. What goes
 wrong without a word is marked **not noticed**.
+"""
 
-<div class="stacked scripts" markdown>
+SHIPPED = """## Loops that packages ship
+
+{count} loops of {packages} packages, run where they are installed: nobody of this project wrote
+them. {equal} equal DDP, {refused} are refused by name{rest}. *Changed* is what was replaced in the
+package's source or objects, all of it the README's diff: *optimizer* is one that the package makes
+itself, and that is then given to `shard()`; *clip* is `optimizer.clip_grad_norm_` for torch's.
+Data are drawn, and the nets are small. Where a loop calls methods of a model other than `forward`,
+which DDP has not, gradients of the run next to it are averaged as DDP averages them. Low variants
+run under an autocast around the loop.
 """
 
 
-def table_of(rows: Sequence[Row]) -> str:
-    lines = [PREAMBLE, "| script | packages | fp32 | bf16 | autocast | remark |"]
-    lines.append("|---|---|---:|---:|---:|---|")
-    for entry, figures in rows:
-        packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in entry.packages)
-        cells = ["" if entry.silent else "refused", "", ""]
-        remark = entry.remark
-        if figures is not None:
-            cells = [_power(figures.fp32), _percent(figures.bf16), _percent(figures.autocast)]
-        if entry.warned:
-            remark = f"warned: {entry.warned}"
-        if entry.silent:
-            remark = f"**not noticed**: {entry.silent}"
-        elif entry.error is not None:
-            remark = f"{entry.error.__name__} names `{entry.match}`"
-        lines.append("| " + " | ".join([entry.title, packages, *cells, remark]) + " |")
-    return "\n".join([*lines, "", "</div>"]) + "\n"
+def table_of(rows: Sequence[Row], page: str = "", failed: Collection[Entry] = ()) -> str:
+    """Both tables of the page; rows that were not run now are those of the page as it was."""
+    lines = {_key(line): line for line in page.splitlines() if line.startswith("| ")}
+    lines |= {_key(line): line for line in map(line_of, rows)}
+    for entry in failed:
+        lines.pop(_key_of(entry), None)
+    parts = [PREAMBLE]
+    for shipped, columns in (
+        (False, ("script", "packages", "fp32", "bf16", "autocast", "remark")),
+        (True, ("loop", "package", "changed", "fp32", "bf16", "autocast", "verdict")),
+    ):
+        entries = [entry for entry in ENTRIES if (entry.shipped is not None) is shipped]
+        found = [lines[key] for key in map(_key_of, entries) if key in lines]
+        if shipped and found:
+            parts.append(_summary(found))
+        ruler = ["---:" if column in {"fp32", "bf16", "autocast"} else "---" for column in columns]
+        head = ["| " + " | ".join(columns) + " |", "|" + "|".join(ruler) + "|"]
+        if found:
+            table = "\n".join([*head, *found])
+            parts.append(f'<div class="stacked scripts" markdown>\n\n{table}\n\n</div>\n')
+    return "\n".join(parts)
+
+
+def missing(page: str) -> list[str]:
+    """Titles of entries that the page has no row of."""
+    known = {_key(line) for line in page.splitlines()}
+    return [entry.title for entry in ENTRIES if _key_of(entry) not in known]
+
+
+def _key_of(entry: Entry) -> tuple[str, ...]:
+    return (entry.title, *entry.packages)
+
+
+def _key(line: str) -> tuple[str, ...]:
+    """Title and packages of a row, without their versions."""
+    cells = line.split(" | ")
+    packages = cells[1].split(", ") if len(cells) > 1 else []
+    return (cells[0].removeprefix("| "), *(each.partition(" ")[0] for each in packages))
+
+
+def line_of(row: Row) -> str:
+    entry, figures = row
+    packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in entry.packages)
+    cells = ["" if entry.silent else "refused", "", ""]
+    remark = entry.remark
+    if figures is not None:
+        cells = [_power(figures.fp32), _percent(figures.bf16), _percent(figures.autocast)]
+        if entry.shipped is not None:
+            remark = f"equals DDP; {remark}" if remark else "equals DDP"
+    if entry.warned:
+        remark = f"warned: {entry.warned}"
+    if entry.silent:
+        remark = f"**not noticed**: {entry.silent}"
+    elif entry.error is not None:
+        remark = f"{entry.error.__name__} names `{entry.match}`"
+    if entry.shipped is not None:
+        cells = [entry.shipped or "nothing", *cells]
+    return "| " + " | ".join([entry.title, packages, *cells, remark]) + " |"
+
+
+def _summary(lines: Sequence[str]) -> str:
+    packages = {package for line in lines for package in _key(line)[1:]}
+    equal = sum("| equals DDP" in line for line in lines)
+    refused = sum("| refused |" in line for line in lines)
+    others = len(lines) - equal - refused
+    rest = f", {others} are warned of or not noticed" if others else ""
+    return SHIPPED.format(
+        count=len(lines), packages=len(packages), equal=equal, refused=refused, rest=rest
+    )
 
 
 def _power(value: float) -> str:

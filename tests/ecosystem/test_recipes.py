@@ -12,11 +12,19 @@ import patterns
 import published
 import pytest
 import resuming
+import shipped_generative
+import shipped_learning
+import shipped_loops
+import shipped_rl
+import shipped_science
+import shipped_tables
 import trainers
 from harness import compare, difference, run
 from recipes import ENTRIES, Entry, Row
 
 assert all((frameworks, loops, mistakes, optimizers, patterns, published, resuming, trainers))
+assert all((shipped_generative, shipped_learning, shipped_loops, shipped_rl, shipped_science))
+assert shipped_tables
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -25,7 +33,7 @@ pytestmark = pytest.mark.timeout(240)
     [
         pytest.param(
             entry,
-            id=entry.train.__name__,
+            id=entry.id,
             marks=[pytest.mark.xfail(reason=entry.silent, strict=True)] if entry.silent else [],
         )
         for entry in ENTRIES
