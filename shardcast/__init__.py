@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 from shardcast.config import ShardcastConfig
+from shardcast.launched import is_first_process
 from shardcast.memory.convert import convert_
 from shardcast.memory.pack_only import PackedParameters, pack_parameters
 from shardcast.messages import namesake
@@ -30,7 +31,7 @@ __all__ = [
 _LAZY = ("accelerate", "checkpoint", "estimate", "lightning", "metrics", "testing", "transformers")
 
 
-if _namesake := namesake():
+if is_first_process() and (_namesake := namesake()):
     warnings.warn(_namesake, stacklevel=2)
 
 

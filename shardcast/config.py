@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardcast.launched import is_first_process
 from shardcast.messages import warn
 from shardcast.option_values import (
     ABOVE_0,
@@ -269,7 +270,7 @@ class ShardcastConfig(ValidatedOptions):
         if isinstance(source, ShardcastConfig):
             return source.replace(**keywords) if keywords else source
         named = os.environ.get(CONFIG_VARIABLE)
-        if source is not None and named and named != str(source):
+        if source is not None and named not in (None, "", str(source)) and is_first_process():
             warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it")
         values = (named or {}) if source is None else source
         where = "config"

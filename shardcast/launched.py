@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
-import warnings
+
+from shardcast.messages import warn
 
 STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 sharded = False  # whether shard() was called; shardcast.run asks at the end of a script
+
+
+def is_first_process() -> bool:
+    """Whether this is the first process of the job, as its launcher numbers them."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def note_sharded(rank: int) -> None:
@@ -17,9 +23,8 @@ def note_sharded(rank: int) -> None:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if rank == 0 and shared and restarts and os.environ.get(STORE) != "1":
-        warnings.warn(
+        warn(
             "torchrun may restart these processes, but most restarts fail or hang: the new group "
             f"reads the addresses of the dead one from the agent's store. Set {STORE}=1 where "
             "torchrun is started",
-            stacklevel=3,
         )

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.messages import page, warn
+from shardcast.messages import page
 from shardcast.metrics import flat
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.frameworks import (
@@ -269,7 +270,7 @@ class ShardcastStrategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """As DDPStrategy's; Lightning asks for them where it deals out the samples itself."""
         if self.precision_plugin.config.reproducible and self.world_size > 1:
-            warn(
+            warn_first(
                 "reproducible: Lightning's DistributedSampler deals samples to the ranks in turn, "
                 "so that another number of ranks trains other micro-batches, and other bits; give "
                 f"each rank its own ({page('reproducible')}) and Trainer "
@@ -295,7 +296,7 @@ class ShardcastStrategy(DDPStrategy):
             return
         if any(base.__name__ == "WeightAveraging" for callback in trainer.callbacks
                for base in type(callback).__mro__):  # fmt: skip
-            warn(
+            warn_first(
                 "WeightAveraging: it averages the weights in param_dtype, holds a copy on every "
                 "rank and writes through .data; use averages={'ema': 0.999} of the shardcast "
                 "configuration and the callback shardcast.lightning.EvaluateAverage('ema')"

@@ -32,8 +32,8 @@ from shardcast import checkpoint
 from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
+from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.messages import warn
 from shardcast.metrics import flat
 
 try:
@@ -268,7 +268,7 @@ class ShardcastTrainerMixin:
         """From ``shardcast/``; what the stock Trainer saved is taken too."""
         if directory is None or not _shards(self) or not Path(directory, FOLDER).is_dir():
             if directory and _shards(self) and not Path(directory, OPTIMIZER).exists():
-                warn(
+                warn_first(
                     f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor "
                     f"{OPTIMIZER!r}: the optimizer begins with fresh state"
                 )

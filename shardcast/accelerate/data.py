@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard
 
-from shardcast.messages import warn
+from shardcast.comm import warn_first
 
 
 class ConsecutiveBatches:
@@ -74,7 +74,7 @@ def deal_consecutive(
     """
     shard = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, BatchSamplerShard) or shard.split_batches:
-        warn(
+        warn_first(
             "reproducible: expected a DataLoader whose batches are dealt to the ranks, got "
             f"{type(loader).__name__} with split_batches, dispatch_batches or an IterableDataset, "
             "so that another number of ranks trains other micro-batches, and other bits; use a "

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.messages import warn
 from shardcast.optimizer.frameworks import models_of
 from shardcast.optimizer.model_hooks import is_marked
 
@@ -164,7 +164,7 @@ def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _arg
             f"be averaged over the ranks; {remedy}"
         )
     if mixed_precision != "no":
-        warn(
+        warn_first(
             f"accelerate: mixed_precision {mixed_precision!r} has no effect on a model that was "
             f"prepared without its optimizer; {remedy}"
         )

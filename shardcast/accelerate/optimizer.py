@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.operations import convert_to_fp32
 from torch import Tensor, nn
 
-from shardcast.messages import warn
+from shardcast.comm import warn_first
 from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.sharded import ShardedOptimizer
 
@@ -99,7 +99,7 @@ class ShardcastOptimizer(PreparedOptimizer):
         step = self.sharded.comm.steps
         self._calls[step] += 1
         if not called_on_all_ranks(f"{call}/{self._name}/{step}/{self._calls[step]}"):
-            warn(
+            warn_first(
                 f"{call} was not called on all ranks, so the fp32 masters could not be gathered: "
                 f"parameters are saved in {self.sharded.config.param_dtype}. Call it on every "
                 "rank (rank 0 writes), or set accelerator.save_masters = False"

@@ -29,7 +29,7 @@ from typing import Any
 
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.dcp import METADATA, Reader, Stored, UnreadableError
-from shardcast.messages import warn
+from shardcast.comm import warn_first
 
 FORMAT = 1
 READERS = 8  # threads that verify the files of one checkpoint
@@ -310,7 +310,7 @@ def newest_sound(
         error = check(folder)
         if error is None:
             if reasons and loud:
-                warn(f"falling back to {str(folder)!r}: " + "; ".join(reasons))
+                warn_first(f"falling back to {str(folder)!r}: " + "; ".join(reasons))
             return folder
         if named:
             raise error
@@ -378,7 +378,7 @@ def clear_the_way(target: Path, facts: Mapping[str, Any]) -> None:
             raise _exists(target)
         return
     aside = target.with_name(new_name(DAMAGED, target))
-    warn(f"{error}; set aside as {aside.name!r}")
+    warn_first(f"{error}; set aside as {aside.name!r}")
     storage.Files().rename(target, aside)
 
 
@@ -415,7 +415,7 @@ def retain(directory: Path, step: int, keep: int) -> None:
         try:
             storage.Files().rename(path, leaving)  # first of all no checkpoint any more
         except OSError as error:
-            warn(f"keep: {str(path)!r} could not be deleted: {error}")
+            warn_first(f"keep: {str(path)!r} could not be deleted: {error}")
             continue
         _delete(leaving)
 
@@ -431,4 +431,4 @@ def _delete(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except OSError as error:
-        warn(f"{str(path)!r} could not be deleted: {error}")
+        warn_first(f"{str(path)!r} could not be deleted: {error}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from shardcast.messages import warn
+from shardcast.comm import warn_first
 
 # What CIFS, DrvFs and several FUSE mounts say of an fsync of a directory; any other is an error.
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -200,7 +200,7 @@ def flush(path: Path) -> None:
         device = path.stat().st_dev
         if device not in _told:
             _told.add(device)
-            warn(
+            warn_first(
                 f"directory: the file system of {str(path)!r} cannot flush a directory "
                 f"({error.strerror}): files in it are flushed and checkpoints are whole or not "
                 "there when a process is killed, but a power cut soon after a save may lose the "

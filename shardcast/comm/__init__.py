@@ -1,6 +1,7 @@
 """The collectives of shardcast, and nothing else that talks to other ranks."""
 
 from .group import Work, copy_strided_, is_dense
+from .notices import warn_first, warn_once_for
 from .objects import Comm
 from .process_groups import ProcessGroups, redistributed
 from .reduction import REDUCTIONS, Reduction, ReplicaSumReduction
@@ -15,4 +16,6 @@ __all__ = [
     "copy_strided_",
     "is_dense",
     "redistributed",
+    "warn_first",
+    "warn_once_for",
 ]

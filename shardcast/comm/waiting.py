@@ -68,6 +68,19 @@ class Watch:
             _Lookout.ensure(watch)
         return watch
 
+    @classmethod
+    def widest(cls) -> TensorCollectives | None:
+        """The most ranks that this thread, or else this process, works with."""
+        own: Watch | None = getattr(_of_thread, "watch", None)
+        watches = [own] if own is not None and not own.is_idle else list(_Lookout.watches)
+        comms = [comm for watch in watches for comm in list(watch._comms)]
+        return max(comms, key=lambda comm: comm.size, default=None) if len(watches) == 1 else None
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far, of the optimizer that made most."""
+        return max((comm.steps for comm in list(self._comms)), default=0)
+
     def end(self, comm: TensorCollectives) -> None:
         """Look after ``comm`` no more; the thread ends with the last one."""
         if {*self._comms} <= {comm}:
@@ -131,13 +144,12 @@ class Watch:
 
     def _place(self, work: Work | None) -> dict[str, Any]:
         """Where this rank is: values of JSON."""
-        steps = max((comm.steps for comm in list(self._comms)), default=0)
         frame = _compat.frame_of_thread(self._thread)
         try:
             call, line = _place_of(frame)
         finally:
             del frame
-        return {"call": call, "line": line, "waits": str(work) if work else "", "steps": steps}
+        return {"call": call, "line": line, "waits": str(work) if work else "", "steps": self.steps}
 
     def _forget(self) -> None:
         """Take back what was written and told: this rank goes on."""
@@ -159,7 +171,7 @@ class _Lookout(threading.Thread):
     """The thread that looks at all watches of this process, while there are any."""
 
     _lock = threading.Lock()
-    _watches: ClassVar[weakref.WeakSet[Watch]] = weakref.WeakSet()
+    watches: ClassVar[weakref.WeakSet[Watch]] = weakref.WeakSet()
     _running: _Lookout | None = None
 
     def __init__(self) -> None:
@@ -170,7 +182,7 @@ class _Lookout(threading.Thread):
     @classmethod
     def ensure(cls, watch: Watch) -> None:
         with cls._lock:
-            cls._watches.add(watch)
+            cls.watches.add(watch)
             if cls._running is None or not cls._running.is_alive():  # nor is it after a fork
                 cls._running = cls()
                 cls._running.start()
@@ -180,8 +192,8 @@ class _Lookout(threading.Thread):
     @classmethod
     def leave(cls, watch: Watch) -> None:
         with cls._lock:
-            cls._watches.discard(watch)
-            done = all(watch.is_idle for watch in cls._watches)
+            cls.watches.discard(watch)
+            done = all(watch.is_idle for watch in cls.watches)
         if done:
             cls.stop()
 
@@ -204,7 +216,7 @@ class _Lookout(threading.Thread):
 
     def _ended(self) -> bool:
         """Look once. True, as the last thing that it does, where nothing is left to look after."""
-        watches = list(self._watches)
+        watches = list(self.watches)
         for watch in watches:
             try:
                 watch.look()

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import copy_strided_, is_dense
+from shardcast.comm import copy_strided_, is_dense, warn_first
 from shardcast.hook import Hook
-from shardcast.messages import warn
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option, read_patterns
 from shardcast.step.decide.decision import Decision
@@ -136,7 +135,7 @@ class Buffers(StepHook):
         """In place of a buffer of another kind: of rank 0's the others get NaN, or -1."""
         if place.name not in self._warned:
             self._warned.add(place.name)
-            warn(
+            warn_first(
                 f"broadcast_buffers: {place.name!r} was {place.dtype} of {tuple(place.shape)} when "
                 "the model was sharded, and is another one on this rank now, so that it is not "
                 "made equal on all ranks any more: give it its shape before shardcast.shard, or "
@@ -162,7 +161,7 @@ class Buffers(StepHook):
         self._known.update((module, key) for _, module, key, _ in self._found())
         if new:
             names = ", ".join(map(repr, new))
-            warn(
+            warn_first(
                 f"broadcast_buffers: {names} came into being after the model was sharded, and is "
                 "each rank's own: register it before shardcast.shard, or keep it equal yourself "
                 f"and leave it out, broadcast_buffers=({new[0]!r},)"

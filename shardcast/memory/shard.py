@@ -13,12 +13,11 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from shardcast.comm import ProcessGroups
+from shardcast.comm import ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
-from shardcast.messages import warn
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -240,7 +239,7 @@ def _warn_of_parts(pack: Pack, mine: Tensor, theirs: Tensor, dims: Sequence[str]
         pack.layout.slots, pack.views(mine), pack.views(theirs), strict=True
     ):
         if not torch.equal(here, there):
-            warn(
+            warn_first(
                 f"parameter {slot.name!r} differs between ranks of {' and '.join(dims)}: it was "
                 "taken for a copy, and has the first rank's values now. If it is a part of a "
                 "bigger one make it a DTensor (DTensor.from_local(..., [Shard(dim)])); if it is a "

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import warn_first
 from shardcast.memory.shard import Shard, take_moved
-from shardcast.messages import warn
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.plan.layout import Fragment
 
@@ -82,7 +82,7 @@ class Averages:
                 optimizer.sync.wait()
                 take_moved(optimizer.shards)
                 if any(self._is_edited(shard, name) for shard in shards):
-                    warn(
+                    warn_first(
                         f"averaged({name!r}): weights were written while the average was in the "
                         "model; they are dropped, as the weights of the training come back"
                     )

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import warn_first
 from shardcast.hook import Hook
 from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
-from shardcast.messages import page, warn
+from shardcast.messages import page
 from shardcast.step.sync.sync import Sync
 
 MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
@@ -42,7 +43,7 @@ class ShardedModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         low, self._low = self._low, None  # warns once
         if low is not None and isinstance(memo.get(self._model), nn.Module):
-            warn(
+            warn_first(
                 f"a sharded model was copied: the copy has its weights in {low}, without fp32 "
                 "masters. An average that such a copy is moved to in small steps stands still, for "
                 "they are rounded away: use shardcast.shard(..., averages={'ema': 0.999}), or copy "

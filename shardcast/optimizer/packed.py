@@ -7,7 +7,8 @@ checkpoints.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,13 @@ from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
 from shardcast.optimizer.memory_report import MemoryReport
 from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
+from shardcast.optimizer.outside import watch_outside
 from shardcast.optimizer.setup import (
     Plan,
     agreed,
     allocate,
     plan_for,
     restore_rest,
-    warn_of_outside,
 )
 from shardcast.optimizer.stages import called_by_script
 from shardcast.plan.activations import install_casts
@@ -93,8 +94,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self._add(shards)
         self._hooks_by_option: dict[str, StepHook] = {}
-        if self.comm.size > 1:
-            warn_of_outside(plan.outside)
+        self._end_watch_outside: Callable[[], None] = lambda: None
+        if self.comm.size > 1 and plan.outside:
+            self._end_watch_outside = watch_outside(plan.outside)
+            weakref.finalize(self, self._end_watch_outside)
         low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
         for module in {*self.stages, *self.called}:
             mark(module, low)
@@ -323,6 +326,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         later = partial(self._restore, MASTER_DTYPE)
         for module in {*self.stages, *self.called}:
             mark(module, restore=later)
+        self._end_watch_outside()
         try:
             self._unhook()
         finally:

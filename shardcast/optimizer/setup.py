@@ -26,15 +26,13 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.local_param import as_packed
 from shardcast.memory.shard import Shard, build_shard
-from shardcast.messages import SHOWN, warn
 from shardcast.plan import probe, validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import PackGroups, ParallelDims, Tie
 from shardcast.plan.partition import partition_of, update_cost
-from shardcast.plan.precision import MASTER_DTYPE, Precision
-from shardcast.step.reduce.reducer import is_reduced
+from shardcast.plan.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -327,46 +325,6 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: Proces
         for name, buffer in module.named_buffers(recurse=False):
             equal = _broadcast(name, buffer, process_groups.dp)
             module._buffers[name] = equal.to(precision.buffer_dtype(module, buffer))
-
-
-def warn_of_outside(outside: Mapping[str, nn.Parameter]) -> None:
-    """Warn of parameters with gradients that no sharded optimizer holds: nobody averages them."""
-    names = [name for name, p in outside.items() if p.requires_grad and not is_reduced(p)]
-    if names:
-        listed = ", ".join(map(repr, names[:SHOWN])) + ", ..." * (len(names) > SHOWN)
-        warn(
-            f"no optimizer that was given to shardcast.shard holds {listed}, which require "
-            "gradients: DDP would average these over the ranks, here each rank keeps its own. If "
-            "another optimizer trains them shard both together, shardcast.shard(model, [one, "
-            "other]); else requires_grad_(False)"
-        )
-
-
-def warn_of_lowered_copies(plan: Plan) -> None:
-    """Warn of parameters that nothing trains, and that equal a trained one but become low.
-
-    An average begins so. Call it while the model is as it was given.
-    """
-    by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
-    for name, param in plan.params.items():
-        by_shape.setdefault(param.shape, []).append((name, _compat.local_tensor(param)))
-    for name, param in plan.outside.items():
-        copied, low = _compat.local_tensor(param), plan.precision.rest_dtype(param)
-        if param.dtype != MASTER_DTYPE or low == MASTER_DTYPE or not is_dense(copied):
-            continue
-        for trained, values in by_shape.get(param.shape, ()):
-            if values.device != copied.device or not torch.equal(values, copied):
-                continue
-            # All norms begin as ones, and all biases as zeros.
-            if not bool((copied == copied.flatten()[:1]).all()):
-                pattern = name.split(".")[0] + ".*"
-                warn(
-                    f"parameter {name!r} begins as a copy of {trained!r}, and shardcast.shard "
-                    f"makes it {low}, as all that is not trained: an average that is kept in it "
-                    f"stands still, for small changes are rounded away; then give "
-                    f"keep_fp32=({pattern!r},)"
-                )
-                return
 
 
 def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import ProcessGroups
+from shardcast.comm import ProcessGroups, warn_first
 from shardcast.memory.shard import Shard, take_moved
-from shardcast.messages import warn
 from shardcast.optimizer.original import (
     OptimizerHandle,
     check_stepped,
@@ -230,7 +229,7 @@ class ShardedOptimizer(StatefulOptimizer):
         """The last clip, as long as the gradients are those that it saw."""
         if self._clipped is not None and self.reduce.touched:
             self._clipped = None
-            warn(
+            warn_first(
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
                 "been folded into the step; clip once, after the last backward of a step"
             )
@@ -271,7 +270,7 @@ class ShardedOptimizer(StatefulOptimizer):
             )
         if self.reduce.at_step and not self._warned_of_schedules:
             self._warned_of_schedules = True
-            warn(
+            warn_first(
                 "count: torch's schedules divide gradients by the micro-batches, and the tokens "
                 "divide them again; build the schedule with scale_grads=False"
             )

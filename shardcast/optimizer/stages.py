@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from shardcast.messages import warn
+from shardcast.comm import warn_first
 
 
 class Stages(nn.Module):
@@ -44,7 +44,7 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
             )
     holders = Counter(param for stage in stages for param in set(stage.parameters()))
     if any(count > 1 and param.requires_grad for param, count in holders.items()):
-        warn(
+        warn_first(
             "model: two pipeline stages of this rank share a Parameter, whose gradient torch's "
             "schedules divide once for each stage: pass scale_grads=False to the schedule and "
             "divide the loss"

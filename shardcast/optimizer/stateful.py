@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.comm import ProcessGroups
+from shardcast.comm import ProcessGroups, warn_first
 from shardcast.memory.shard import Shard
-from shardcast.messages import called_by_dcp, caller_of, outside_as_plain, warn
+from shardcast.messages import called_by_dcp, caller_of, outside_as_plain
 from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.digest import digest
 from shardcast.optimizer.full_state import FullState
@@ -123,8 +123,8 @@ class StatefulOptimizer(PackedOptimizer):
         comm = self.process_groups.everyone
         if comm.size > 1 and not self._warned and not module.startswith(KEEP_PARTS):
             self._warned = True
-            warn(
-                f"state_dict: this is the part of rank {comm.rank} of {comm.size} alone, without "
+            warn_first(
+                f"state_dict: this is the part of one rank of {comm.size} alone, without "
                 "which the others cannot resume: save with shardcast.checkpoint.save, or call "
                 "full_state_dict() on every rank, which gives rank 0 the state of all"
             )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardcast import _compat
+from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.messages import warn
 
 COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 
@@ -44,7 +44,7 @@ def or_eager(
             except _compat.compile_errors() as error:  # nothing has run yet
                 attempts -= 1
                 if not attempts:
-                    warn(
+                    warn_first(
                         f"fuse: compiling failed for {kernel} ({type(error).__name__}: {error}); "
                         "it runs eagerly on this rank from now on. Replicas or tied pipeline "
                         "stages of which one does may come to differ in last bits. See that the "

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, ProcessGroups
-from shardcast.messages import by_rank, warn
+from shardcast.comm import Comm, ProcessGroups, warn_first
+from shardcast.messages import by_rank
 from shardcast.plan.validate import ON_DEVICE, plain
 from shardcast.step.history import HISTORY
 
@@ -160,7 +160,9 @@ class OptionCheck:
             if not param.requires_grad
         }
         text = _differences(known(untrained, self._process_groups.dp, self._device), "True")
-        warn(f"step: {text or 'the ranks train different parameters'}. {UNTRAINED}")
+        warn_first(
+            f"step: {text or 'the ranks train different parameters'}. {UNTRAINED}", UNTRAINED
+        )
 
 
 def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:

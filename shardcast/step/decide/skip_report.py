@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm
+from shardcast.comm import Comm, warn_once_for
 from shardcast.memory.gradients import Gradients
-from shardcast.messages import warn
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import to_device
 
@@ -172,7 +171,7 @@ class SkipReport:
                     f"by the guard: {exceeding}. Lower the learning rate, look at the data of "
                     "these steps, or widen the guard: its bound does not follow what it skips."
                 )
-            warn(f"step skipped by the guard: {exceeding}")
+            warn_once_for(self._comm, f"step skipped by the guard: {exceeding}")
             return
         if self._usual and not raising:
             return
@@ -186,7 +185,9 @@ class SkipReport:
                 "optimizer.gather_gradients() before"
             )
         reads = "; a script that reads .grad needs optimizer.gather_gradients() before"
-        warn(f"step skipped, non-finite gradient: {where}{reads * (self._comm.size > 1)}")
+        warn_once_for(
+            self._comm, f"step skipped, non-finite gradient: {where}{reads * (self._comm.size > 1)}"
+        )
 
     @property
     def skipped_steps(self) -> int:

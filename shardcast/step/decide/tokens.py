@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.messages import warn
+from shardcast.comm import warn_first
 
 
 class TokenCount:
@@ -33,7 +33,7 @@ class TokenCount:
     def conclude(self) -> None:
         """A step used the counts; warn where there are none, unlike in the step before it."""
         if self.expected and not self.counted:
-            warn(
+            warn_first(
                 "step: no tokens were counted, though they were for the last step, so that this "
                 "one is the mean over ranks; call optimizer.count in every micro-batch, again "
                 "after zero_grad() and before a second backward (SAM)"

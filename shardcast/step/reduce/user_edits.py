@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import warn_first
 from shardcast.memory.gradients import Gradients, nothing
-from shardcast.messages import warn
 
 
 class GradientEdits:
@@ -60,7 +60,7 @@ class GradientEdits:
     def _warn_once(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
-            warn(message)
+            warn_first(message)
 
     def version(self) -> int:
         """Another number after any gradient came, was edited in place, replaced or cleared."""

@@ -144,7 +144,7 @@ def test_a_parameter_that_some_ranks_do_not_train_is_warned_of_once():
     with pytest.warns(UserWarning) as caught:
         assert outcomes(3, freeze) == ["ok"] * 3
     fact = "requires_grad of parameter 'b.bias' differs (ranks 0, 1: True; rank 2: False)"
-    assert [fact in str(warning.message) for warning in caught] == [True] * 3
+    assert [fact in str(warning.message) for warning in caught] == [True]
 
 
 def test_a_step_with_equal_options_again_goes_on():

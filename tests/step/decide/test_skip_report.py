@@ -85,7 +85,7 @@ def test_one_ranks_bad_gradient_skips_the_step_everywhere_and_changes_nothing(
             skipping(None, value, 0, fields, kind)
         else:
             run_world(size, skipping, value, size - 1, fields, kind)
-    assert len(skips(caught)) == 2 * size
+    assert len(skips(caught)) == 2, "one rank says it for all"
     assert all("parameter 'b.weight', element 17" in message for message in skips(caught))
 
 
@@ -124,7 +124,7 @@ def test_the_warning_names_the_rank_that_had_the_gradient_parameter_and_element(
         run_world(2, run)
     assert {warning.filename for warning in caught} == {__file__}, "the line that called step()"
     expected = f"rank {bad_rank}, parameter {name!r}, element {element}"
-    assert [expected in message for message in skips(caught)] == [True] * 2
+    assert [expected in message for message in skips(caught)] == [True]
 
 
 def test_on_an_accelerator_the_report_claims_no_more_than_the_span(monkeypatch: pytest.MonkeyPatch):
