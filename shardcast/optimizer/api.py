@@ -18,7 +18,7 @@ from shardcast.comm import Comm, ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases, tie
-from shardcast.optimizer import setup
+from shardcast.optimizer import hints, setup
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.outside import note_lowered_copies
 from shardcast.optimizer.sharded import ShardedOptimizer
@@ -164,6 +164,7 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)
+        hints.install()
         if process_groups.everyone.rank == 0:
             warn_of_slow_products(device, {pack.dtype for pack in plan.layout.packs})
         sharded = ShardedOptimizer(plan, shards, process_groups, dtypes)
