@@ -273,7 +273,7 @@ class ShardcastConfig(ValidatedOptions):
         if source is not None and named not in (None, "", str(source)) and is_first_process():
             warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it")
         values = (named or {}) if source is None else source
-        where = "config"
+        where, path = "config", None
         if isinstance(values, (str, os.PathLike)):
             where, path = str(values), Path(values)
             path = preset(where) if where in PRESETS else path
@@ -289,7 +289,7 @@ class ShardcastConfig(ValidatedOptions):
                 "config: expected a ShardcastConfig, a mapping, a path or None, got "
                 f"{type(source).__name__}; pass options by keyword otherwise"
             )
-        check_names(cls, values, where)
+        check_names(cls, values, where, path)
         check_names(cls, keywords, "keyword")
         return cls(**{**values, **_from_environment(), **keywords})
 

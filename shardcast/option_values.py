@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -286,12 +286,36 @@ def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> 
         raise type(error)(f"{where}: {error}") from None
 
 
-def check_names(kind: type[ValidatedOptions], values: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a key that is no option of ``kind``."""
+def check_names(
+    kind: type[ValidatedOptions],
+    values: Mapping[str, Any],
+    where: str,
+    file: Path | None = None,
+    section: str = "",
+) -> None:
+    """Raise ValueError for a key that is no option of ``kind``.
+
+    Args:
+        where: they stand.
+        file: of YAML, at the top of which they stand, or in its ``section``.
+    """
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
-            raise ValueError(f"{where}: unknown option {key!r}{nearest(str(key), names)}")
+            line = "" if file is None else _line_of([section, key] if section else [key], file)
+            raise ValueError(f"{where}{line}: unknown option {key!r}{nearest(str(key), names)}")
+
+
+def _line_of(path: Sequence[str], file: Path) -> str:
+    """The line and column of a key in YAML, below those before it in ``path``."""
+    import yaml
+
+    node, mark = yaml.compose(file.read_text(), yaml.SafeLoader), None
+    for key in path:
+        for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if name.value == str(key):
+                node, mark = value, name.start_mark
+    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
 
 
 def nearest(key: str, names: list[str]) -> str:

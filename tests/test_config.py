@@ -16,6 +16,7 @@ from torch import nn
 
 import shardcast
 from shardcast import ShardcastConfig
+from shardcast.cli.launch import split_config
 from shardcast.config import preset
 from shardcast.keywords import Keywords
 
@@ -67,8 +68,8 @@ def test_unknown_options_name_the_nearest_wherever_they_stand(
     file = tmp_path / "wrong.yaml"
     file.write_text("pack_size_mb: 1\n")
     expected = "unknown option 'pack_size_mb'; did you mean 'pack_mb'"
-    for source, where in ((None, "keyword"), (ShardcastConfig(), "keyword"),
-                          ({"pack_size_mb": 1}, "config"), (file, r"wrong\.yaml")):  # fmt: skip
+    sources = (None, "keyword"), (ShardcastConfig(), "keyword"), ({"pack_size_mb": 1}, "config")
+    for source, where in (*sources, (file, r"wrong\.yaml, line 1, column 1")):
         model = MLP()
         keywords: dict[str, Any] = {"pack_size_mb": 1} if where == "keyword" else {}
         with pytest.raises(ValueError, match=f"{where}: {expected}"):
@@ -271,4 +272,21 @@ def test_a_mistake_in_yaml_is_told_with_its_line_and_column(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text("param_dtype: bf16\nmaster: [split16\ngrads: full\n")
     with pytest.raises(ValueError, match=r"config\.yaml: expected YAML.*line 3, column 6"):
+        ShardcastConfig.load(path)
+
+
+def test_an_unknown_option_in_a_file_is_told_with_its_line_and_column(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("param_dtype: bf16\n# a comment\nmax_gradnorm: 1.0\n")
+    with pytest.raises(
+        ValueError, match=r"config\.yaml, line 3, column 1: unknown option 'max_gra"
+    ):
+        ShardcastConfig.load(path)
+    path.write_text(
+        "num_processes: 2\nshardcast_config:\n  param_dtype: bf16\n  max_gradnorm: 1.0\n"
+    )
+    with pytest.raises(ValueError, match=r"line 4, column 3: .*'max_gradnorm'.*'max_grad_norm'"):
+        split_config(str(path))
+    path.write_text("max_grad_norm: 1.0\n7: bf16\n")
+    with pytest.raises(ValueError, match=r"line 2, column 1: unknown option 7"):
         ShardcastConfig.load(path)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import yaml
 
-from shardcast.config import CONFIG_VARIABLE
+from shardcast.config import CONFIG_VARIABLE, ShardcastConfig
 from shardcast.launched import STORE
-from shardcast.option_values import read_yaml
+from shardcast.option_values import check_names, read_yaml
 
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"
@@ -67,6 +67,7 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
         raise ValueError(
             f"{path}: {SECTION}: expected a mapping of options, got {type(ours).__name__}"
         )
+    check_names(ShardcastConfig, ours, f"{path}: {SECTION}", Path(path), SECTION)
     if os.environ.get(CONFIG_VARIABLE):
         raise ValueError(
             f"two configurations: {path} has a section {SECTION}, and {CONFIG_VARIABLE} names "
