@@ -31,6 +31,7 @@ from shardcast.optimizer.setup import (
     restore_rest,
 )
 from shardcast.optimizer.stages import called_by_script
+from shardcast.optimizer.tree import Tree
 from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.precision import MASTER_DTYPE, Precision
@@ -369,6 +370,12 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.hooks = ModelHooks(self.called, self.shards, begins, self.sync)
         for step_hook in self.step_hooks:
             step_hook.attach()
+        names = {
+            param: slot.name
+            for shard in self.shards
+            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
+        }
+        self._tree = Tree(self.stages, names)
         self._casts: list[Any] = [
             handle for root in self.called for handle in install_casts(root, self.precision)
         ]

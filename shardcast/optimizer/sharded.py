@@ -143,6 +143,7 @@ class ShardedOptimizer(StatefulOptimizer):
         with self.decider.refusal.held():
             self.originals.check()
         take_moved(self.shards)
+        self.decider.left = self._tree.left() if self.process_groups.everyone.size > 1 else ""
         frozen = [shard for shard in self.shards if shard.grads is None]
         if frozen and self.reduce.micro_batches is not None:  # a tree has all of them
             self._wake(frozen)

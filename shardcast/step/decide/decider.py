@@ -24,7 +24,7 @@ from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.decide.guard import Guard, GuardDecision
 from shardcast.step.decide.loss_scale import LossScale, unscaled_error
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
-from shardcast.step.decide.options import COUNT, OptionCheck, known, to_device
+from shardcast.step.decide.options import COUNT, LEFT, OptionCheck, known, to_device
 from shardcast.step.decide.signal import Refusal, Signal
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.decide.tokens import TokenCount
@@ -48,7 +48,10 @@ class Decider:
     Attributes:
         refusal: takes errors of this rank alone, which all ranks are to raise.
         loss_scale, guard: ``None`` where the options have none.
+        left: the trained parameters that are no longer in the model, by name.
     """
+
+    left = ""
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
@@ -175,6 +178,7 @@ class Decider:
             "clip_value": self._clip_value,
             "divisor": self._divisor.given,
             COUNT: self.tokens.counted,
+            LEFT: self.left,
             "loss": loss,
             **self._history,
         }

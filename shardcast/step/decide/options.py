@@ -30,6 +30,11 @@ REMEDY = (
     "Every owner would update its part of the model in its own way: give all ranks the same value, "
     "for example average what a scheduler such as ReduceLROnPlateau is given over the ranks first."
 )
+LEFT = "trained parameters that are no longer in the model"
+LEFT_REMEDY = (
+    "A layer was replaced after shardcast.shard, and what is in its place is not trained there: "
+    "replace layers before shardcast.shard, on every rank"
+)
 COUNT = "optimizer.count"  # the argument that says whether it was called
 COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
 HISTORY_REMEDY = (
@@ -145,7 +150,9 @@ class OptionCheck:
         if any(text.startswith(fact) for fact in HISTORY):
             remedy = HISTORY_REMEDY
         else:
-            remedy = COUNT_REMEDY if text.startswith(COUNT) else REMEDY
+            remedies = {COUNT: COUNT_REMEDY, LEFT: LEFT_REMEDY}
+            starts = (remedy for fact, remedy in remedies.items() if text.startswith(fact))
+            remedy = next(starts, REMEDY)
         return RuntimeError(f"step: {text}. {remedy}")
 
     def warn_of_training(self, groups: Groups, names: Mapping[nn.Parameter, str]) -> None:
