@@ -65,8 +65,8 @@ def without_method(name: str, originals: Sequence[torch.optim.Optimizer]) -> Att
         return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
     return AttributeError(
         f"{name}: {owners[0]} has it, the sharded optimizer has not: each rank has gradients and "
-        "state of its own part alone, and what else than step() the class does with them is not "
-        "known; use DDP, or an optimizer that updates in step()"
+        "state of its own part alone, on which a method can work that takes each element by itself "
+        "and returns nothing; use DDP, or an optimizer that updates in step()"
     )
 
 

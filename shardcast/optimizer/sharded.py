@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.plan import validate
 from shardcast.step.decide.decision import Decision
+from shardcast.step.update.state import OwnMethod
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -455,7 +457,34 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         originals = self.__dict__.get("originals")
+        methods = [update.own_method(name) for update in self.__dict__.get("updates", ())]
+        found = [method for method in methods if method is not None]
+        if len(found) == 1:
+            return partial(self._call_own, found[0], name)
         raise without_method(name, originals.optimizers if originals else ())
+
+    @torch.no_grad()
+    def _call_own(self, method: OwnMethod, name: str, *args: Any, **named: Any) -> None:
+        """Call a method that the optimizer's class adds, on masters with the mean in ``.grad``.
+
+        Every rank must call it, with the same arguments.
+
+        Raises:
+            AttributeError: on all ranks: the method lets elements meet, or returns something.
+        """
+
+        def check() -> None:
+            if not method.fits(args, named):
+                raise without_method(name, self.originals.optimizers)
+
+        self.process_groups.everyone.together(check, self.device, name)
+        decision = self._pending_clip()
+        if decision is None:
+            self._reduce()
+            decision = self.decider.decide(None, judges=False)
+        self.sync.wait()
+        method.call(decision, args, named)
+        self.sync()
 
     def __repr__(self) -> str:
         return f"Sharded{self.originals.name}: {self.layout.lines()[0]}"

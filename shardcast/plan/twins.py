@@ -196,3 +196,28 @@ def unnoticed() -> Iterator[Callable[[], bool]]:
             random.setstate(before[0])
             if numpy:
                 numpy.random.set_state(before[1])
+
+
+def has_own(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether the class of ``optimizer`` has such a public method, and torch's base class not."""
+    added = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+    return added and callable(getattr(type(optimizer), name, None))
+
+
+def is_elementwise(
+    optimizer: torch.optim.Optimizer, name: str, args: Sequence[Any], named: Mapping[str, Any]
+) -> bool:
+    """Whether a call of a method works on each element by itself, and returns nothing.
+
+    Measured on a twin that made a step; the optimizer stays as it is. Local; equal on ranks that
+    pass equal arguments.
+    """
+    try:
+        with unnoticed() as draws:
+            twins = Twins(optimizer)
+            twin = twins.stepped(twins.samples((6, 4, 3), [(1.0, 1.0)]))
+            with _compat.StepObserver() as seen, torch.no_grad():
+                result = getattr(twin, name)(*args, **named)
+            return result is None and not seen.mixing and not draws()
+    except Exception:  # it cannot run so, or calls collectives
+        return False

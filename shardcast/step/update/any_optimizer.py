@@ -24,7 +24,7 @@ from shardcast.step.update import muon
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import choose_executor
 from shardcast.step.update.rules import AssignRule, NoRule
-from shardcast.step.update.state import ShardState, Update
+from shardcast.step.update.state import OwnMethod, ShardState, Update
 
 PROBATION = 10  # steps in which a class that torch does not have is watched
 Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
@@ -119,17 +119,7 @@ class AnyOptimizerUpdate(Update):
         measured = any(epilogue.sums for epilogue in self._active)
         old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
-            assert shard.grads is not None
-            factor = decision.factors[shard.pack.layout.group]
-            grads = shard.grads.own.to(MASTER_DTYPE)
-            grads = grads if factor is None else grads * factor
-            present = shard.present(decision.present[shard.pack])
-            for param, fragment, is_present in zip(
-                self._params[shard], shard.fragments, present, strict=True
-            ):
-                if is_present:  # else grad is None: the class leaves the parameter alone
-                    grad = grads[shard.local(fragment.start, fragment.stop)]
-                    param.grad = grad.view(param.shape)
+            self._set_gradients(shard, decision, decision.factors[shard.pack.layout.group])
         with torch.enable_grad():  # some optimizers compute with autograd
             if self._watched and self._comm.size > 1:
                 self._watched -= 1
@@ -137,13 +127,46 @@ class AnyOptimizerUpdate(Update):
             else:
                 self._step()
         for shard in owned:
-            for param in self._params[shard]:
-                param.grad = None  # else the gradients of the pack would live on
             self._take_masters(shard)
             if self._active:
                 self._run_epilogues(shard, old.get(shard), decision)
             else:
                 shard.publish()
+
+    def _set_gradients(self, shard: Shard, decision: Decision, factor: Tensor | None) -> None:
+        """Give masters their gradients times ``factor``, until :meth:`_take_masters`."""
+        assert shard.grads is not None
+        grads = shard.grads.own.to(MASTER_DTYPE)
+        grads = grads if factor is None else grads * factor
+        present = shard.present(decision.present[shard.pack])
+        for param, fragment, is_present in zip(
+            self._params[shard], shard.fragments, present, strict=True
+        ):
+            if is_present:  # else grad is None: the class leaves the parameter alone
+                grad = grads[shard.local(fragment.start, fragment.stop)]
+                param.grad = grad.view(param.shape)
+
+    def own_method(self, name: str) -> OwnMethod | None:
+        if not twins.has_own(self._optimizer, name):
+            return None
+        fits = partial(twins.is_elementwise, self._optimizer, name)
+        return OwnMethod(fits, partial(self._call_own, name))
+
+    def _call_own(
+        self, name: str, decision: Decision, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        if decision.skip.tolist():
+            return
+        self._read_groups()
+        for shard in self._params:
+            shard.absorb()  # what a script wrote
+            if shard.grads is not None:
+                self._set_gradients(shard, decision, decision.unscale)
+        getattr(self._inner, name)(*args, **named)
+        self._write_groups()
+        for shard in self._params:
+            self._take_masters(shard)
+            shard.publish()
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
@@ -187,8 +210,9 @@ class AnyOptimizerUpdate(Update):
                 )
 
     def _take_masters(self, shard: Shard) -> None:
-        """Take in what an optimizer put elsewhere."""
+        """Take in what an optimizer put elsewhere, and the gradients away."""
         for param, part in zip(self._params[shard], shard.fragments, strict=True):
+            param.grad = None  # else the gradients of the pack would live on
             flat = shard.data[shard.local(part.start, part.stop)]
             if param.data_ptr() != flat.data_ptr():  # it assigned param.data
                 flat.copy_(param.detach().reshape(-1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,6 +205,18 @@ class ShardState:
         return nbytes
 
 
+class OwnMethod(NamedTuple):
+    """A method that the class of an optimizer adds to those of torch's.
+
+    Attributes:
+        fits: whether masters of a rank alone can be given to it with these arguments. Local.
+        call: runs it on masters and their gradients, unless the step is to be skipped.
+    """
+
+    fits: Callable[[Sequence[Any], Mapping[str, Any]], bool]
+    call: Callable[[Decision, Sequence[Any], Mapping[str, Any]], None]
+
+
 class Update(ABC):
     """The update of one optimizer, and of its epilogues.
 
@@ -234,6 +246,10 @@ class Update(ABC):
     @abstractmethod
     def __call__(self, decision: Decision) -> None:
         """Unscale, clip, update and cast the own spans; leave absent gradients untouched."""
+
+    def own_method(self, _name: str) -> OwnMethod | None:
+        """The method of that name which the optimizer's class adds, if masters can do it."""
+        return None
 
     def switch(self, _mode: str) -> bool:
         """``train`` or ``eval``; whether masters may have changed and were published."""

@@ -262,6 +262,96 @@ def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
         assert difference(model, expected) <= tol
 
 
+class Sophia(torch.optim.Optimizer):
+    """As Sophia-G: a second method that works on gradients and state, and an option of its own."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "hessians": 0})
+
+    @torch.no_grad()
+    def update_hessian(self, beta: float = 0.9) -> None:
+        for group in self.param_groups:
+            group["hessians"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    old = state.setdefault("hessian", torch.zeros_like(param))
+                    old.mul_(beta).addcmul_(param.grad, param.grad, value=1 - beta)
+
+    @torch.no_grad()
+    def decay(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    hessian = state.setdefault("hessian", torch.zeros_like(param))
+                    param.sub_((param.grad / (hessian + 0.1)).clamp(-1, 1), alpha=group["lr"])
+
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad / param.grad.norm())
+
+    def norms(self) -> list[Any]:
+        return [param.grad for group in self.param_groups for param in group["params"]]
+
+
+def with_hessians(group: Any, steps: int = 4) -> tuple[list[torch.Tensor], int]:
+    """Parameters after steps with a Hessian every second one, and the counter of the group."""
+    model, batches = mlp(), 1 if group is None else group.size()
+    optimizer: Any = Sophia(model.parameters())
+    if group is not None:
+        optimizer = shardcast.shard(
+            model, optimizer, process_group=group, param_dtype="fp32", max_grad_norm=None
+        )
+
+    def backward(step: int) -> None:
+        ranks = range(2) if group is None else [group.rank()]
+        for rank in ranks:
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            inputs = torch.randn(5, model[0].in_features, generator=generator)
+            (model(inputs).square().mean() / (2 if group is None else 1)).backward()
+
+    for step in range(steps):
+        if step % 2 == 0:
+            backward(100 + step)
+            optimizer.update_hessian(beta=0.5)
+            optimizer.zero_grad()
+        backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.decay()
+    assert batches <= 2
+    return [p.detach().clone() for p in model.parameters()], optimizer.param_groups[0]["hessians"]
+
+
+def test_a_method_that_a_class_adds_works_on_the_mean_gradients_as_on_one_rank():
+    expected, counted = with_hessians(None)
+    for trained, count in ThreadedWorld(2).run(with_hessians):
+        assert count == counted == 2
+        for value, plain in zip(trained, expected, strict=True):
+            torch.testing.assert_close(value, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_method_that_lets_elements_meet_or_returns_something_is_refused_by_name_on_all_ranks():
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, Sophia(model.parameters()), process_group=group, param_dtype="fp32"
+        )
+        for name in ("first_step", "norms"):
+            with pytest.raises(AttributeError, match=f"{name}: Sophia has it"):
+                getattr(optimizer, name)()
+
+    ThreadedWorld(2).run(run)
+
+
 class WithHessian(foreign.Signs):
     """A second method that works on gradients and state, as of Sophia."""
 
@@ -272,14 +362,12 @@ class WithHessian(foreign.Signs):
                     self.state[param]["hessian"] = param.grad.square()
 
 
-def test_a_method_that_a_class_adds_is_refused_by_name():
+def test_methods_of_the_original_and_those_that_no_class_has_are_errors_by_name():
     model = mlp()
     inner = WithHessian([model[0].weight])
     optimizer = shardcast.shard(model, inner, param_dtype="fp32")
     with pytest.raises(RuntimeError, match=r"update_hessian\(\) of the original optimizer"):
         inner.update_hessian()
-    with pytest.raises(AttributeError, match="update_hessian: WithHessian has it"):
-        optimizer.update_hessian()
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         optimizer.other()
     optimizer.add_param_group({"params": [model[0].bias]})  # measures the class anew
