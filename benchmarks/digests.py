@@ -91,7 +91,9 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
 def seen(model: nn.Module, optimizer: Any) -> list[Any]:
     """What a rank has after a step."""
     params = [_compat.local_tensor(param) for param in model.parameters()]
-    grads = [_compat.local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():  # or .grad refuses, which is no mean everywhere
+        local = [_compat.local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+        grads = [grad.detach().clone() for grad in local]
     return [hashed([params, [*model.buffers()], grads, optimizer.grad_norm])]
 
 

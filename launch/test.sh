@@ -57,7 +57,7 @@ if [[ ${1:-} == --versions ]]; then
             "$found" -m venv "$venv"
             # Only what the tests are not about is pinned.
             grep --invert-match --extended-regexp \
-                "^(setuptools|huggingface-hub|tokenizers|pytorch-lightning$(printf '|%s' "${@%%==*}"))==" \
+                "^(setuptools|fsspec|huggingface-hub|tokenizers|pytorch-lightning$(printf '|%s' "${@%%==*}"))==" \
                 constraints.txt >"$venv/constraints.txt"
             "$python" -m pip install --disable-pip-version-check --progress-bar off \
                 --constraint "$venv/constraints.txt" "$@" --editable ".[test]"
