@@ -442,6 +442,38 @@ def test_weights_of_a_loss_train_beside_the_model(tmp_path: Path, gloo: SpawnedW
     assert {value.dtype for value in names.values()} == {torch.float32}
 
 
+class Pruning(transformers.TrainerCallback):
+    """Reads gradients where AdaLoRA and pruning do: before the step, and after it."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.stack(norms).norm()))
+
+    def on_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        weight = model.model.layers[0].mlp.up_proj.weight
+        scores = (weight * weight.grad).abs().detach()
+        with torch.no_grad():
+            weight.mul_(scores > scores.median())
+
+
+def pruned(_group: Any, folder: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    trainer, callback = trainer_of(folder, kind, max_grad_norm=0.0, save_strategy="no"), Pruning()
+    trainer.add_callback(callback)
+    trainer.train()
+    return callback.norms, weights(trainer.model)
+
+
+def test_callbacks_that_read_gradients_see_those_of_ddp(tmp_path: Path, gloo: SpawnedWorld):
+    stock = gloo.run(pruned, str(tmp_path / "stock"), "stock", timeout=100)
+    for norms, trained in gloo.run(pruned, str(tmp_path / "ours"), "sharded", timeout=100):
+        assert norms == pytest.approx(stock[0][0], rel=1e-4) and len(norms) == STEPS
+        for name, value in stock[0][1].items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
+
+
 STOCK_SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
