@@ -27,6 +27,16 @@ from shardcast.plan import validate
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update.state import OwnMethod
 
+# What scripts use, as docs/api/shardcast.md lists it; the rest of what is public here serves
+# adapters and checkpoints of this library.
+FOR_SCRIPTS = frozenset(
+    "as_plain averaged check_copies clip_grad_norm_ clip_grad_value_ close config count "
+    "digest divisor eval full_parameters full_state_dict full_state_dicts gather_gradients "
+    "grad_norm guarded_steps handles last_step_skipped layout load_average loss_scale "
+    "memory_report metrics micro_batch no_sync optimizers resync_masters scale_loss "
+    "skipped_steps train wait_sync".split()
+)
+
 
 class ShardedOptimizer(StatefulOptimizer):
     """A torch optimizer whose fp32 masters and state are sharded over data-parallel ranks.
@@ -36,6 +46,8 @@ class ShardedOptimizer(StatefulOptimizer):
     ``max_grad_norm`` of its own.
 
     Attributes:
+        config: the options that hold.
+        layout: all packs, slots and spans; ``print`` it.
         optimizers: a handle for each optimizer that was given, for schedulers and for loops over
             them: ``step()`` of the last handle makes the one step of all. With one optimizer it is
             this object itself.
@@ -454,6 +466,11 @@ class ShardedOptimizer(StatefulOptimizer):
     def eval(self) -> None:
         """The evaluation mode of :meth:`train`."""
         self.train(False)
+
+    def __dir__(self) -> list[str]:
+        """Names for scripts: those of any torch optimizer, and those of ours that the docs list."""
+        known = FOR_SCRIPTS.union(dir(torch.optim.Optimizer), ("defaults", "param_groups", "state"))
+        return [name for name in super().__dir__() if name.startswith("_") or name in known]
 
     def __getattr__(self, name: str) -> Any:
         originals = self.__dict__.get("originals")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardcast
+from shardcast.optimizer.sharded import FOR_SCRIPTS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -301,3 +303,18 @@ def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
     report = optimizer.memory_report()
     assert report.total == sum(report.values()) and isinstance(report, dict)
     assert f"total {report.total / 1e6:.3f} MB" in str(report)
+
+
+def test_an_optimizer_shows_what_the_docs_list_and_what_any_torch_optimizer_has():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model)
+    page = Path(__file__).parents[2] / "docs" / "api" / "shardcast.md"
+    section = page.read_text().split("::: shardcast.ShardedOptimizer")[1]
+    listed = set(re.findall(r"^        - (\w+)$", section, re.MULTILINE))
+    attributes = re.findall(r"^        (\w+): ", type(optimizer).__doc__ or "", re.MULTILINE)
+    base = set(dir(torch.optim.SGD(model.parameters())))
+    assert {*listed, *attributes} >= FOR_SCRIPTS
+    assert {name for name in {*listed, *attributes} if name not in base} == FOR_SCRIPTS
+    shown = {name for name in dir(optimizer) if not name.startswith("_")}
+    assert shown - base == FOR_SCRIPTS and shown & base == {n for n in base if n[0] != "_"}
+    assert all(hasattr(optimizer, name) for name in shown)
