@@ -270,5 +270,5 @@ def _share(report: Report, exact: Report) -> float:
 
 
 def _relative(left: list[float], right: list[float]) -> float:
-    scale = max(abs(x) for x in right)
+    scale = max(abs(x) for x in right) or 1.0
     return max(abs(x - y) for x, y in zip(left, right, strict=True)) / scale

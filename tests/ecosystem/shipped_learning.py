@@ -141,7 +141,7 @@ def textbrewer_general(variant: Variant) -> Report:
             pass
 
     distiller = Distiller(
-        TrainingConfig(log_dir=None, output_dir=variant.folder, device="cpu"),
+        TrainingConfig(log_dir=None, output_dir=f"{variant.folder}-{variant.rank}", device="cpu"),
         DistillationConfig(temperature=4, hard_label_weight=0.5, kd_loss_type="ce"),
         teacher, model, adaptor, adaptor,
     )  # fmt: skip
