@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import shardcast
+from shardcast.extensions.averages import Average, AverageOptions
 from shardcast.extensions.metrics import SquareSums
 from shardcast.memory.codecs import CODECS, ROW, moment_codec
-from shardcast.option_values import AverageOptions
 from shardcast.step.update import rules
-from shardcast.step.update.epilogues import Average, Epilogue
+from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 from shardcast.step.update.state import SUM_ROW
 

@@ -25,7 +25,6 @@ from shardcast.option_values import (
     ABOVE_0,
     COUNT,
     RANKS,
-    Averages,
     CostFn,
     GroupFn,
     Guard,
@@ -194,11 +193,7 @@ class ShardcastConfig(ValidatedOptions):
     offload: bool = option(
         False, "keep masters and moments in host memory; the update fetches windows of them"
     )
-    averages: Averages = option(
-        (),
-        "moving averages of the fp32 masters at their owners, a mapping from names to decays: "
-        "{ema: 0.9999}; or to {half_life: 5000} (in steps), warmup: true, stored: bf16",
-    )
+    averages: Any = extension((), "averages")
     reduce: str = option(
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: "

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from shardcast.option_values import Averages, CostFn, GroupFn, Guard, KeepRule
+from shardcast.option_values import CostFn, GroupFn, Guard, KeepRule
 
 
 class Keywords(TypedDict, total=False):
@@ -48,7 +48,7 @@ class Keywords(TypedDict, total=False):
     moments: str
     metrics: bool | int
     offload: bool
-    averages: Averages | Mapping[str, Any]
+    averages: Mapping[str, Any]
     reduce: str
     reproducible: bool | int
     sync: str

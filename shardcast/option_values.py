@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -120,7 +120,7 @@ class ValidatedOptions:
             if declared and each.metadata["option"].read is not None:
                 value = each.metadata["option"].read(each.name, value)
             elif kind in PLAIN:
-                value = _plain(each.name, annotation, value)
+                value = read_plain(each.name, annotation, value)
             elif kind in READERS:
                 value = READERS[kind](each.name, value)
             expected, holds = each.metadata["range"]
@@ -128,27 +128,6 @@ class ValidatedOptions:
                 more = " or null" * (kind != annotation)
                 raise ValueError(f"{each.name}: expected {expected}{more}, got {value!r}")
             object.__setattr__(self, each.name, value)
-
-
-@dataclass(frozen=True)
-class AverageOptions(ValidatedOptions):
-    """One exponential moving average of the weights: ``average += (1 - decay) * (weight -
-    average)`` in every step.
-
-    Attributes:
-        name: that the script gives it.
-        decay: in [0, 1).
-        warmup: the decay is at most ``(1 + t) / (10 + t)`` in the average's step ``t = 1, 2, ...``
-        stored: ``fp32``, or ``bf16`` rounded by chance.
-    """
-
-    name: str = option("", within=("a name of letters, digits and _", str.isidentifier))
-    decay: float = option(None, within=("a number in [0, 1)", lambda decay: 0 <= decay < 1))
-    warmup: bool = option(False)
-    stored: str = option("fp32", within=one_of("fp32", "bf16"))
-
-
-Averages = tuple[AverageOptions, ...]
 
 
 @dataclass(frozen=True)
@@ -178,7 +157,7 @@ class GuardRule(ValidatedOptions):
 Guard = GuardRule | GuardFn
 
 
-def _plain(name: str, annotation: str, value: Any) -> Any:
+def read_plain(name: str, annotation: str, value: Any) -> Any:
     kinds = PLAIN[annotation.removesuffix(" | None")]
     if isinstance(value, str) and float in kinds:  # YAML takes inf and 1e3 for text
         with suppress(ValueError):  # such as 'dynamic', or what is refused below
@@ -223,30 +202,6 @@ def read_patterns(name: str, value: Any) -> bool | tuple[str, ...]:
     return _several("true, false or glob patterns", lambda it: isinstance(it, str), name, value)
 
 
-def _averages(name: str, value: Any) -> Averages:
-    if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
-        return value
-    if not isinstance(value, Mapping) and value != []:  # as to_dict() has none
-        raise TypeError(
-            f"{name}: expected a mapping from names to decays, such as {{'ema': 0.999}}, got "
-            f"{value!r} ({type(value).__name__})"
-        )
-    return tuple(_average(f"{name}: {key!r}", key, options) for key, options in dict(value).items())
-
-
-def _average(where: str, key: Any, options: Any) -> AverageOptions:
-    """One average, from its decay or from a mapping."""
-    values = dict(options) if isinstance(options, Mapping) else {"decay": options}
-    if ("decay" in values) == ("half_life" in values):
-        raise ValueError(f"{where}: expected decay or half_life (in steps), got {values!r}")
-    if "half_life" in values:
-        half_life = _plain(f"{where}: half_life", "float", values.pop("half_life"))
-        if not FINITE[1](half_life):
-            raise ValueError(f"{where}: half_life: expected {FINITE[0]}, got {half_life!r}")
-        values["decay"] = 0.5 ** (1 / half_life)
-    return read_mapping(AverageOptions, {**values, "name": key}, where)
-
-
 def _guard(name: str, value: Any) -> Any:
     if isinstance(value, GuardRule) or callable(value):
         return value
@@ -270,7 +225,6 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "tuple[str, ...]": partial(
         _several, "glob patterns of module names", lambda item: isinstance(item, str)
     ),
-    "Averages": _averages,
     "Guard": _guard,
 }
 
@@ -349,14 +303,18 @@ def as_yaml(value: Any) -> Any:
     """A value as it would stand in YAML; callables and classes by qualified name."""
     if isinstance(value, torch.dtype):
         return next(name for name, dtype in DTYPES.items() if dtype == value)
-    if isinstance(value, tuple) and any(isinstance(v, AverageOptions) for v in value):
-        options = [asdict(average) for average in value]
-        return {average.pop("name"): average for average in options}
+    if isinstance(value, ValidatedOptions):
+        options = {each.name: getattr(value, each.name) for each in fields(value)}  # type: ignore[arg-type]
+        return {key: as_yaml(item) for key, item in options.items() if item is not None}
+    if isinstance(value, tuple) and any(isinstance(item, ValidatedOptions) for item in value):
+        return {item.name: _without_name(as_yaml(item)) for item in value}
     if isinstance(value, tuple):
         return [as_yaml(item) for item in value]
-    if isinstance(value, GuardRule):
-        return {key: item for key, item in asdict(value).items() if item is not None}
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"
     return value
+
+
+def _without_name(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "name"}

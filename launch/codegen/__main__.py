@@ -37,9 +37,9 @@ from codegen.trace import SMALL, Pass, Step, trace
 from codegen.values import Difference, compare, interpret, record, slip
 from torch.optim import SGD, Adam, AdamW
 
+from shardcast.extensions.averages import Average, AverageOptions
 from shardcast.extensions.metrics import SquareSums
-from shardcast.option_values import AverageOptions
-from shardcast.step.update.epilogues import Average, Epilogue
+from shardcast.step.update.epilogues import Epilogue
 
 COLUMNS = (
     "what", "stage", "kernels", "bytes", "goal", "access", "registers", "spills", "fp64",

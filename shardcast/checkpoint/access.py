@@ -20,8 +20,8 @@ from shardcast.checkpoint.region import Region, ShardView
 from shardcast.checkpoint.source import StateSource, model_path, state_path
 from shardcast.memory.codecs import row_of
 from shardcast.memory.shard import Shard
-from shardcast.optimizer.averages import saved_buffers
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.stages import saved_buffers
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.plan.layout import Fragment, PackLayout

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.memory.shard import Shard
-from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import MASTER, copied, plain_dict
 from shardcast.optimizer.state_view import is_elementwise
@@ -150,17 +149,17 @@ class FullState:
             average: the name of an average, in place of the parameters.
         """
         optimizer = self._optimizer
-        averages = Averages(optimizer)
+        averages = None if average is None else optimizer.averages_of("full_parameters", average)
 
         def ready() -> None:
             optimizer.resync_masters()
-            if average is not None:
+            if averages is not None:
                 averages.check("full_parameters", average)
 
         optimizer.process_groups.everyone.together(ready, optimizer.device, "full_parameters")
 
         def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
-            if average is not None:
+            if averages is not None:
                 return {MASTER: averages.values(shard, number, average)}
             return {MASTER: shard.exact(shard.fragments[number])}
 

@@ -236,11 +236,21 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def agree_on_averages(self) -> None:
         """Count the steps of averages alike on all ranks, after a state was loaded. Collective."""
-        if self.config.averages:
+        if any(update.epilogues for update in self.updates):
             own = [update.epilogue_steps for update in self.updates]
             by_rank = self.process_groups.everyone.exchange(own, self.device)
             for update, counts in zip(self.updates, zip(*by_rank, strict=True), strict=True):
                 update.epilogue_steps = [max(steps) for steps in zip(*counts, strict=True)]
+
+    def averages_of(self, call: str, name: str) -> Any:
+        """The averages, for a ``call`` with the ``name`` of one; ValueError where there is none."""
+        averages = self.hook_of("averages")
+        if averages is None:
+            raise ValueError(
+                f"{call}: expected the name of an average, none, got {name!r}; "
+                "averages={'ema': 0.999} of shard() makes one"
+            )
+        return averages
 
     # -- masters and parameters -------------------------------------------------------------
 
@@ -288,12 +298,10 @@ class PackedOptimizer(torch.optim.Optimizer):
             if not shard.in_place:
                 report["masters"] += shard.master.nbytes
         report["state"] = sum(update.nbytes() for update in self.updates)
-        if self.config.averages:
-            report["averages"] = sum(update.averages_nbytes() for update in self.updates)
-        if self.decider.guard is not None:
-            report["guard"] = self.decider.guard.nbytes
         of_hooks = {hook.name: hook.nbytes() for hook in self.step_hooks}
         report.update({name: nbytes for name, nbytes in of_hooks.items() if nbytes})
+        if self.decider.guard is not None:
+            report["guard"] = self.decider.guard.nbytes
         return report
 
     def hook_of(self, name: str) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardcast.comm import warn_first
 
@@ -59,3 +59,16 @@ def called_by_script(module: nn.Module) -> list[nn.Module]:
     if type(module).forward is not nn.Module.forward or owns or not children:
         return [module]
     return [inner for child in children for inner in called_by_script(child)]
+
+
+def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The buffers that ``state_dict`` saves, each under its first name.
+
+    Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
+    """
+    names: dict[Tensor, str] = {}
+    for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in names.items()}

@@ -12,7 +12,6 @@ from torch import Tensor
 from shardcast.comm import ProcessGroups, warn_first
 from shardcast.memory.shard import Shard
 from shardcast.messages import called_by_dcp, caller_of, outside_as_plain
-from shardcast.optimizer.averages import Averages
 from shardcast.optimizer.digest import digest
 from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.packed import PackedOptimizer
@@ -37,7 +36,6 @@ class StatefulOptimizer(PackedOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(plan, shards, process_groups, dtypes)
         self._states, self._full = StateDict(self), FullState(self)
-        self._averages = Averages(self)
 
     def digest(self) -> str:
         """A hash of all masters and optimizer state, 16 hexadecimal digits; all ranks must call it.
@@ -175,7 +173,8 @@ class StatefulOptimizer(PackedOptimizer):
             ValueError: on every rank, for the name of no average.
             RuntimeError: on every rank, if an average is in the model already.
         """
-        return self._averages.switched(name)
+        switched: AbstractContextManager[None] = self.averages_of("averaged", name).switched(name)
+        return switched
 
     def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
         """Go on from an existing average; every rank must call it.
@@ -190,7 +189,7 @@ class StatefulOptimizer(PackedOptimizer):
             ValueError: on every rank, for another name, and a parameter that is missing or has
                 another shape; nothing is changed then.
         """
-        self._averages.load(name, weights, steps)
+        self.averages_of("load_average", name).load(name, weights, steps)
 
     def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
         """The unsharded optimizer's ``state_dict``, on rank 0; empty elsewhere. All must call it.

@@ -62,7 +62,7 @@ class AnyOptimizerUpdate(Update):
         self._shards.append(shard)
         if shard.fragments:
             self._params[shard] = [self._master_parameter(shard, part) for part in shard.fragments]
-            self._states[shard] = ShardState(shard, self._config, self._epilogues, 0)
+            self._states[shard] = ShardState(shard, self._config, self.epilogues, 0)
             self._read_groups()
 
     @staticmethod

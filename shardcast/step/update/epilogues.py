@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
-from shardcast.memory.codecs import CODECS, Codec
-from shardcast.option_values import AverageOptions
+from shardcast.memory.codecs import Codec
 
 AVERAGE = "average."  # begins the names of averages among the state of a parameter
 STEPS = ".steps"  # ends the name of an average's number of steps
@@ -83,41 +82,12 @@ class Epilogue:
         return ()
 
 
-@dataclass(frozen=True)
-class Average(Epilogue):
-    """An exponential moving average of the masters."""
-
-    options: AverageOptions
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        return (AVERAGE + self.options.name,)
-
-    @property
-    def codec(self) -> Codec:
-        return CODECS[self.options.stored]()
-
-    def numbers(self, step: Any) -> tuple[Any, ...]:
-        decay: Any = self.options.decay
-        if self.options.warmup:  # as TensorFlow's ExponentialMovingAverage, diffusers' EMAModel
-            warm = (1 + step) / (10 + step)
-            decay = warm.clamp(max=decay) if isinstance(warm, Tensor) else min(warm, decay)
-        return (1 - decay,)
-
-    def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
-    ) -> tuple[Tensor, ...]:
-        state[0].lerp_(updated.master, numbers[0])
-        return ()
-
-
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
     """The epilogues that a configuration asks for; those with sums stand last."""
-    averages = tuple(Average(options) for options in config.averages)
-    of_extensions = [
+    epilogues = [
         epilogue
         for extension in config.extensions().values()
         if extension.epilogues is not None
         for epilogue in extension.epilogues(config)
     ]
-    return tuple(sorted((*averages, *of_extensions), key=lambda epilogue: bool(epilogue.sums)))
+    return tuple(sorted(epilogues, key=lambda epilogue: bool(epilogue.sums)))

@@ -69,7 +69,7 @@ class FusedUpdate(Update):
                 self._execute = choose_executor(self._config, device)
                 self._lanes = make_lanes(self._config, device)
                 self._steps = self._steps.to(device)
-            state = ShardState(shard, self._config, self._epilogues, len(self._histories))
+            state = ShardState(shard, self._config, self.epilogues, len(self._histories))
             self._states[shard] = state
             self._steps = torch.cat([self._steps, self._steps.new_zeros(len(shard.fragments))])
             self._histories += [None] * len(shard.fragments)

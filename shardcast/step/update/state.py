@@ -232,7 +232,7 @@ class Update(ABC):
         self, optimizer: torch.optim.Optimizer, config: ShardcastConfig,
         epilogues: tuple[Epilogue, ...],
     ) -> None:  # fmt: skip
-        self._optimizer, self._config, self._epilogues = optimizer, config, epilogues
+        self._optimizer, self._config, self.epilogues = optimizer, config, epilogues
         self._states: dict[Shard, ShardState] = {}  # of shards with fragments
         self._places = {name: n for n, epilogue in enumerate(epilogues) for name in epilogue.state}
         # Each has taken part in.
@@ -328,8 +328,8 @@ class Update(ABC):
 
     def _begin_epilogues(self, taken: Tensor) -> None:
         """Count a step; ``taken`` is 0-dim bool, whether it is not skipped."""
-        self._active = tuple(e for e in self._epilogues if self.measured or not e.sums)
-        if self._epilogues:
+        self._active = tuple(e for e in self.epilogues if self.measured or not e.sums)
+        if self.epilogues:
             for state in self._states.values():
                 state.begin()
             self._epilogue_steps = self._epilogue_steps.to(taken.device) + taken

@@ -1,35 +1,85 @@
-"""Averages of weights: switched into the model and back, gathered, begun from existing ones."""
+"""``averages``: moving averages of weights; in and out of the model, begun from existing ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import warn_first
+from shardcast.memory.codecs import CODECS, Codec
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.stages import saved_buffers
+from shardcast.option_values import (
+    FINITE,
+    Option,
+    ValidatedOptions,
+    one_of,
+    option,
+    read_mapping,
+    read_plain,
+)
 from shardcast.plan.layout import Fragment
+from shardcast.step.step_hook import StepHook
+from shardcast.step.update.epilogues import AVERAGE, Epilogue, UpdateValues
 
 
-def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The buffers that ``state_dict`` saves, each under its first name.
+@dataclass(frozen=True)
+class AverageOptions(ValidatedOptions):
+    """One exponential moving average of the weights: ``average += (1 - decay) * (weight -
+    average)`` in every step.
 
-    Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
+    Attributes:
+        name: that the script gives it.
+        decay: in [0, 1).
+        warmup: the decay is at most ``(1 + t) / (10 + t)`` in the average's step ``t = 1, 2, ...``
+        stored: ``fp32``, or ``bf16`` rounded by chance.
     """
-    names: dict[Tensor, str] = {}
-    for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
-    return {name: buffer for buffer, name in names.items()}
+
+    name: str = option("", within=("a name of letters, digits and _", str.isidentifier))
+    decay: float = option(None, within=("a number in [0, 1)", lambda decay: 0 <= decay < 1))
+    warmup: bool = option(False)
+    stored: str = option("fp32", within=one_of("fp32", "bf16"))
 
 
-class Averages:
-    """The averages of one optimizer, that ``averages`` of the configuration names."""
+@dataclass(frozen=True)
+class Average(Epilogue):
+    """An exponential moving average of the masters."""
+
+    options: AverageOptions
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return (AVERAGE + self.options.name,)
+
+    @property
+    def codec(self) -> Codec:
+        return CODECS[self.options.stored]()
+
+    def numbers(self, step: Any) -> tuple[Any, ...]:
+        decay: Any = self.options.decay
+        if self.options.warmup:  # as TensorFlow's ExponentialMovingAverage, diffusers' EMAModel
+            warm = (1 + step) / (10 + step)
+            decay = warm.clamp(max=decay) if isinstance(warm, Tensor) else min(warm, decay)
+        return (1 - decay,)
+
+    def apply_(
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        state[0].lerp_(updated.master, numbers[0])
+        return ()
+
+
+class Averages(StepHook):
+    """The averages of one optimizer."""
+
+    name = "averages"
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
@@ -43,6 +93,10 @@ class Averages:
                 f"{call}: expected the name of an average, {known}, got {name!r}; "
                 "averages={'ema': 0.999} of shard() makes one"
             )
+
+    def nbytes(self) -> int:
+        """Bytes of all averages."""
+        return sum(update.averages_nbytes() for update in self._optimizer.updates)
 
     def values(self, shard: Shard, number: int, name: str) -> Tensor:
         """One fragment of an average, 1-d fp32; may be the memory itself."""
@@ -147,3 +201,37 @@ class Averages:
 def _differs(shard: Shard, fragment: Fragment, values: Tensor) -> bool:
     own = shard.exact(fragment)
     return not torch.equal(values.to(own), own)
+
+
+def _read(name: str, value: Any) -> tuple[AverageOptions, ...]:
+    if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
+        return value
+    if not isinstance(value, Mapping) and value != []:  # as to_dict() has none
+        raise TypeError(
+            f"{name}: expected a mapping from names to decays, such as {{'ema': 0.999}}, got "
+            f"{value!r} ({type(value).__name__})"
+        )
+    return tuple(_average(f"{name}: {key!r}", key, options) for key, options in dict(value).items())
+
+
+def _average(where: str, key: Any, options: Any) -> AverageOptions:
+    """One average, from its decay or from a mapping."""
+    values = dict(options) if isinstance(options, Mapping) else {"decay": options}
+    if ("decay" in values) == ("half_life" in values):
+        raise ValueError(f"{where}: expected decay or half_life (in steps), got {values!r}")
+    if "half_life" in values:
+        half_life = read_plain(f"{where}: half_life", "float", values.pop("half_life"))
+        if not FINITE[1](half_life):
+            raise ValueError(f"{where}: half_life: expected {FINITE[0]}, got {half_life!r}")
+        values["decay"] = 0.5 ** (1 / half_life)
+    return read_mapping(AverageOptions, {**values, "name": key}, where)
+
+
+OPTION = Option(
+    help="moving averages of the fp32 masters at their owners, a mapping from names to decays: "
+    "{ema: 0.9999}; or to {half_life: 5000} (in steps), warmup: true, stored: bf16",
+    within=("names with decays", lambda _: True),
+    read=_read,
+    epilogues=lambda config: tuple(Average(options) for options in config.averages),
+    hook=Averages,
+)
