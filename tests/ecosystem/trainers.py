@@ -258,6 +258,31 @@ def peft_lora(variant: Variant) -> Report:
     return trained(variant, trainer)
 
 
+@recipe("Trainer, AdaLoRA: ranks chosen by .grad in a callback", "transformers", "peft")
+def peft_adalora(variant: Variant) -> Report:
+    from peft import AdaLoraConfig, get_peft_model
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Allocate(TrainerCallback):
+        """As PEFT's documentation has it, after each step."""
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kwargs["model"].base_model.update_and_allocate(state.global_step)
+
+    config = AdaLoraConfig(
+        target_modules=["q_proj", "v_proj"], init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1,
+        total_step=8, lora_dropout=0.0,
+    )  # fmt: skip
+    base = llama()
+    torch.manual_seed(2)
+    model = get_peft_model(base, config)
+    args = TrainingArguments(**arguments(variant, max_grad_norm=0.0))
+    trainer = variant.trainer(Trainer)(
+        model=model, args=args, train_dataset=causal_rows(), callbacks=[Allocate()]
+    )
+    return trained(variant, trainer)
+
+
 @recipe("Trainer, LoRA with modules_to_save and DoRA", "transformers", "peft")
 def peft_dora(variant: Variant) -> Report:
     from peft import LoraConfig, get_peft_model
