@@ -291,6 +291,28 @@ def test_a_forward_knows_the_module_that_calls_it_and_a_tensor_its_hooks():
     assert _compat.gradient_hooks(weight) == [print]
 
 
+class Refusing(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, *_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(f"{func.__name__} is refused")
+
+
+def test_tensors_of_a_class_that_refuses_everything_are_plain_ones_on_this_thread():
+    tensor = torch.ones(3)
+    tensor.__class__ = Refusing
+    with pytest.raises(RuntimeError, match="is refused"):
+        tensor.sum()
+    with _compat.without_torch_function():
+        assert type(tensor.detach()) is Tensor and tensor.sum() == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_that_share_memory_are_known_also_without_any(device: str):
+    tensor, other = (torch.zeros(4, device=device) for _ in range(2))
+    assert _compat.is_alias(tensor, tensor[1:].view(3, 1))
+    assert not _compat.is_alias(tensor, other)
+
+
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):
