@@ -97,7 +97,7 @@ chmod 755 "$work"
 nobody=(setpriv --reuid=nobody --regid="$(id -g nobody)" --clear-groups)
 if [[ $(id -u) != 0 ]] || ! command -v setpriv >/dev/null; then
     skip "a user without root, a read-only home" "needs root to become another user"
-elif ! "${nobody[@]}" "$python" -c "import torch" 2>/dev/null; then
+elif ! "${nobody[@]}" env "$python" -c "import torch" 2>/dev/null; then
     skip "a user without root, a read-only home" "another user cannot read $python; set VENV"
 else
     try "a user without root, a read-only home" "$work/rootless" "$venv" \
