@@ -122,6 +122,7 @@ def sleep_too_long(group: Group, folder: Path) -> None:
 
 def leave_a_mess(group: Group) -> None:
     """Rank 0 launches what nobody joins, and ends the group by itself."""
+    dist.barrier(group)  # or a rank ends the connection of one that is still being connected
     if group.rank() == 0:
         dist.broadcast(torch.ones(1), group=group, group_src=0, async_op=True)
     dist.destroy_process_group()
