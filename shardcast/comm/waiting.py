@@ -73,7 +73,12 @@ class Watch:
         """The most ranks that this thread, or else this process, works with."""
         own: Watch | None = getattr(_of_thread, "watch", None)
         watches = [own] if own is not None and not own.is_idle else list(_Lookout.watches)
-        comms = [comm for watch in watches for comm in list(watch._comms)]
+        comms = [
+            comm
+            for watch in watches
+            for comm in list(watch._comms)
+            if comm.size == 1 or comm.store is not None  # not of a group that was destroyed
+        ]
         return max(comms, key=lambda comm: comm.size, default=None) if len(watches) == 1 else None
 
     @property

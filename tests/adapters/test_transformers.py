@@ -369,7 +369,7 @@ def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_wa
     tmp_path: Path, gloo: SpawnedWorld
 ):
     (masters, told), (_, told_on_1) = gloo.run(saved, str(tmp_path), timeout=100)
-    assert (len(told), len(told_on_1)) == (3, 1)
+    assert (len(told), len(told_on_1)) == (1, 0), "once in a job, by the first rank"
     checkpoint = tmp_path / "run" / f"checkpoint-{STEPS}"
     weights = load_file(checkpoint / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.float32}

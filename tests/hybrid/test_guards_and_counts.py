@@ -125,7 +125,7 @@ def test_a_spike_of_one_rank_is_skipped_at_the_same_step_on_all_ranks_and_named(
             for name, value in change.items():
                 assert bool(value.any()) != (step in SPIKES), (step, name)
     told = [w for w in caught if "skipped by the guard: norm" in str(w.message)]
-    assert len(told) == len(ranks) * len(SPIKES)
+    assert len(told) == len(SPIKES), "one rank says it for all"
 
 
 @pytest.mark.parametrize("target", [None, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 2}], ids=str)

@@ -162,7 +162,7 @@ class Passes(TorchDispatchMode):
                 if inside and self.start <= tensor.data_ptr() < self.stop:
                     name = func.overloadpacket.__name__
                     nbytes = tensor.nbytes
-                    if name in ("index_select", "index_copy_"):
+                    if name in ("index_select", "index_fill_"):
                         nbytes = args[2].numel() * tensor.itemsize
                     self.touched[name] = self.touched.get(name, 0) + nbytes
         return result

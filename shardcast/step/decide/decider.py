@@ -87,7 +87,7 @@ class Decider:
         self.skips = SkipReport(
             grads, process_groups.dp, device, self._refuse, mistakes, config.max_skipped_steps,
             self.loss_scale is not None and self.loss_scale.dynamic,
-            () if self.guard is None else self.guard.signals,
+            () if self.guard is None else self.guard.signals, process_groups.everyone,
         )  # fmt: skip
 
     @torch.no_grad()

@@ -67,6 +67,7 @@ class SkipReport:
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
         signals: what a guard judges steps by.
+        everyone: the ranks that a guard skips steps for; else those of ``comm``.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class SkipReport:
         bound: int,
         usual: bool,
         signals: Sequence[str] = (),
+        everyone: Comm | None = None,
     ) -> None:
+        self._everyone = comm if everyone is None else everyone
         self._grads, self._comm, self._device = grads, comm, device
         self._refuse, self._bound, self._usual, self._signals = refuse, bound, usual, signals
         # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
@@ -171,7 +174,7 @@ class SkipReport:
                     f"by the guard: {exceeding}. Lower the learning rate, look at the data of "
                     "these steps, or widen the guard: its bound does not follow what it skips."
                 )
-            warn_once_for(self._comm, f"step skipped by the guard: {exceeding}")
+            warn_once_for(self._everyone, f"step skipped by the guard: {exceeding}")
             return
         if self._usual and not raising:
             return
