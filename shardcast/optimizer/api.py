@@ -20,7 +20,7 @@ from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases, tie
 from shardcast.optimizer import hints, setup
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
-from shardcast.optimizer.outside import note_lowered_copies
+from shardcast.optimizer.outside import warn_of_lowered_copies
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import called_by_script, joined
 from shardcast.plan.originals import OptimizerList
@@ -157,7 +157,7 @@ def shard(
             restore()
         dtypes = setup.dtypes_of(stages)
         if process_groups.everyone.rank == 0:
-            note_lowered_copies(plan)
+            warn_of_lowered_copies(plan)
         setup.convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
         tie(aliases)  # before buffers are looked at

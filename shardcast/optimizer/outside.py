@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcast import _compat
 from shardcast.comm import is_dense, warn_first
-from shardcast.messages import LOG, SHOWN
+from shardcast.messages import SHOWN
 from shardcast.optimizer.setup import Plan
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.reduce.reducer import is_reduced
@@ -53,11 +53,11 @@ def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
     return handle.remove
 
 
-def note_lowered_copies(plan: Plan) -> None:
-    """Log parameters that nothing trains, and that equal a trained one but become low.
+def warn_of_lowered_copies(plan: Plan) -> None:
+    """Warn of parameters that nothing trains, and that equal a trained one but become low.
 
-    An average begins so, and a teacher too, with which nothing is the matter. Call it while the
-    model is as it was given.
+    An average begins so, which would stand still. So does a teacher, with which nothing is the
+    matter, but which nothing tells from it. Call it while the model is as it was given.
     """
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, param in plan.params.items():
@@ -72,7 +72,7 @@ def note_lowered_copies(plan: Plan) -> None:
             # All norms begin as ones, and all biases as zeros.
             if not bool((copied == copied.flatten()[:1]).all()):
                 pattern = name.split(".")[0] + ".*"
-                LOG.info(
+                warn_first(
                     f"parameter {name!r} begins as a copy of {trained!r}, and shardcast.shard "
                     f"makes it {low}, as all that is not trained: an average that is kept in it "
                     f"stands still, for small changes are rounded away; then give "

@@ -75,7 +75,7 @@ g.masked_select(p > 0) | torch.count_nonzero(g) | torch.where(p > 0, g, a) | g.m
 torch.optim.SGD([p], lr=.1).step() | torch.optim.SGD([p], lr=.1, foreach=True).step()
 torch.optim.AdamW([p]).step() | torch.optim.AdamW([p], fused=True).step()
 torch.optim.Adam([p], foreach=True).step()
-torch.full_like(g, g[0, 0]) | torch.distributed.all_reduce(g) | torch.distributed.broadcast(g, 0)
+torch.full_like(g, g[0, 0]) | torch.distributed.all_reduce(g)
 torch.compile(lambda x: x * 2, backend='eager')(g)
 """
 
