@@ -104,25 +104,25 @@ def _is_hidden(grad: UngatheredGradient) -> bool:
 
 def _edit(func: Callable[..., Any], name: str, grad: UngatheredGradient) -> None:
     if grad.is_empty and name not in CLEARS:
-        raise RuntimeError(f"{name} edits {_told(grad)} after the backward: {grad.way_out}")
+        raise RuntimeError(f"{name} edits {_label(grad)} after the backward: {grad.way_out}")
     owner = _owner(grad)
     allowed = owner is None or owner.note_edit(grad, clears=name in CLEARS)
     # It is by an aten operator that autograd adds to the local part of a DTensor.
     if not allowed and not str(getattr(func, "__module__", "")).startswith("torch._ops"):
         raise RuntimeError(
-            f"{name} edits {_told(grad)} between two backwards of a step, where it is not all of "
+            f"{name} edits {_label(grad)} between two backwards of a step, where it is not all of "
             "the gradient: edit it after the last one, or call optimizer.gather_gradients() before"
         )
 
 
-def _told(grad: UngatheredGradient) -> str:
+def _label(grad: UngatheredGradient) -> str:
     name = name_of(grad)
     return f".grad of {'a parameter' if name is None else repr(name)}"
 
 
 def _error(func: Callable[..., Any], grad: UngatheredGradient) -> RuntimeError:
     return RuntimeError(
-        f"{_name(func)} reads {_told(grad)}, which after the backward is the mean over ranks only "
+        f"{_name(func)} reads {_label(grad)}, which after the backward is the mean over ranks only "
         f"where this rank owns the elements: {grad.way_out}"
     )
 
@@ -167,7 +167,7 @@ def _allowed(
     name = _name(func)
     if name in ("__repr__", "__str__") or (name == "__format__" and not args[1]):
         shape = f"{grads[0].dtype} of {tuple(grads[0].shape)}"
-        return f"<{_told(grads[0])}, {shape}, whose values are on other ranks>"
+        return f"<{_label(grads[0])}, {shape}, whose values are on other ranks>"
     first = [*tensors(args[0] if args else next(iter(kwargs.values()), None))]
     only_first = len(grads) == sum(type(g) is UngatheredGradient for g in first)
     makes_new = name.endswith("_like") or name.startswith("new_")
@@ -220,9 +220,8 @@ def _twins_of(values: Any, twins: Mapping[int, Tensor]) -> Any:
         return twins.get(id(values), values)
     if isinstance(values, (tuple, list)):
         swapped = (_twins_of(value, twins) for value in values)
-        return (
-            tuple(swapped) if isinstance(values, tuple) else [*swapped]
-        )  # x[0, 1] is not x[[0, 1]]
+        # A tuple stays one, since x[0, 1] is not x[[0, 1]].
+        return tuple(swapped) if isinstance(values, tuple) else [*swapped]
     if isinstance(values, Mapping):
         return {key: _twins_of(value, twins) for key, value in values.items()}
     return values
