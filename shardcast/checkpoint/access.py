@@ -25,7 +25,8 @@ from shardcast.optimizer.stages import saved_buffers
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.plan.layout import Fragment, PackLayout
-from shardcast.plan.parallel_dims import PackGroups
+from shardcast.plan.pack_groups import PackGroups
+from shardcast.plan.placements import pack_groups_of
 from shardcast.plan.precision import MASTER_DTYPE
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ class Snapshot:
             )
         parallel_dims = self._process_groups.parallel_dims
         params = {
-            name: self._replica(name, parallel_dims.pack_groups_of(name, param))
+            name: self._replica(name, pack_groups_of(parallel_dims, name, param))
             for name, param in self._outside.items()
         }
         for layout, slot in self._optimizer.layout.slots():
@@ -162,7 +163,7 @@ class Snapshot:
                 elif isinstance(value, Tensor) and start == 0 and region.is_first:
                     yield ShardView.whole(path, value)  # others are among the objects
         for number, (name, param) in enumerate(self._outside.items()):
-            pack_groups = self._process_groups.parallel_dims.pack_groups_of(name, param)
+            pack_groups = pack_groups_of(self._process_groups.parallel_dims, name, param)
             comm = self._process_groups.comm(pack_groups.shard)
             # Ranks with equal copies take turns.
             if pack_groups.is_primary and comm.rank == number % comm.size:

@@ -3,7 +3,7 @@
 from .group import Work, copy_strided_, is_dense
 from .notices import warn_first, warn_once_for
 from .objects import Comm
-from .process_groups import ProcessGroups, redistributed
+from .process_groups import ProcessGroups
 from .reduction import REDUCTIONS, Reduction, ReplicaSumReduction
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Work",
     "copy_strided_",
     "is_dense",
-    "redistributed",
     "warn_first",
     "warn_once_for",
 ]

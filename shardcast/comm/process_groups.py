@@ -1,31 +1,18 @@
-"""The process groups of one job: those of a mesh, or the one of plain data parallelism."""
+"""The process groups of one job, by what they are for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from shardcast import _compat
 from shardcast.comm.objects import Comm
-from shardcast.messages import by_rank
-from shardcast.plan.parallel_dims import PLAIN, PackGroups, ParallelDims, Tie
-from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.pack_groups import PLAIN, PackGroups
+from shardcast.plan.parallel_dims import ParallelDims
 
-if TYPE_CHECKING:  # slow to import
-    from torch.distributed.device_mesh import DeviceMesh
-
-T = TypeVar("T")
-Patterns = Mapping[str, Sequence[str]]  # by mesh dimension
 REPLICAS, SHARDS = "dp_replicate", "dp_shard"  # where there is no mesh: torchtitan's names
 
 
 class ProcessGroups:
-    """The process groups of this rank.
+    """The process groups of this rank; those of a mesh are made in :mod:`.mesh`.
 
     Attributes:
         everyone: all ranks of the job: they set up, save and load together.
@@ -68,82 +55,6 @@ class ProcessGroups:
         )
         return cls(comm, comm, groups[SHARDS], Comm(None), groups, parallel_dims)
 
-    @classmethod
-    def of(
-        cls,
-        mesh: DeviceMesh,
-        dp: str | Sequence[str] | DeviceMesh,
-        *,
-        pipeline: str = "pp",
-        sum_over: Patterns | None = None,
-        experts: Patterns | None = None,
-        tied: Sequence[Sequence[Any]] = (),
-        shapes: Mapping[str, Sequence[int]] | None = None,
-        check: Callable[[], object] = lambda: None,
-    ) -> ProcessGroups:
-        """The groups of a mesh. Every rank of it must call it: further groups are made.
-
-        Args:
-            dp: the data-parallel dimension, by name, or flattened ones as a mesh of one dimension;
-                or two names, of which the first has replicas of what the second one cuts.
-            shapes: of the parameters here by name, for ``tied``.
-            check: raises what else is wrong on this rank.
-
-        Raises:
-            TypeError, ValueError: no such mesh, dimension or weight.
-        """
-        if not hasattr(mesh, "mesh_dim_names"):
-            raise TypeError(
-                "mesh: expected a torch.distributed.device_mesh.DeviceMesh, got "
-                f"{type(mesh).__name__}; make one with init_device_mesh(...)"
-            )
-        dims = mesh.mesh_dim_names or ()
-
-        def dimensions() -> tuple[str, DeviceMesh, tuple[str, ...], tuple[str, ...]]:
-            check()
-            outer, inner = _data_parallel(mesh, dp)
-            data = _covered(mesh, outer, inner, experts or {})
-            model = tuple(dim for dim in dims if dim not in data)
-            _check_dims("grad_sum_over", sum_over or {}, model)
-            _check_dims("experts", experts or {}, data)
-            return outer, inner, data, model
-
-        # Groups are made from the dimensions: a rank that names others, or none, would leave the
-        # ranks of its groups waiting.
-        outer, inner, data, model = _together_over(
-            mesh, dimensions, f"shard(dp={getattr(dp, 'mesh_dim_names', dp)!r})"
-        )
-        groups, everyone = {dim: _comm(mesh, [dim]) for dim in dims}, _comm(mesh, dims)
-        shard = Comm(inner.get_group())
-        replicas = outer if outer and groups[outer].size > 1 else ""
-        ties: dict[Tie, Comm] = {}
-        if pipeline in model:
-            device = torch.device(mesh.device_type)
-            search = partial(_ties, groups[pipeline], tied, shapes or {}, device)
-            ties = everyone.together(search, device, "shard")  # pipelines may differ in it
-        groups.update({tie.group: comm for tie, comm in ties.items()})
-        parallel_dims = ParallelDims(
-            shard.size,
-            {name: comm.size for name, comm in groups.items()},
-            {name: comm.rank for name, comm in groups.items()},
-            {dim: _compat.mesh_line(mesh, dim) for dim in dims},
-            data,
-            model,
-            pipeline,
-            replicas,
-            sum_over or {},
-            experts or {},
-            tuple(ties),
-        )
-        return cls(
-            everyone,
-            _comm(mesh, data) if outer else shard,
-            shard,
-            _comm(mesh, model) if model else Comm(None),
-            groups,
-            parallel_dims,
-        )
-
     @property
     def is_data_parallel(self) -> bool:
         """Whether the job is data-parallel alone, every rank owning a span of every pack."""
@@ -165,152 +76,3 @@ class ProcessGroups:
     def comms(self, names: Sequence[str]) -> list[Comm]:
         """The ranks of several such groups."""
         return [self.comm(name) for name in names]
-
-
-def _together_over(mesh: DeviceMesh, fn: Callable[[], T], call: str) -> T:
-    """Run ``fn`` on all ranks of a mesh; if it fails on one of them, all of them raise.
-
-    The flags go along one dimension after the other, for no group of all ranks is known yet.
-    """
-    device = torch.device(mesh.device_type)
-    for position in range(mesh.ndim):
-        fn = partial(Comm(mesh.get_group(position)).together, fn, device, call)
-    return fn()
-
-
-def _data_parallel(mesh: DeviceMesh, dp: Any) -> tuple[str, DeviceMesh]:
-    """The dimension of replicas, or nothing, and the one that cuts.
-
-    Raises:
-        ValueError: they are not the mesh's.
-    """
-    names = mesh.mesh_dim_names or ()
-    if hasattr(dp, "mesh_dim_names"):
-        if dp.ndim != 1:
-            raise ValueError(f"dp: expected a mesh of one dimension, got {dp!r}; flatten it")
-        return "", dp
-    names_given = (dp,) if isinstance(dp, str) else tuple(dp)
-    if (
-        len(names_given) not in (1, 2)
-        or len({*names_given}) < len(names_given)
-        or not {*names_given} <= {*names}
-    ):
-        raise ValueError(
-            f"dp: expected a dimension of the mesh, or two different ones, (replicas, shards), of "
-            f"{', '.join(names) or '(none has a name)'}, got {dp!r}; several as one: "
-            "dp=mesh['dp', 'cp']._flatten('dp_cp')"
-        )
-    replicas = names_given[0] if len(names_given) == 2 else ""
-    return replicas, mesh if mesh.ndim == 1 else mesh[names_given[-1]]
-
-
-def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh, experts: Patterns) -> tuple[str, ...]:
-    """The mesh's own dimensions that are data-parallel, also inside a flattened one.
-
-    Of one rank they are in any: those of ``experts`` are data-parallel.
-    """
-    inside = set(inner.mesh.flatten().tolist())
-    data_dims = (outer, *(inner.mesh_dim_names or ()))
-    lines = {name: _compat.mesh_line(mesh, name) for name in mesh.mesh_dim_names or ()}
-    return tuple(
-        name
-        for name, line in lines.items()
-        if name in data_dims or (inside.issuperset(line) and (len(line) > 1 or name in experts))
-    )
-
-
-def redistributed(grad: Any, placements: Sequence[Any]) -> Tensor:
-    """The local tensor of a DTensor that is to lie in another way, in its own dtype.
-
-    Sums are made in the dtype of masters: torch's own reduction would be in that of the gradient.
-    All ranks of its mesh must call it.
-    """
-    sums = any(placement.is_partial() for placement in grad.placements)
-    exact = grad.to(MASTER_DTYPE) if sums else grad
-    moved = exact.redistribute(placements=placements).to(grad.dtype)
-    return _compat.arrived(moved.to_local()).contiguous()
-
-
-def _comm(mesh: DeviceMesh, dims: Sequence[str]) -> Comm:
-    return Comm(_compat.mesh_group(mesh, dims))
-
-
-def _check_dims(option: str, given: Patterns, allowed: Sequence[str]) -> None:
-    for dim in given:
-        if dim not in allowed:
-            raise ValueError(
-                f"{option}: expected a mesh dimension among {', '.join(allowed) or '(none)'}, got "
-                f"{dim!r}"
-            )
-
-
-def _ties(
-    line: Comm,
-    tied: Sequence[Sequence[str]],
-    shapes: Mapping[str, Sequence[int]],
-    device: torch.device,
-) -> dict[Tie, Comm]:
-    """The ties that this rank's stage takes part in, with the ranks that hold the weight.
-
-    Args:
-        line: the pipeline's ranks, on which all stages tell each other what they hold.
-    """
-    if line.size == 1:
-        return {}
-    pairs = [tuple(map(str, pair)) for pair in tied]
-    own = {name: tuple(shapes[name]) for pair in pairs for name in pair if name in shapes}
-    stages = line.exchange((pairs, own), device)  # nothing raises before it
-    _check_pairs([pairs_of_stage for pairs_of_stage, _ in stages])
-    ranks = dist.get_process_group_ranks(line.group)
-    groups: dict[Tie, Comm] = {}
-    for tie in (Tie(*pair) for pair in pairs):
-        held = [
-            (n, name)
-            for n, (_, shapes_held) in enumerate(stages)
-            for name in tie
-            if name in shapes_held
-        ]
-        holders = sorted({stage for stage, _ in held})
-        if sorted(name for _, name in held) != sorted(tie) or len(holders) != 2:
-            raise ValueError(
-                f"tied: expected {tie.first!r} on one pipeline stage, {tie.second!r} on another, "
-                f"found them on stages {holders}; two stages of one rank, such as the first and "
-                "the last one of a V schedule, share the Parameter itself (b.weight = a.weight) "
-                "without tied="
-            )
-        shapes_held = {stages[stage][1][name] for stage, name in held}
-        if len(shapes_held) > 1:
-            raise ValueError(
-                f"tied: expected {tie.first!r} and {tie.second!r} of one shape, got "
-                f"{' and '.join(map(str, sorted(shapes_held)))}"
-            )
-        side, group = line.rank in holders, line
-        if line.size > 2:
-            # Each rank makes one group for each tie, those between the holders an idle one: torch
-            # names a group by how many the rank has, and ranks that differ in it would hang.
-            members = [rank for stage, rank in enumerate(ranks) if (stage in holders) == side]
-            group = Comm(_compat.group_of(members, "tied"))
-        if side:
-            groups[tie] = group
-    return groups
-
-
-def _check_pairs(by_stage: Sequence[Sequence[tuple[str, ...]]]) -> None:
-    """Raise ValueError, on all stages alike, unless these are the same pairs of other names."""
-    pairs = by_stage[0]
-    names = [name for pair in pairs for name in pair]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    refused = {
-        f"(name on its first holder, name on the other), got {pairs}": (
-            any(len(pair) != 2 for of_stage in by_stage for pair in of_stage)
-        ),
-        "the same names on all pipeline stages, got "
-        f"{by_rank(enumerate(map(str, by_stage)))}; pass all ties to every rank": (
-            any(of_stage != pairs for of_stage in by_stage)
-        ),
-        f"each weight in one pair, got {twice!r} in two; a weight can be held by two pipeline "
-        "stages, not by three": twice is not None,
-    }
-    for expected, holds in refused.items():
-        if holds:
-            raise ValueError(f"tied: expected {expected}")

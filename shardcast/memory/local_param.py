@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import redistributed
+from shardcast.comm.mesh import redistributed
 
 
 class LocalParam:
@@ -91,8 +91,3 @@ class LocalParam:
     def __getattr__(self, name: str) -> Any:
         """All else is the local tensor's: its shape, dtype, address."""
         return getattr(self.data, name)
-
-
-def as_packed(param: nn.Parameter) -> Any:
-    """``param`` as a pack takes it."""
-    return LocalParam(param) if _compat.is_dtensor(param) else param

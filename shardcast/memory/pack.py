@@ -19,8 +19,13 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import Comm
-from shardcast.memory.local_param import as_packed
+from shardcast.memory.local_param import LocalParam
 from shardcast.plan.layout import PackLayout, Span
+
+
+def as_packed(param: nn.Parameter) -> Any:
+    """``param`` as a pack takes it: of a DTensor what lies on this rank."""
+    return LocalParam(param) if _compat.is_dtensor(param) else param
 
 
 class Pack:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
+from shardcast.comm.mesh import groups_of
 from shardcast.config import ShardcastConfig
 from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases, tie
@@ -124,7 +125,7 @@ def shard(
             for root in roots
             for name, param in root.named_parameters()
         }
-        process_groups = ProcessGroups.of(
+        process_groups = groups_of(
             mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied,
             shapes=shapes, check=given,
         )  # fmt: skip

@@ -24,13 +24,14 @@ from shardcast import _compat
 from shardcast.comm import Comm, ProcessGroups, is_dense
 from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
-from shardcast.memory.local_param import as_packed
+from shardcast.memory.pack import as_packed
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.plan import probe, validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
+from shardcast.plan.pack_groups import PackGroups, Tie
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
-from shardcast.plan.parallel_dims import PackGroups, ParallelDims, Tie
+from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
 

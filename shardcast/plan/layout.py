@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from shardcast.plan.algorithms import Algorithms
-from shardcast.plan.parallel_dims import PackGroups
+from shardcast.plan.pack_groups import PackGroups
 
 SHOWN = 8  # lengths of spans that are shown one by one
 

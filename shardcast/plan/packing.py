@@ -13,7 +13,8 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.algorithms import Algorithms, Topology, choose
 from shardcast.plan.layout import GroupId, Layout, PackLayout, ParamInfo
-from shardcast.plan.parallel_dims import PackGroups, ParallelDims
+from shardcast.plan.pack_groups import PackGroups
+from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
 
 MIB = 1024 * 1024

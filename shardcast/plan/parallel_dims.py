@@ -9,57 +9,14 @@ Packs do not mix parameters that differ in it.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from torch import nn
 
 from shardcast import _compat
-
-PLAIN = "dp"  # the group that cuts packs, unless a parameter says otherwise
-
-
-class PackGroups(NamedTuple):
-    """The process groups of a pack, by name; see :class:`shardcast.comm.ProcessGroups`.
-
-    Attributes:
-        shard: the group whose ranks own the spans.
-        replicate: groups whose ranks hold equal copies, which begin equal and stay so.
-        reduce: groups over whose ranks gradients are added after they are reduced, in fp32.
-        is_primary: norms and checkpoints take this rank's copy. Only this field differs between
-            ranks that share a pack.
-    """
-
-    shard: str = PLAIN
-    replicate: tuple[str, ...] = ()
-    reduce: tuple[str, ...] = ()
-    is_primary: bool = True
-
-    @property
-    def sums_replicas(self) -> bool:
-        """Whether gradients of copies are added up."""
-        return bool(self.reduce) and not set(self.replicate).isdisjoint(self.reduce)
-
-    def __str__(self) -> str:
-        facts = [] if self.shard == PLAIN else [f"cut over {self.shard}"]
-        facts += [f"copies over {' and '.join(self.replicate)}"] if self.replicate else []
-        facts += [f"summed over {' and '.join(self.reduce)}"] if self.reduce else []
-        return ", ".join(facts)
-
-
-class Tie(NamedTuple):
-    """One weight that two pipeline stages hold under two names: those of its first holder, and of
-    the other one."""
-
-    first: str
-    second: str
-
-    @property
-    def group(self) -> str:
-        """The name of the group of its holders."""
-        return f"tie of {self.first} and {self.second}"
+from shardcast.plan.pack_groups import PLAIN, PackGroups, Tie
+from shardcast.plan.placements import matches, pack_groups_of
 
 
 @dataclass(frozen=True)
@@ -132,7 +89,7 @@ class ParallelDims:
             map(_compat.is_dtensor, named.values())
         ):
             return dict.fromkeys(named, PackGroups())
-        return {name: self.pack_groups_of(name, param) for name, param in named.items()}
+        return {name: pack_groups_of(self, name, param) for name, param in named.items()}
 
     @property
     def _patterns(self) -> dict[str, Mapping[str, Sequence[str]]]:
@@ -154,65 +111,5 @@ class ParallelDims:
             for option, by_dim in self._patterns.items()
             for dim, patterns in by_dim.items()
             for pattern in patterns
-            if isinstance(patterns, str) or not any(_matches(name, [pattern]) for name in names)
+            if isinstance(patterns, str) or not any(matches(name, [pattern]) for name in names)
         ]
-
-    def pack_groups_of(self, name: str, param: nn.Parameter) -> PackGroups:
-        """The groups of one parameter; errors as of :meth:`pack_groups_by_name`."""
-        shard = next((dim for dim, names in self.experts.items() if _matches(name, names)), PLAIN)
-        # An expert may be a DTensor over the data-parallel dimensions that tell experts apart.
-        allowed = (*self.model, *(dim for dim in self.data if shard != PLAIN and dim != shard))
-        placed = _placements(name, param, allowed, self.lines)
-        replicate, reduce = [], []
-        for dim in self.replicating:
-            if dim not in placed or placed[dim].is_replicate():
-                replicate.append(dim)
-                # A DTensor's gradient may come as a part of the sum (Partial), or in full.
-                if dim in placed or _matches(name, self.sum_over.get(dim, ())):
-                    reduce.append(dim)
-        for tie in self.ties:
-            if name in (tie.first, tie.second):
-                replicate.append(tie.group)
-                reduce.append(tie.group)
-        is_primary = all(self.coordinate[dim] == 0 for dim in replicate)
-        if self.replicas and shard == PLAIN:
-            reduce.append(self.replicas)
-            is_primary = is_primary and self.coordinate[self.replicas] == 0
-        return PackGroups(shard, tuple(replicate), tuple(reduce), is_primary)
-
-
-def _placements(
-    name: str, param: Any, allowed: Sequence[str], lines: Mapping[str, tuple[int, ...]]
-) -> dict[str, _compat.Placement]:
-    """How a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
-    if _compat.is_dtensor(param) and not allowed:
-        raise TypeError(
-            f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
-            "fully_shard has cut cannot be sharded again, use the plain optimizer with it; for "
-            "tensor parallelism pass mesh= with the model-parallel dimensions"
-        )
-    placements = _compat.placements(param)
-    for dim, placement in placements.items():
-        if placement.is_partial():
-            raise TypeError(
-                f"optimizer: parameter {name!r} is Partial along {dim!r}; expected Shard or "
-                "Replicate: redistribute it before the optimizer is built"
-            )
-        if dim not in allowed:
-            raise TypeError(
-                f"optimizer: parameter {name!r} is a DTensor over mesh dimension {dim!r}; expected "
-                f"only model-parallel ones, {', '.join(allowed)}: parallelize over "
-                "mesh['tp'] alone, and let shard() cut over the data-parallel dimensions"
-            )
-        line = _compat.mesh_line(param.device_mesh, dim)
-        if line != lines[dim]:
-            raise ValueError(
-                f"optimizer: parameter {name!r} is a DTensor over another mesh, whose {dim!r} has "
-                f"the ranks {line} here; expected {lines[dim]}, as in mesh=: parallelize with the "
-                "mesh that shard() is given"
-            )
-    return placements
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

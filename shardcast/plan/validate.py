@@ -13,7 +13,8 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
-from shardcast.plan.parallel_dims import ParallelDims, Tie
+from shardcast.plan.pack_groups import Tie
+from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.precision import PACKABLE
 
 Parameters = Iterable[Tensor] | Tensor

@@ -21,7 +21,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
-from shardcast.plan.parallel_dims import PackGroups
+from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.history import BACKWARDS, CLEARS, HISTORY, STALE
 from shardcast.step.reduce.bucket import Bucket, State, land_all
