@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
+from shardcast._compat import dtensor, inductor, observer, serialization
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 from shardcast.testing import _compat as mocks
 from shardcast.testing.fake import FakeGroup
@@ -44,10 +45,10 @@ def test_own_storage_shares_memory_but_not_the_storage(shape: tuple[int, ...]):
 
 def test_a_context_saves_without_checksums_and_the_script_with_them(tmp_path: Path):
     get, value = torch.serialization.get_crc32_options, torch.arange(5)
-    context = _compat.context_without_crc()
+    context = serialization.context_without_crc()
     assert get() is True
-    assert context.run(get) is not _compat.CRC_IS_OF_CONTEXT
-    assert ("2.11." in torch.__version__) is not _compat.CRC_IS_OF_CONTEXT
+    assert context.run(get) is not serialization.CRC_IS_OF_CONTEXT
+    assert ("2.11." in torch.__version__) is not serialization.CRC_IS_OF_CONTEXT
     for path, run in (
         (tmp_path / "with", lambda f, *a: f(*a)),
         (tmp_path / "without", context.run),
@@ -246,31 +247,31 @@ def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     with fake_world({"dp": 2, "tp": 4}, rank=5) as mesh:
-        assert _compat.mesh_line(mesh, "tp") == (4, 5, 6, 7)
-        assert _compat.mesh_line(mesh["dp"], "dp") == (1, 5)
-        assert _compat.mesh_group(mesh, ["dp"]) is mesh.get_group("dp")
-        assert _compat.mesh_group(mesh, ["dp", "tp"]).size() == 8
+        assert dtensor.mesh_line(mesh, "tp") == (4, 5, 6, 7)
+        assert dtensor.mesh_line(mesh["dp"], "dp") == (1, 5)
+        assert dtensor.mesh_group(mesh, ["dp"]) is mesh.get_group("dp")
+        assert dtensor.mesh_group(mesh, ["dp", "tp"]).size() == 8
         pair = _compat.group_of([1, 5], "pair")
         assert pair.size() == 2 and _compat.group_of([1, 5], "pair") is pair, "made once"
 
         local = torch.ones(2, 3)
         param = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False))
         assert _compat.is_dtensor(param) and not _compat.is_dtensor(local)
-        assert _compat.placements(local) == {} and not _compat.placements(param)["tp"].is_partial()
+        assert dtensor.placements(local) == {} and not dtensor.placements(param)["tp"].is_partial()
         assert _compat.local_tensor(local) is local
         assert _compat.local_tensor(param).data_ptr() == local.data_ptr()
-        assert _compat.indices_of(param, 0).tolist() == [2, 3]  # of 8, the second of four ranks
-        assert _compat.indices_of(param, 1).tolist() == [0, 1, 2]
+        assert dtensor.indices_of(param, 0).tolist() == [2, 3]  # of 8, the second of four ranks
+        assert dtensor.indices_of(param, 1).tolist() == [0, 1, 2]
         other = torch.full((2, 3), 2.0, dtype=torch.bfloat16)
-        _compat.set_local_tensor(param, other)
+        dtensor.set_local_tensor(param, other)
         assert param.shape == (8, 3) and param.dtype == torch.bfloat16
         assert param.to_local().data_ptr() == other.data_ptr()
 
-        pending = _compat.wrap_local(torch.ones(2, 3), param, [Partial()])
-        assert _compat.placements(pending)["tp"].is_partial() and pending.shape == (8, 3)
+        pending = dtensor.wrap_local(torch.ones(2, 3), param, [Partial()])
+        assert dtensor.placements(pending)["tp"].is_partial() and pending.shape == (8, 3)
         whole = DTensor.from_local(local, mesh["tp"], [Partial()], run_check=False)
         here = _compat.local_tensor(whole.redistribute(mesh["tp"], [Replicate()]))
-        assert torch.equal(_compat.arrived(here), 4 * local) and _compat.arrived(local) is local
+        assert torch.equal(dtensor.arrived(here), 4 * local) and dtensor.arrived(local) is local
 
 
 def test_the_host_reads_its_own_values_alone_without_waiting():
@@ -388,7 +389,7 @@ def test_errors_of_torch_distributed_are_told_from_others():
     def raised(call: Callable[[], Any]) -> bool:
         with pytest.raises((ValueError, RuntimeError)) as caught:
             call()
-        return _compat.raised_in_distributed(caught.value)
+        return observer.raised_in_distributed(caught.value)
 
     assert raised(lambda: torch.distributed.all_reduce(torch.ones(1)))
     assert not raised(lambda: torch.ones(2) @ torch.ones(3))
@@ -432,8 +433,8 @@ def test_rows_are_the_same_memory_with_a_storage_of_their_own():
 def test_what_a_broken_compiler_raises_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     broken = torch._inductor.config.patch({"cpp.cxx": (None, "/bin/false")})
-    with broken, pytest.raises(_compat.compile_errors()):
-        _compat.compiled(lambda x: x.add_(3.25))(torch.zeros(64))
+    with broken, pytest.raises(inductor.compile_errors()):
+        inductor.compiled(lambda x: x.add_(3.25))(torch.zeros(64))
     torch._dynamo.reset()
 
 
@@ -441,7 +442,7 @@ def test_too_many_graphs_of_a_function_are_an_error_of_compiling():
     """Before torch 2.13 more than 8 kinds of updates in one process are."""
     torch._dynamo.reset()
     grow = torch.compile(lambda x: x.add_(1), fullgraph=True, backend="eager")
-    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(_compat.compile_errors()):
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(inductor.compile_errors()):
         for dtype in (torch.float32, torch.float64, torch.int32):
             grow(torch.zeros(4, dtype=dtype))
     torch._dynamo.reset()
@@ -450,7 +451,7 @@ def test_too_many_graphs_of_a_function_are_an_error_of_compiling():
 @pytest.mark.needs_compiler
 def test_a_compiled_function_has_one_graph_for_all_lengths():
     torch._dynamo.reset()
-    double = _compat.compiled(_double_)
+    double = inductor.compiled(_double_)
     tensors = [torch.ones(length) for length in (3, 5, 1000)]
     double(tensors[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -462,7 +463,7 @@ def test_a_compiled_function_has_one_graph_for_all_lengths():
 def test_under_a_dispatch_mode_a_compiled_function_runs_as_it_is():
     tensor = torch.ones(8)
     with FlopCounterMode(display=False):
-        _compat.compiled(_double_)(tensor)  # torch.compile(fullgraph=True) raises here
+        inductor.compiled(_double_)(tensor)  # torch.compile(fullgraph=True) raises here
     assert bool((tensor == 2).all())
 
 

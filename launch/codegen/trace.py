@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardcast
 from shardcast import _compat
+from shardcast._compat import inductor
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.testing import fake_world
 
@@ -182,7 +183,7 @@ def fake_gpu(compiler: Compiler, waits: list[str]) -> Iterator[None]:
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         # DLPack knows no fake tensors; a view has the same address.
         enter(mock.patch.object(_compat, "own_storage", Tensor.detach))
-        enter(mock.patch.object(_compat, "_get_current_dispatch_mode", lambda: None))
+        enter(mock.patch.object(inductor, "_get_current_dispatch_mode", lambda: None))
         enter(mock.patch("torch.compile", compiler))
         enter(mock.patch("torch.tensor", unpinned))  # memory is pinned by the driver
         enter(mock.patch.object(FakeTensor, "data_ptr", address, create=True))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 
 TP = "tp"  # Accelerate's names of the dimensions
 CP = "cp"
@@ -44,7 +45,7 @@ def options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
 def _check_model(model: nn.Module, size: int) -> None:
     sizes = set()
     for param in model.parameters():
-        dims = list(_compat.placements(param))
+        dims = list(dtensor.placements(param))
         if TP in dims:
             sizes.add(param.device_mesh.size(dims.index(TP)))  # type: ignore[attr-defined]
     sizes = sizes or {1}

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 
 Shape = tuple[int, ...]
 KeyPath = tuple[str, ...]  # in the nested state dict, e.g. ``("model", "wte.weight")``
@@ -152,7 +153,7 @@ def _chunk(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata
 
 def _runs(tensor: Tensor, dim: int) -> tuple[IndexRange, ...]:
     runs: list[IndexRange] = []
-    for index in _compat.indices_of(tensor, dim).tolist():
+    for index in dtensor.indices_of(tensor, dim).tolist():
         if runs and sum(runs[-1]) == index:
             runs[-1] = IndexRange(runs[-1].first, runs[-1].size + 1)
         else:

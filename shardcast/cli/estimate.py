@@ -21,7 +21,7 @@ from shardcast.estimate.parallel import plan_of, stages_of
 from shardcast.messages import page
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.originals import OptimizerList
-from shardcast.plan.partition import ELEMENTWISE
+from shardcast.plan.traits import ELEMENTWISE
 
 BYTES = (
     "parameters", "gradients", "masters", "state", "averages", "outside", "total", "host",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 from shardcast.comm.objects import Comm
 from shardcast.comm.process_groups import ProcessGroups
 from shardcast.messages import by_rank
@@ -81,7 +82,7 @@ def groups_of(
         shard.size,
         {name: comm.size for name, comm in groups.items()},
         {name: comm.rank for name, comm in groups.items()},
-        {dim: _compat.mesh_line(mesh, dim) for dim in dims},
+        {dim: dtensor.mesh_line(mesh, dim) for dim in dims},
         data,
         model,
         pipeline,
@@ -144,7 +145,7 @@ def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh, experts: Patterns)
     """
     inside = set(inner.mesh.flatten().tolist())
     data_dims = (outer, *(inner.mesh_dim_names or ()))
-    lines = {name: _compat.mesh_line(mesh, name) for name in mesh.mesh_dim_names or ()}
+    lines = {name: dtensor.mesh_line(mesh, name) for name in mesh.mesh_dim_names or ()}
     return tuple(
         name
         for name, line in lines.items()
@@ -161,11 +162,11 @@ def redistributed(grad: Any, placements: Sequence[Any]) -> Tensor:
     sums = any(placement.is_partial() for placement in grad.placements)
     exact = grad.to(MASTER_DTYPE) if sums else grad
     moved = exact.redistribute(placements=placements).to(grad.dtype)
-    return _compat.arrived(moved.to_local()).contiguous()
+    return dtensor.arrived(moved.to_local()).contiguous()
 
 
 def _comm(mesh: DeviceMesh, dims: Sequence[str]) -> Comm:
-    return Comm(_compat.mesh_group(mesh, dims))
+    return Comm(dtensor.mesh_group(mesh, dims))
 
 
 def _check_dims(option: str, given: Patterns, allowed: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 from shardcast.memory.codecs import lanes
 from shardcast.memory.shard import Shard
 
@@ -53,7 +54,7 @@ def global_index(param: Tensor, index: Tensor) -> Tensor:
         return index
     local, found, stride = _compat.local_tensor(param), torch.zeros_like(index), 1
     for dim in reversed(range(local.dim())):
-        where = _compat.indices_of(param, dim).to(index.device)
+        where = dtensor.indices_of(param, dim).to(index.device)
         found += where[index % len(where)] * stride
         index = index // len(where)
         stride *= param.shape[dim]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 from shardcast.comm.mesh import redistributed
 
 
@@ -29,7 +30,7 @@ class LocalParam:
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _compat.set_local_tensor(self.param, value)
+        dtensor.set_local_tensor(self.param, value)
 
     @property
     def grad(self) -> Tensor | None:
@@ -52,7 +53,7 @@ class LocalParam:
                 self._set_grad(redistributed(grad, wanted), wanted)
             grad = self.param.grad
         local = _compat.local_tensor(grad)
-        placement = _compat.arrived(local)
+        placement = dtensor.arrived(local)
         if placement is not local:
             self._set_grad(placement, wanted)
         return placement
@@ -67,13 +68,13 @@ class LocalParam:
         self._set_grad(value, known or self.param.placements)
 
     def _set_grad(self, value: Tensor, placements: Any) -> None:
-        self.param.grad = _compat.wrap_local(value, self.param, placements)
+        self.param.grad = dtensor.wrap_local(value, self.param, placements)
 
     def repeats(self, dims: Collection[str]) -> bool:
         """Whether the gradient is that of other ranks, whole, along one of these dimensions."""
         _ = self.grad  # redistributed, if it has to be
         grad = self.param.grad
-        placements = {} if grad is None else _compat.placements(grad)
+        placements = {} if grad is None else dtensor.placements(grad)
         return any(dim in placements and placements[dim].is_replicate() for dim in dims)
 
     @property

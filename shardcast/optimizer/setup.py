@@ -34,6 +34,7 @@ from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import partition_of, update_cost
 from shardcast.plan.precision import Precision
+from shardcast.plan.traits import known_traits
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _elementwise(
     originals: OptimizerList, config: ShardcastConfig, parallel_dims: ParallelDims
 ) -> list[bool]:
     """Whether each optimizer is elementwise; TypeError for one that cannot be sharded."""
-    traits = [probe.traits_of(optimizer) for optimizer in originals.optimizers]
+    traits = [known_traits(it) or probe.traits_of(it) for it in originals.optimizers]
     ranks = max(parallel_dims.world_size, *parallel_dims.sizes.values(), 1)
     for trait in traits:
         if trait.entangled and ranks > 1:

@@ -12,23 +12,6 @@ import torch
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import ParamInfo, Slot, Span
 
-ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-
-
 ELEMENT = 20.0  # floating-point operations per element of an elementwise update, about
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 from shardcast.plan.pack_groups import PLAIN, PackGroups
 
 if TYPE_CHECKING:  # it imports this module
@@ -45,7 +46,7 @@ def pack_groups_of(dims: ParallelDims, name: str, param: nn.Parameter) -> PackGr
 
 def _placements(
     name: str, param: Any, allowed: Sequence[str], lines: Mapping[str, tuple[int, ...]]
-) -> dict[str, _compat.Placement]:
+) -> dict[str, dtensor.Placement]:
     """How a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
     if _compat.is_dtensor(param) and not allowed:
         raise TypeError(
@@ -53,7 +54,7 @@ def _placements(
             "fully_shard has cut cannot be sharded again, use the plain optimizer with it; for "
             "tensor parallelism pass mesh= with the model-parallel dimensions"
         )
-    placements = _compat.placements(param)
+    placements = dtensor.placements(param)
     for dim, placement in placements.items():
         if placement.is_partial():
             raise TypeError(
@@ -66,7 +67,7 @@ def _placements(
                 f"only model-parallel ones, {', '.join(allowed)}: parallelize over "
                 "mesh['tp'] alone, and let shard() cut over the data-parallel dimensions"
             )
-        line = _compat.mesh_line(param.device_mesh, dim)
+        line = dtensor.mesh_line(param.device_mesh, dim)
         if line != lines[dim]:
             raise ValueError(
                 f"optimizer: parameter {name!r} is a DTensor over another mesh, whose {dim!r} has "

@@ -16,16 +16,15 @@ first steps are watched, see :mod:`shardcast.step.update.any_optimizer`.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat
-from shardcast.plan.partition import ELEMENTWISE
+from shardcast._compat import observer
+from shardcast.plan.traits import OptimizerTraits
 from shardcast.plan.twins import Samples, Twins, unnoticed
 
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
@@ -45,34 +44,14 @@ class _RefusedError(TypeError):
     """The class cannot be sharded, as its twin shows."""
 
 
-class OptimizerTraits(NamedTuple):
-    """What a class needs.
-
-    Attributes:
-        elementwise: the update of an element needs nothing but that element.
-        entangled: why several ranks cannot share its parameters; empty if they can.
-        draws: it draws random numbers, or may: it could not be measured.
-    """
-
-    elementwise: bool
-    entangled: str = ""
-    draws: bool = False
-
-
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is of a class of ``torch.optim``."""
-    return type(optimizer).__module__.startswith("torch.optim")
-
-
 def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     """Measure ``optimizer``, which stays as it is. Local; equal on ranks with equal optimizers.
+
+    Those of torch's own classes are known, see :mod:`.traits`.
 
     Raises:
         TypeError: its class cannot be sharded over any number of ranks; names the remedy.
     """
-    _refuse_kind(optimizer)
-    if is_known(optimizer):
-        return OptimizerTraits(type(optimizer) in ELEMENTWISE)
     _refuse_holder(optimizer)
     _refuse_common_state(optimizer)
     if not _can_be_copied(optimizer):
@@ -81,12 +60,12 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
         with unnoticed() as draws:
             traits = _measured(optimizer)
             is_random = draws()
-    except _compat.CollectiveError as error:
+    except observer.CollectiveError as error:
         raise collective_refusal(optimizer) from error
     except _RefusedError:
         raise
     except Exception as error:  # the class cannot run on tiny host tensors
-        if _compat.raised_in_distributed(error):  # there is no process group yet
+        if observer.raised_in_distributed(error):  # there is no process group yet
             raise collective_refusal(optimizer) from error
         _refuse_list(optimizer, error)
         return OptimizerTraits(elementwise=False, draws=True)
@@ -94,21 +73,6 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
 
 
 # -- refused without a step ---------------------------------------------------------------------
-
-
-def _refuse_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for a class whose step needs more than dense gradients."""
-    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        reason = "it works on sparse gradients"
-    elif any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
-        reason = "its step needs arguments, such as a closure that evaluates the loss again"
-    else:
-        return
-    raise TypeError(
-        f"optimizer: {type(optimizer).__name__} cannot be sharded ({reason}); use a first-order "
-        "optimizer on dense gradients, such as AdamW"
-    )
 
 
 def _refuse_holder(optimizer: torch.optim.Optimizer) -> None:
@@ -196,7 +160,7 @@ def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
 def _measured(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     twins = Twins(optimizer)
     samples = twins.samples(SMALL, SCALES)
-    with _compat.StepObserver() as small:
+    with observer.StepObserver() as small:
         together = twins.stepped(samples)
     _refuse_common_state(together)
     fits = _has_state_of_elements(together)
@@ -212,7 +176,7 @@ def _measured(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
         return OptimizerTraits(False, _entangled(optimizer, dependence, tolerance))
     if not fits or small.mixing or not _is_sum_of_parts(twins, samples, together):
         return OptimizerTraits(elementwise=False)
-    with _compat.StepObserver() as large:
+    with observer.StepObserver() as large:
         whole = twins.stepped(twins.samples(LARGE, [(1.0, 30.0)]))
     return OptimizerTraits(_has_state_of_elements(whole) and not large.mixing)
 

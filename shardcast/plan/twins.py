@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast._compat import observer
 
 # What a twin has of its own: torch's, and a step that was put around that of the class.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -216,7 +217,7 @@ def is_elementwise(
         with unnoticed() as draws:
             twins = Twins(optimizer)
             twin = twins.stepped(twins.samples((6, 4, 3), [(1.0, 1.0)]))
-            with _compat.StepObserver() as seen, torch.no_grad():
+            with observer.StepObserver() as seen, torch.no_grad():
                 result = getattr(twin, name)(*args, **named)
             return result is None and not seen.mixing and not draws()
     except Exception:  # it cannot run so, or calls collectives

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
@@ -92,7 +93,7 @@ def check_matrices(
 
 def check_whole(name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError for a part of a parameter; the optimizer is not elementwise."""
-    cut = [dim for dim, p in _compat.placements(param).items() if not p.is_replicate()]
+    cut = [dim for dim, p in dtensor.placements(param).items() if not p.is_replicate()]
     if cut:
         raise TypeError(
             f"optimizer: parameter {name!r} is cut over mesh dimension {cut[0]!r}, and "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardcast import _compat
+from shardcast._compat import inductor
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 
@@ -41,7 +41,7 @@ def or_eager(
                 compiled(*args)
                 attempts = ATTEMPTS
                 return
-            except _compat.compile_errors() as error:  # nothing has run yet
+            except inductor.compile_errors() as error:  # nothing has run yet
                 attempts -= 1
                 if not attempts:
                     warn_first(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.compiling import compiles, or_eager
@@ -65,7 +66,7 @@ def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mea
     """:func:`mean_`, compiled where the update is, or :func:`mean_in_chunks_`; the same bits."""
     if not compiles(config, device):
         return mean_in_chunks_
-    exact = size in POWERS or (size in OTHERS and _compat.divides_exactly())
+    exact = size in POWERS or (size in OTHERS and inductor.divides_exactly())
     return compiled_mean_ if exact else mean_in_chunks_
 
 
@@ -155,7 +156,7 @@ def _kernel(size: int, row: int, dtype: torch.dtype, *_: Any) -> Callable[..., N
     def mean(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
         mean_(pieces, size, carry, out)  # a constant, by which is divided in the pieces' own dtype
 
-    graph = _compat.compiled(mean)
+    graph = inductor.compiled(mean)
 
     def in_rows(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
         # Not known as views: a compiled graph would be bound to their bases, and to their offsets.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast._compat import observer
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Codec, Encoded, row_of
@@ -17,8 +18,8 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan import probe, twins
 from shardcast.plan.layout import Fragment
-from shardcast.plan.partition import ELEMENTWISE
 from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.traits import ELEMENTWISE, is_known
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import muon
 from shardcast.step.update.epilogues import Epilogue
@@ -48,7 +49,7 @@ class AnyOptimizerUpdate(Update):
         super().__init__(optimizer, config, epilogues)
         self._comm = comm
         self.elementwise = type(optimizer) in ELEMENTWISE
-        self._watched = 0 if probe.is_known(optimizer) else PROBATION  # steps
+        self._watched = 0 if is_known(optimizer) else PROBATION  # steps
         self._ready = ready
         self._shards: list[Shard] = []  # on all ranks the same, own parts or not
         self._params: dict[Shard, list[nn.Parameter]] = {}
@@ -187,9 +188,9 @@ class AnyOptimizerUpdate(Update):
 
         def stepped() -> dict[str, float]:
             try:  # compiled functions would not be compiled again under a StepObserver
-                with torch.compiler.set_stance("force_eager"), _compat.StepObserver():
+                with torch.compiler.set_stance("force_eager"), observer.StepObserver():
                     self._step()
-            except _compat.CollectiveError as error:
+            except observer.CollectiveError as error:
                 raise probe.collective_refusal(self._optimizer) from error
             return {
                 f"{name!r} of group {number}": value

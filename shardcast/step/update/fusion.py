@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
 from shardcast.memory.chance import random_bits
 from shardcast.memory.codecs import Codec, Pieces, shown, take_shown_
@@ -297,7 +298,7 @@ def _compiled(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> No
 @functools.cache  # one compiled function, so that models of one process share its graph
 def _kernel(in_kernel: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callable[..., None]:
     name = f"the update by {in_kernel.rule} of gradients in {dtypes[0]}"
-    return or_eager(_compat.compiled(update_), _in_pieces, name)
+    return or_eager(inductor.compiled(update_), _in_pieces, name)
 
 
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:

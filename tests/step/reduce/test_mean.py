@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardcast import ShardcastConfig, _compat
+from shardcast import ShardcastConfig
+from shardcast._compat import inductor
 from shardcast.step.reduce import mean
 from shardcast.step.reduce.mean import choose_mean, mean_, mean_in_chunks_
 
@@ -69,7 +70,7 @@ def test_in_chunks_it_has_the_bits_of_the_whole(
 @pytest.mark.parametrize("size", [2, 3])
 def test_compiled_it_has_the_same_bits_and_one_graph_for_all_lengths_and_places(size: int):
     compiled = choose_mean(ShardcastConfig(fuse="compile"), size, CPU)
-    assert (compiled is mean_in_chunks_) == (size == 3 and not _compat.divides_exactly())
+    assert (compiled is mean_in_chunks_) == (size == 3 and not inductor.divides_exactly())
     # Of three, where only the divisor is another one, bf16 alone.
     cases = [case for case in CASES if case[0] == size and (size == 2 or case[1:3] == (BF16, BF16))]
     for _, wire, out, carries in cases:

@@ -17,7 +17,7 @@ from oracle import check, difference, mlp, pair, set_grads, steps
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.plan.partition import ELEMENTWISE
+from shardcast.plan.traits import ELEMENTWISE
 from shardcast.testing import ThreadedWorld
 
 ALL = {

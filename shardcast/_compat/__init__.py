@@ -1,33 +1,25 @@
-"""The only place where interfaces of torch are used that are private or differ between releases.
+"""The only folder where interfaces of torch are used that are private or differ between releases.
+
+Here is what every training uses; the other modules are for one purpose each.
 
 ``tests/test_compat.py`` tries each on the installed torch: what a new release breaks fails there.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import math
-import re
-import subprocess
 import sys
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
-
-if TYPE_CHECKING:  # slow to import
-    from torch.distributed.tensor.placement_types import Placement as Placement
 
 if dist.is_available():
     # Its functions have the default group of the moment at which they are imported as a default
@@ -51,99 +43,14 @@ def own_storage(view: Tensor) -> Tensor:
     return view if view.is_meta else from_dlpack(to_dlpack(view))
 
 
-def _is_of_context() -> bool:
-    """Whether the setting of ``torch.save``'s checksums is of a context, not of the process."""
-    get, change = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
-    before = get()
-    contextvars.copy_context().run(change, not before)
-    if get() == before:
-        return True
-    change(before)
-    return False
-
-
-CRC_IS_OF_CONTEXT = _is_of_context()  # at the import: the process's setting changes for a moment
-
-
-def context_without_crc() -> contextvars.Context:
-    """A context in which ``torch.save`` leaves out checksums, which ``torch.load`` never compares.
-
-    Where that is a setting of the whole process (torch 2.11), other threads save meanwhile, and the
-    context changes nothing.
-    """
-    context = contextvars.copy_context()
-    if CRC_IS_OF_CONTEXT:
-        context.run(torch.serialization.set_crc32_options, False)
-    return context
-
-
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a ``DTensor``, whose module takes long to import."""
     return hasattr(tensor, "device_mesh")
 
 
-def placements(tensor: Any) -> dict[str, Placement]:
-    """Those of a DTensor by the name of the mesh dimension; empty for a plain tensor.
-
-    Raises:
-        TypeError: the dimensions of its mesh have no names.
-    """
-    if not is_dtensor(tensor):
-        return {}
-    names = tensor.device_mesh.mesh_dim_names
-    if names is None:
-        raise TypeError(
-            "optimizer: a parameter is a DTensor over a mesh whose dimensions have no names; give "
-            "init_device_mesh mesh_dim_names"
-        )
-    return dict(zip(names, tensor.placements, strict=True))
-
-
-def mesh_line(mesh: Any, dim: str) -> tuple[int, ...]:
-    """The ranks of this rank's group along a dimension of a mesh, in its order."""
-    return tuple(mesh[dim].mesh.flatten().tolist())
-
-
 def local_tensor(tensor: Any) -> Tensor:
     """The memory of a DTensor on this rank, the very tensor; a plain one itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
-
-
-def indices_of(tensor: Any, dim: int) -> Tensor:
-    """The indices of a DTensor's dimension that its local tensor has, 1-d and rising.
-
-    Cut by torch as the tensor is; ``src_data_rank=None`` has it take what is here and send nothing.
-    """
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    shape = [tensor.shape[dim] if d == dim else 1 for d in range(tensor.dim())]
-    along = [p if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements]
-    every = torch.arange(tensor.shape[dim], device=tensor.device).view(shape)
-    indices = distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None)
-    return indices.to_local().flatten()
-
-
-def set_local_tensor(tensor: Any, local: Tensor) -> None:
-    """Have a DTensor lie in ``local``, of the same shape and any dtype; it stays the same object.
-
-    ``tensor.data = ...`` would change the dtype that it shows and leave the old memory below.
-    """
-    same = tensor._spec.placements
-    wrapped = wrap_local(local, tensor, same)
-    if wrapped.dtype != tensor.dtype:
-        tensor.data = wrapped
-    tensor._local_tensor, tensor._spec = local, wrapped._spec
-
-
-def wrap_local(local: Tensor, like: Any, placements: Any) -> Any:
-    """A DTensor over ``local``, the very tensor, of the mesh and shape of ``like``."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    known = like._spec.tensor_meta
-    meta = TensorMeta(known.shape, known.stride, local.dtype)
-    spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
@@ -154,32 +61,6 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def is_alias(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors share a storage, be it one without memory, of the meta device."""
     return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
-
-
-def arrived(local: Tensor) -> Tensor:
-    """What a functional collective gives, once it is here."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
-    """The group of some dimensions of a mesh; makes one for several of them.
-
-    Every rank of the mesh must call it. The user's mesh is not flattened for it: torch 2.13 gives
-    wrong values for ``full_tensor()`` of unevenly cut DTensors over a mesh that was.
-    """
-    if len(dims) == 1:
-        return mesh.get_group(dims[0])  # type: ignore[no-any-return]
-    names = list(mesh.mesh_dim_names)
-    along = [position for position, name in enumerate(names) if name in dims]
-    size = math.prod(mesh.mesh.shape[position] for position in along)
-    lines = mesh.mesh.movedim(along, [*range(len(along))]).reshape(size, -1).T.tolist()
-    ranks = next(line for line in lines if dist.get_rank() in line)
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD  # type: ignore[return-value]
-    name = "_".join(names[position] for position in along)
-    return group_of(ranks, name)
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:
@@ -298,69 +179,6 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
-class CollectiveError(RuntimeError):
-    """A collective was called where none may be."""
-
-
-# Operations on every element by itself, or on none, to which torch gives no such tag.
-POINTWISE = re.compile(
-    r"aten::(_foreach_(?!norm|max\b|powsum)|_fused_|new_|(zeros|ones|full|empty)_like|copy_|_to_copy|"
-    r"detach_|fill_|zero_|abs_|neg_|masked_fill_)"
-).match
-
-
-# Products and factors of matrices, of which several at once are rounded differently.
-BATCHED = re.compile(r"aten::.*(mm|matmul|linalg_(?!vector_norm)|svd|qr|eig|cholesky|solve)").match
-
-
-class StepObserver(TorchDispatchMode):
-    """Sees the operations that this thread calls within, and refuses collectives.
-
-    ``torch.compile`` gives up for good on what it first meets within: use ``force_eager`` around.
-
-    Attributes:
-        mixing: operations in which elements of a tensor may meet, such as norms and products.
-
-    Raises:
-        CollectiveError: in place of a collective; at the end, too, where it was caught.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.mixing: set[str] = set()
-        self._collective = ""
-
-    @property
-    def batches(self) -> bool:
-        """Whether matrices were multiplied or factored, maybe several of them at once."""
-        return any(map(BATCHED, self.mixing))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._collective = name
-            raise CollectiveError(name)
-        kwargs = kwargs or {}
-        if not (torch.Tag.pointwise in func.tags or func.is_view or POINTWISE(name)):
-            for value in (*args, *kwargs.values()):
-                tensors = value if isinstance(value, (list, tuple)) else [value]
-                if any(isinstance(it, Tensor) and it.numel() > 1 for it in tensors):
-                    self.mixing.add(name)
-        return func(*args, **kwargs)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if self._collective and error[0] is None:
-            raise CollectiveError(self._collective)
-
-
-def raised_in_distributed(error: BaseException) -> bool:
-    """Whether ``torch.distributed`` raised it, as it does where there is no process group."""
-    frames = traceback.walk_tb(error.__traceback__)
-    names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
-    return names[-1].startswith("torch.distributed.")
-
-
 def is_host(device: torch.device) -> bool:
     """Whether the host reads values on ``device`` without waiting for it.
 
@@ -401,55 +219,6 @@ def coalesced(group: Any, device: torch.device, async_op: bool = False) -> Any:
 fused_adam_: Any = torch._fused_adam_
 fused_adamw_: Any = torch._fused_adamw_
 fused_sgd_: Any = torch._fused_sgd_
-
-
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` as one compiled graph for all lengths of its tensors.
-
-    Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
-    itself runs.
-    """
-    # Triton would else try two block sizes in the first step, on copies of all that the kernel
-    # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
-    settings: dict[str, Any] = {"triton.autotune_pointwise": False}
-    if divides_exactly():
-        settings[EXACT_DIVISION] = True
-    # Dynamo limits the graphs of a code object; this one has none of other functions.
-    code = function.__code__.replace()
-    own = types.FunctionType(
-        code, function.__globals__, None, function.__defaults__, function.__closure__
-    )
-    graph = torch.compile(own, dynamic=True, fullgraph=True, options=settings)
-
-    def run(*args: Any) -> None:
-        (graph if _get_current_dispatch_mode() is None else function)(*args)
-
-    return run
-
-
-EXACT_DIVISION = "eager_numerics.division_rounding"
-
-
-@functools.cache
-def divides_exactly() -> bool:
-    """Whether :func:`compiled` code divides as eager operations do, rounded to nearest.
-
-    Triton's own division may be one bit off; Inductor has a setting for it (torch >= 2.13).
-    """
-    from torch._inductor import config  # slow to import
-
-    return EXACT_DIVISION in config.get_config_copy()
-
-
-def compile_errors() -> tuple[type[Exception], ...]:
-    """What :func:`compiled` code raises if it cannot be compiled."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    # The limit, of all graphs of a function in this process, is no TorchDynamoException.
-    dynamo = (TorchDynamoException, FailOnRecompileLimitHit)
-    compiler = (*dynamo, CppCompileError, InvalidCxxCompiler)
-    return *compiler, OSError, subprocess.SubprocessError  # such as a cache that is read-only
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,101 @@
+"""DTensors and meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardcast._compat import group_of, is_dtensor
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.tensor.placement_types import Placement as Placement
+
+
+def placements(tensor: Any) -> dict[str, Placement]:
+    """Those of a DTensor by the name of the mesh dimension; empty for a plain tensor.
+
+    Raises:
+        TypeError: the dimensions of its mesh have no names.
+    """
+    if not is_dtensor(tensor):
+        return {}
+    names = tensor.device_mesh.mesh_dim_names
+    if names is None:
+        raise TypeError(
+            "optimizer: a parameter is a DTensor over a mesh whose dimensions have no names; give "
+            "init_device_mesh mesh_dim_names"
+        )
+    return dict(zip(names, tensor.placements, strict=True))
+
+
+def mesh_line(mesh: Any, dim: str) -> tuple[int, ...]:
+    """The ranks of this rank's group along a dimension of a mesh, in its order."""
+    return tuple(mesh[dim].mesh.flatten().tolist())
+
+
+def indices_of(tensor: Any, dim: int) -> Tensor:
+    """The indices of a DTensor's dimension that its local tensor has, 1-d and rising.
+
+    Cut by torch as the tensor is; ``src_data_rank=None`` has it take what is here and send nothing.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    shape = [tensor.shape[dim] if d == dim else 1 for d in range(tensor.dim())]
+    along = [p if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements]
+    every = torch.arange(tensor.shape[dim], device=tensor.device).view(shape)
+    indices = distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None)
+    return indices.to_local().flatten()
+
+
+def set_local_tensor(tensor: Any, local: Tensor) -> None:
+    """Have a DTensor lie in ``local``, of the same shape and any dtype; it stays the same object.
+
+    ``tensor.data = ...`` would change the dtype that it shows and leave the old memory below.
+    """
+    same = tensor._spec.placements
+    wrapped = wrap_local(local, tensor, same)
+    if wrapped.dtype != tensor.dtype:
+        tensor.data = wrapped
+    tensor._local_tensor, tensor._spec = local, wrapped._spec
+
+
+def wrap_local(local: Tensor, like: Any, placements: Any) -> Any:
+    """A DTensor over ``local``, the very tensor, of the mesh and shape of ``like``."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    known = like._spec.tensor_meta
+    meta = TensorMeta(known.shape, known.stride, local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def arrived(local: Tensor) -> Tensor:
+    """What a functional collective gives, once it is here."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
+    """The group of some dimensions of a mesh; makes one for several of them.
+
+    Every rank of the mesh must call it. The user's mesh is not flattened for it: torch 2.13 gives
+    wrong values for ``full_tensor()`` of unevenly cut DTensors over a mesh that was.
+    """
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])  # type: ignore[no-any-return]
+    names = list(mesh.mesh_dim_names)
+    along = [position for position, name in enumerate(names) if name in dims]
+    size = math.prod(mesh.mesh.shape[position] for position in along)
+    lines = mesh.mesh.movedim(along, [*range(len(along))]).reshape(size, -1).T.tolist()
+    ranks = next(line for line in lines if dist.get_rank() in line)
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD  # type: ignore[return-value]
+    name = "_".join(names[position] for position in along)
+    return group_of(ranks, name)

@@ -1,0 +1,33 @@
+"""How ``torch.save`` writes."""
+
+from __future__ import annotations
+
+import contextvars
+
+import torch
+
+
+def _is_of_context() -> bool:
+    """Whether the setting of ``torch.save``'s checksums is of a context, not of the process."""
+    get, change = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
+    before = get()
+    contextvars.copy_context().run(change, not before)
+    if get() == before:
+        return True
+    change(before)
+    return False
+
+
+CRC_IS_OF_CONTEXT = _is_of_context()  # at the import: the process's setting changes for a moment
+
+
+def context_without_crc() -> contextvars.Context:
+    """A context in which ``torch.save`` leaves out checksums, which ``torch.load`` never compares.
+
+    Where that is a setting of the whole process (torch 2.11), other threads save meanwhile, and the
+    context changes nothing.
+    """
+    context = contextvars.copy_context()
+    if CRC_IS_OF_CONTEXT:
+        context.run(torch.serialization.set_crc32_options, False)
+    return context

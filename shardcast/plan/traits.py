@@ -1,0 +1,68 @@
+"""What the update of an optimizer class needs; of others than torch's see :mod:`.probe`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+class OptimizerTraits(NamedTuple):
+    """What a class needs.
+
+    Attributes:
+        elementwise: the update of an element needs nothing but that element.
+        entangled: why several ranks cannot share its parameters; empty if they can.
+        draws: it draws random numbers, or may: it could not be measured.
+    """
+
+    elementwise: bool
+    entangled: str = ""
+    draws: bool = False
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of a class of ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def known_traits(optimizer: torch.optim.Optimizer) -> OptimizerTraits | None:
+    """Those of a class of ``torch.optim``; ``None`` for any other. Local.
+
+    Raises:
+        TypeError: the class cannot be sharded over any number of ranks; names the remedy.
+    """
+    _refuse_kind(optimizer)
+    return OptimizerTraits(type(optimizer) in ELEMENTWISE) if is_known(optimizer) else None
+
+
+def _refuse_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for a class whose step needs more than dense gradients."""
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        reason = "it works on sparse gradients"
+    elif any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
+        reason = "its step needs arguments, such as a closure that evaluates the loss again"
+    else:
+        return
+    raise TypeError(
+        f"optimizer: {type(optimizer).__name__} cannot be sharded ({reason}); use a first-order "
+        "optimizer on dense gradients, such as AdamW"
+    )
