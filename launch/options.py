@@ -37,7 +37,6 @@ VALUES = {
     "tuple[KeepRule, ...]": "a list",
     "tuple[str, ...]": "a list of patterns",
     "bool | tuple[str, ...]": "true, false or a list of patterns",
-    "Guard": "a mapping or a function",
     "GroupFn": "a function",
     "CostFn": "a function",
 }

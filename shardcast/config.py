@@ -27,7 +27,6 @@ from shardcast.option_values import (
     RANKS,
     CostFn,
     GroupFn,
-    Guard,
     KeepRule,
     Option,
     ValidatedOptions,
@@ -165,12 +164,7 @@ class ShardcastConfig(ValidatedOptions):
         2000, "steps without overflow after which the dynamic loss scale doubles", COUNT
     )
     max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
-    guard: Guard | None = option(
-        None,
-        "against spikes: {norm: 6.0, window: 128} skips steps whose gradient norm exceeds the mean "
-        "of the last accepted ones by so many standard deviations; loss: that of step(loss=...); "
-        "action: clip instead; or a function of both; null: none",
-    )
+    guard: Any = extension(None, "guard")
     grads: str = option(
         "full",
         "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
-from shardcast.option_values import CostFn, GroupFn, Guard, KeepRule
+from shardcast.option_values import CostFn, GroupFn, KeepRule
 
 
 class Keywords(TypedDict, total=False):
@@ -42,7 +43,7 @@ class Keywords(TypedDict, total=False):
     loss_scale_init: float
     loss_scale_growth_interval: int
     max_skipped_steps: int
-    guard: Guard | Mapping[str, Any] | None
+    guard: Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None
     grads: str
     master: str
     moments: str

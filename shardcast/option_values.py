@@ -5,21 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
 CostFn = Callable[[str, torch.nn.Parameter], float]
-GuardFn = Callable[[Tensor, Tensor | None], Tensor]
 Needs = Callable[[Iterable[torch.nn.Module]], bool]
 Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 ANY: Range = ("", lambda _: True)
@@ -56,6 +54,7 @@ class Option(NamedTuple):
         epilogues: ``epilogues(config)`` gives what is fused behind the rule of an update, see
             :class:`.Epilogue`.
         hook: ``hook(optimizer)`` makes a :class:`.StepHook`.
+        signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
     """
 
     help: str
@@ -63,6 +62,7 @@ class Option(NamedTuple):
     read: Callable[[str, Any], Any] | None = None
     epilogues: Callable[[Any], tuple[Any, ...]] | None = None
     hook: Callable[[Any], Any] | None = None
+    signal: Callable[[Any, Any, torch.device], Any] | None = None
 
 
 class Declared(Mapping[str, Any]):
@@ -130,33 +130,6 @@ class ValidatedOptions:
             object.__setattr__(self, each.name, value)
 
 
-@dataclass(frozen=True)
-class GuardRule(ValidatedOptions):
-    """Steps whose norm or loss lies far above those of the steps before.
-
-    Attributes:
-        window: how many accepted steps count.
-        norm, loss: standard deviations above their mean beyond which a step is a spike; ``None``:
-            not looked at.
-        action: ``skip`` the step, or ``clip`` its norm to the bound.
-    """
-
-    window: int = option(None, within=("a window of at least 2 steps", lambda steps: steps >= 2))
-    norm: float | None = option(None, within=FINITE)
-    loss: float | None = option(None, within=FINITE)
-    action: str = option("skip", within=one_of("skip", "clip"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.norm is None and self.loss is None:
-            raise ValueError("expected 'norm' or 'loss', in standard deviations, got neither")
-        if self.action == "clip" and self.loss is not None:
-            raise ValueError("action: expected skip beside 'loss', got 'clip'")
-
-
-Guard = GuardRule | GuardFn
-
-
 def read_plain(name: str, annotation: str, value: Any) -> Any:
     kinds = PLAIN[annotation.removesuffix(" | None")]
     if isinstance(value, str) and float in kinds:  # YAML takes inf and 1e3 for text
@@ -202,17 +175,6 @@ def read_patterns(name: str, value: Any) -> bool | tuple[str, ...]:
     return _several("true, false or glob patterns", lambda it: isinstance(it, str), name, value)
 
 
-def _guard(name: str, value: Any) -> Any:
-    if isinstance(value, GuardRule) or callable(value):
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{name}: expected a mapping such as {{'norm': 6.0, 'window': 128}}, a function (norm, "
-            f"loss) -> bool tensor or None, got {value!r} ({type(value).__name__})"
-        )
-    return read_mapping(GuardRule, value, name)
-
-
 READERS: dict[str, Callable[[str, Any], Any]] = {
     "torch.dtype": _dtype,
     "GroupFn": partial(_function, "key"),
@@ -225,7 +187,6 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "tuple[str, ...]": partial(
         _several, "glob patterns of module names", lambda item: isinstance(item, str)
     ),
-    "Guard": _guard,
 }
 
 Options = TypeVar("Options", bound=ValidatedOptions)

@@ -31,12 +31,12 @@ CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 OPTIONAL = {
     "shardcast.memory.chance", "shardcast.memory.sharded_gradients",
     "shardcast.optimizer.digest", "shardcast.plan.probe",
-    "shardcast.plan.twins", "shardcast.step.decide.exact_norm", "shardcast.step.decide.guard",
-    "shardcast.step.decide.tokens", "shardcast.step.reduce.tree",
+    "shardcast.plan.twins", "shardcast.step.decide.exact_norm",
+    "shardcast.step.reduce.tree",
     "shardcast.step.update.any_optimizer",
     "shardcast.step.update.muon", "shardcast.step.update.offload",
 }  # fmt: skip
-CROSSINGS = 16  # of the border, by imports; it may only go down, to 0
+CROSSINGS = 12  # of the border, by imports; it may only go down, to 0
 
 
 def modules() -> dict[str, Path]:

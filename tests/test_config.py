@@ -243,7 +243,6 @@ WIDER = {
     "torch.dtype": "torch.dtype | str",
     "tuple[KeepRule, ...]": "KeepRule | Sequence[KeepRule]",
     "tuple[str, ...]": "str | Sequence[str]",
-    "Guard": "Guard | Mapping[str, Any]",
 }
 
 
@@ -251,7 +250,10 @@ def test_the_keywords_of_shard_are_the_options_of_the_config():
     expected = {
         field.name: " | ".join(WIDER.get(part, part) for part in str(field.type).split(" | "))
         for field in dataclasses.fields(ShardcastConfig)
-    } | {"averages": "Mapping[str, Any]"}
+    } | {
+        "averages": "Mapping[str, Any]",
+        "guard": "Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None",
+    }
     found = {name: kind.__forward_arg__ for name, kind in Keywords.__annotations__.items()}
     assert found == expected and list(found) == list(expected)
 

@@ -15,7 +15,7 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.options import to_device
+from shardcast.step.decide.signal import to_device
 from shardcast.step.step_hook import StepHook
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 

@@ -36,6 +36,7 @@ from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
+from shardcast.step.decide.signal import Signal
 from shardcast.step.history import STALE
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.step_hook import StepHook
@@ -298,10 +299,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             if not shard.in_place:
                 report["masters"] += shard.master.nbytes
         report["state"] = sum(update.nbytes() for update in self.updates)
-        of_hooks = {hook.name: hook.nbytes() for hook in self.step_hooks}
-        report.update({name: nbytes for name, nbytes in of_hooks.items() if nbytes})
-        if self.decider.guard is not None:
-            report["guard"] = self.decider.guard.nbytes
+        kept: list[StepHook | Signal] = [*self.step_hooks, *self.decider.signals]
+        report.update({it.name: nbytes for it in kept if (nbytes := it.nbytes()) is not None})
         return report
 
     def hook_of(self, name: str) -> Any:

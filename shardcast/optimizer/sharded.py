@@ -125,9 +125,8 @@ class ShardedOptimizer(StatefulOptimizer):
         decision = self._pending_clip()  # which has reduced and decided already
         if decision is None:
             self._reduce()
-            guard = self.decider.guard
             is_loss = isinstance(result, (float, Tensor))  # a closure may return other things
-            if loss is None and is_loss and guard is not None and guard.takes_loss:
+            if loss is None and is_loss and self.decider.takes_loss:
                 loss = result
             decision = self.decider.decide(self.config.max_grad_norm, None, loss)
         else:
@@ -289,7 +288,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 "count: torch's schedules divide gradients by the micro-batches, and the tokens "
                 "divide them again; build the schedule with scale_grads=False"
             )
-        self.decider.tokens.add(tokens, self.reduce.backwards)
+        self.decider.counting().add(tokens, self.reduce.backwards)
 
     def _drop_tokens(self) -> None:
         """Forget the tokens whose gradients are dropped; not those of a batch that is to come."""
@@ -447,7 +446,8 @@ class ShardedOptimizer(StatefulOptimizer):
     @property
     def guarded_steps(self) -> int:
         """Spikes that the ``guard`` skipped or clipped. Reading it waits for the device."""
-        return self.decider.skips.guarded_steps
+        guard = self.decider.signal_of("guard")
+        return 0 if guard is None else int(guard.numbers[0])
 
     @property
     def last_step_skipped(self) -> Tensor | None:

@@ -58,6 +58,6 @@ class StepHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` gave; not called where a checkpoint has none."""
 
-    def nbytes(self) -> int:
-        """Bytes that it holds on this rank; 0 is left out of the report."""
-        return 0
+    def nbytes(self) -> int | None:
+        """Bytes that it holds on this rank; with ``None`` they are not reported."""
+        return None

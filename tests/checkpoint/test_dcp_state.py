@@ -249,7 +249,8 @@ def test_a_state_that_is_asked_for_before_a_first_step_changes_no_later_one():
                 loss.backward()
                 optimizer.step(loss=loss)
                 optimizer.zero_grad()
-        assert pairs[0][1].decider.guard.state_dict() == pairs[1][1].decider.guard.state_dict()
+        states = [optimizer.decider.signal_of("guard").state_dict() for _, optimizer in pairs]
+        assert states[0] == states[1]
         assert_same_bits(*(everything(*pair) for pair in pairs))
 
     ThreadedWorld(2).run(run)

@@ -1,22 +1,20 @@
-"""What is decided for one step, and the control vector in which all ranks agree on it."""
+"""What is decided for one step, and which gradients take part in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm, ProcessGroups
+from shardcast.comm import ProcessGroups
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
-from shardcast.step.decide.guard import GuardDecision
-from shardcast.step.decide.options import known, to_device
+from shardcast.step.decide.signal import Signal, Verdict, known, to_device
 
 CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
 
@@ -28,63 +26,32 @@ class Decision:
     Attributes:
         norm: 0-dim fp64, the global gradient norm before clipping, without loss scale and
             of the mean over tokens where they are counted.
-        skip: 0-dim bool: some gradient somewhere is not finite, a rank made a mistake, or the guard
-            skips a spike.
+        skip: 0-dim bool: some gradient somewhere is not finite, a rank made a mistake, or a verdict
+            skips it.
         factors: per optimizer group, 0-dim fp32: what its gradients are to be multiplied with
             (unscale and clip), or ``None`` where that is 1 by construction.
         unscale: the part of these factors that removes loss scale and token count.
-        verdict: of the guard, if there is one.
+        verdicts: of the signals that have one.
+        declined: 0-dim bool, a verdict skips the step; ``None`` where none does.
         present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
             the slots that this rank owns a part of.
         report: 1-d fp64, what :class:`.SkipReport` counts: 1, 1, per data-parallel rank its first
-            pack that is not finite (see :meth:`.SkipReport.first_nonfinite`), and which mistakes
-            some rank made, see :meth:`.Decider._agree`.
+            pack that is not finite (see :meth:`.SkipReport.first_nonfinite`), and the mistakes of
+            all signals.
     """
 
     norm: Tensor
     skip: Tensor
     factors: Mapping[GroupId, Tensor | None]
     unscale: Tensor | None
-    verdict: GuardDecision | None
+    verdicts: Mapping[Signal, Verdict]
+    declined: Tensor | None
     present: Mapping[Pack, tuple[bool, ...]]
     report: Tensor
 
 
-class ControlVector(NamedTuple):
-    """The doubles of the one small all-reduce of a step; parts are 1-d.
-
-    That is ``8 * (groups + 2 * ranks + slots + 5)`` bytes: 19 KB for AdamW with 2 groups and 300
-    parameters on 1,024 ranks, 2.5 KB on 2.
-
-    Attributes:
-        powers: per group, of its norm (and rank, with norm_type inf: no sum gives a maximum).
-        first_nonfinite: see :class:`Decision`; each rank fills in its own place.
-        unscaled: per data-parallel rank 1 if its loss was not scaled, else 0.
-        options: pairs of :class:`.options.OptionCheck`.
-        tokens: of all micro-batches; see :class:`.tokens.TokenCount`.
-        loss: the sum of the ranks' losses if a guard takes them, else empty.
-        signals: of each :class:`.Signal`, in the order of the decider's.
-    """
-
-    powers: Tensor
-    first_nonfinite: Tensor
-    unscaled: Tensor
-    options: Tensor
-    tokens: Tensor
-    loss: Tensor
-    signals: Sequence[Tensor]
-
-    @classmethod
-    def summed(cls, comm: Comm, signals: Sequence[Tensor], *parts: Tensor) -> ControlVector:
-        """The sum over ranks, all of which must call it; waits for no device."""
-        vector = torch.cat([*parts, *signals])
-        comm.all_reduce(vector, "the control vector")
-        totals = vector.split([part.numel() for part in (*parts, *signals)])
-        return cls._make((*totals[: len(parts)], totals[len(parts) :]))
-
-
-class Presence:
-    """A signal: which slots have a gradient, on this rank and on any rank.
+class Presence(Signal):
+    """Which slots have a gradient, on this rank and on any rank.
 
     Each slot has a place, from which each rank that has a gradient takes 1, and slots whose
     replicas are summed take how many of them have one; a rank on which it was cleared since it was
@@ -130,14 +97,14 @@ class Presence:
                 counts[places] -= grads.joint
         return counts
 
-    def mistake(self, total: Tensor) -> Tensor:
+    def read(self, total: Tensor) -> Tensor:
         """Whether a gradient is there on some ranks, and was cleared on others."""
         if not self._asks:
             return self._zero
         # The remainder has the sign of the total: above 0 if CLEARED is in it, and -1 too.
         return torch.fmod(total, CLEARED).amax(0, keepdim=True)
 
-    def error(self) -> Exception:
+    def error(self, mistakes: Sequence[float]) -> Exception:
         """Names a parameter, with the ranks."""
         names = [slot.name for grads in self._grads for slot in grads.pack.layout.slots]
         here = dict(zip(names, self._here, strict=True))

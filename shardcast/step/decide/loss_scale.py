@@ -8,21 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
+from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.signal import Signal, to_device
 
 BACKOFF, GROWTH = 0.5, 2.0  # as torch.amp.GradScaler
 
 
-class LossScale:
-    """What the loss is multiplied by.
+class LossScale(Signal):
+    """What the loss is multiplied by; a mistake for each data-parallel rank that did not.
 
     Attributes:
         value: 0-dim fp32 on the device.
         dynamic: it grows and backs off.
     """
 
-    def __init__(self, config: ShardcastConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: ShardcastConfig, process_groups: ProcessGroups, device: torch.device
+    ) -> None:
+        rank, ranks = process_groups.dp.rank, process_groups.dp.size
+        self.skips = (True,) * ranks
+        self._parallel_dims = process_groups.parallel_dims
+        self._own_rank = to_device([n == rank for n in range(ranks)], torch.float64, device)
+        self._nowhere = torch.zeros_like(self._own_rank)
         self.dynamic = config.loss_scale in (None, "dynamic")
         first = float(config.loss_scale_init if self.dynamic else config.loss_scale or 1)
         self.value = torch.tensor(first, dtype=torch.float32, device=device)
@@ -58,18 +68,36 @@ class LossScale:
                 for position, is_here in enumerate(grads.presence())
             )
 
-    @property
-    def missing(self) -> bool:
-        """Whether this rank has gradients of a loss that was not scaled."""
-        return self._needed and not self._applied
+    def local(self) -> Tensor:
+        """Per data-parallel rank 1 if it has gradients of a loss that was not scaled."""
+        return self._own_rank if self._needed and not self._applied else self._nowhere
 
-    def update(self, overflow: Tensor, ignored: Tensor | None = None) -> None:
-        """Grow after enough good steps, back off after an overflow.
+    def merge(self, readings: Tensor) -> Tensor:
+        """Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
+        some rank of every stage says so."""
+        dims = self._parallel_dims
+        by_dim = readings.view(1, *(dims.sizes[dim] for dim in dims.model), -1)
+        if dims.pipeline in dims.model:
+            by_dim = by_dim.movedim(1 + dims.model.index(dims.pipeline), 0)
+        return by_dim.flatten(1, -2).amax(1).amin(0)
 
-        Args:
-            overflow: 0-dim bool.
-            ignored: 0-dim bool, the step was skipped for another reason, and says nothing.
-        """
+    def scale(self, reading: Tensor | None) -> Tensor:
+        return self.value
+
+    def error(self, mistakes: Sequence[float]) -> RuntimeError:
+        ranks = [rank for rank, missing in enumerate(mistakes) if missing]
+        return RuntimeError(
+            "step(): a loss scale is in use but the loss was not scaled on rank"
+            f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; call "
+            "optimizer.scale_loss(loss).backward() wherever a backward runs, with Accelerate "
+            "accelerator.backward(loss)"
+        )
+
+    def conclude(self, decision: Decision) -> None:
+        """Grow after enough good steps, back off after an overflow; a declined one says nothing."""
+        overflow, ignored = decision.skip, None
+        if decision.declined is not None:
+            overflow, ignored = overflow & ~decision.declined, overflow & decision.declined
         self._applied = self._needed = False
         if self.dynamic:
             state = self.value, self._growth
@@ -90,13 +118,3 @@ class LossScale:
             self.value.fill_(state["loss_scale"])
             # The saved interval may have been longer; torch grows only where they become equal.
             self._growth.fill_(min(int(state["growth"]), self._interval - 1))
-
-
-def unscaled_error(ranks: Sequence[int]) -> RuntimeError:
-    """What every rank raises where the loss was not scaled on ``ranks``."""
-    return RuntimeError(
-        "step(): a loss scale is in use but the loss was not scaled on rank"
-        f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; call "
-        "optimizer.scale_loss(loss).backward() wherever a backward runs, with Accelerate "
-        "accelerator.backward(loss)"
-    )

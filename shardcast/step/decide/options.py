@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat
-from shardcast.comm import Comm, ProcessGroups, warn_first
+from shardcast.comm import ProcessGroups, warn_first
 from shardcast.messages import by_rank
 from shardcast.plan.validate import ON_DEVICE, plain
+from shardcast.step.decide.signal import COUNT, Signal, known, to_device
 from shardcast.step.history import HISTORY
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
@@ -35,7 +35,6 @@ LEFT_REMEDY = (
     "A layer was replaced after shardcast.shard, and what is in its place is not trained there: "
     "replace layers before shardcast.shard, on every rank"
 )
-COUNT = "optimizer.count"  # the argument that says whether it was called
 COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
 HISTORY_REMEDY = (
     "Some ranks would train other gradients than the others: call backward, zero_grad() and step() "
@@ -47,19 +46,32 @@ UNTRAINED = (
 )
 
 Groups = Sequence[Mapping[str, Any]]
-T = TypeVar("T")
 
 
-class OptionCheck:
+class OptionCheck(Signal):
     """Compares options of the parameter groups, and the arguments of a step.
+
+    Its mistakes are whether ranks differ in what they train, which skips no step, and twice whether
+    in options.
 
     Args:
         names: options of the optimizers' classes; other keys of a group are a script's own notes.
+        groups: gives those of this rank.
+        trained: gives the names of the parameters that are reduced.
+
+    Attributes:
+        given: by name, what a script gives to a step besides options of groups.
     """
 
+    skips = (False, True, True)
+
     def __init__(
-        self, names: Iterable[str], process_groups: ProcessGroups, device: torch.device
-    ) -> None:
+        self, names: Iterable[str], groups: Callable[[], Groups],
+        trained: Callable[[], Mapping[nn.Parameter, str]], process_groups: ProcessGroups,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._groups, self._names_of_trained = groups, trained
+        self.given: dict[str, Any] = {}
         self._names = tuple(dict.fromkeys((*names, "max_grad_norm")))
         self._process_groups, self._device = process_groups, device
         ranks = process_groups.dp.size
@@ -74,17 +86,15 @@ class OptionCheck:
         self._pairs = self._paired(torch.zeros(3, dtype=torch.int64, device=device))
         self._warned = False
 
-    def pairs(self, groups: Groups, arguments: Mapping[str, Any]) -> Tensor:
+    def local(self) -> Tensor:
         """This rank's digests and their squares, 1-d fp64; empty where there is one rank.
 
         Costs 0.1 microseconds per option and per parameter as long as nothing changes.
-
-        Args:
-            arguments: by name, what a script gives to a step besides options of groups.
         """
         if self._process_groups.everyone.size == 1:
             return torch.empty(0, dtype=torch.float64, device=self._device)
-        self._arguments = arguments
+        groups, arguments = self._groups(), self.given
+        self._arguments, self.given = arguments, {}
         objects = [group.get(name) for group in groups for name in self._names]
         objects += arguments.values()
         trained = bytes(param.requires_grad for group in groups for param in group["params"])
@@ -119,23 +129,28 @@ class OptionCheck:
             self._numbers, self._digests = numbers, to_device(numbers, torch.int64, self._device)
             self._pairs = self._paired(self._digests)
 
-    def differing(self, sums: Tensor) -> Tensor:
-        """Not 0 where ranks differ in what they train, in options, and in options: 1-d fp64.
-
-        Args:
-            sums: of :meth:`pairs` over the data-parallel ranks.
-        """
+    def read(self, sums: Tensor) -> Tensor:
+        """Mistakes, and beside model parallelism the sums."""
         if not sums.numel():
             return torch.zeros_like(self._pairs[:DIGESTS])
         digests = sums[:DIGESTS]
-        return torch.addcmul(sums[DIGESTS:], digests, digests)
+        differing = torch.addcmul(sums[DIGESTS:], digests, digests)
+        return torch.cat([differing, sums]) if self._process_groups.model.size > 1 else differing
 
-    def differing_across(self, sums: Tensor) -> Tensor:
-        """Whether model-parallel ranks, of a row of sums each, differ in options: 0-dim bool."""
-        return (sums != sums[0])[:, 1:DIGESTS].any()  # they may train other parameters
+    def merge(self, readings: Tensor) -> Tensor:
+        """A mistake too where model-parallel ranks differ in options; they may train others."""
+        differing, sums = readings.split([DIGESTS, readings.shape[1] - DIGESTS], 1)
+        mistakes: Tensor = differing.abs().amax(0)
+        across = (sums != sums[0])[:, 1:DIGESTS].any().double()
+        mistakes[1] = torch.maximum(mistakes[1], across)
+        return mistakes
 
-    def error(self, groups: Groups) -> RuntimeError:
+    def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
         """Names the options that differ, with groups, ranks and values."""
+        groups = self._groups()
+        if not any(mistakes[1:]):
+            self._warn_of_training(groups)
+            return None
         values = {
             f"{name} of group {number}": repr(plain(group.get(name)))
             for number, group in enumerate(groups)
@@ -155,11 +170,11 @@ class OptionCheck:
             remedy = next(starts, REMEDY)
         return RuntimeError(f"step: {text}. {remedy}")
 
-    def warn_of_training(self, groups: Groups, names: Mapping[nn.Parameter, str]) -> None:
+    def _warn_of_training(self, groups: Groups) -> None:
         """Warn once of parameters that some ranks do not train; on a CPU all ranks call it."""
         if self._warned:
             return
-        self._warned = True
+        self._warned, names = True, self._names_of_trained()
         untrained = {
             f"requires_grad of parameter {names.get(param, f'of group {number}')!r}": "False"
             for number, group in enumerate(groups)
@@ -172,13 +187,6 @@ class OptionCheck:
         )
 
 
-def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
-    """``value`` of each rank; on an accelerator, where ranks come later and alone, of this one."""
-    if _compat.is_host(device):
-        return dict(enumerate(comm.exchange(value, device)))
-    return {comm.rank: value}
-
-
 def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) -> str:
     """Those names whose values differ, with the values by rank; ``usual`` where one has none."""
     texts = []
@@ -187,12 +195,6 @@ def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) ->
         if len({value for _, value in facts}) > 1:
             texts.append(f"{name} differs ({by_rank(facts)})")
     return "; ".join(texts)
-
-
-def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on the device, without waiting for it."""
-    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 def _on_device(value: Any) -> Iterator[Tensor]:

@@ -5,42 +5,132 @@ A rank that raised by itself would leave the others waiting in their next collec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm
+from shardcast import _compat
+from shardcast.comm import Comm, ProcessGroups
 from shardcast.messages import by_rank
-from shardcast.step.decide.options import known
+
+if TYPE_CHECKING:
+    from shardcast.step.decide.decision import Decision
+    from shardcast.step.reduce.mean import Divisor
+
+T = TypeVar("T")
+COUNT = "optimizer.count"  # the argument that says whether it was called
 
 
-class Signal(Protocol):
-    """One part of the control vector, and the mistake that all ranks see in its sum.
+@dataclass(frozen=True)
+class Verdict:
+    """What a signal says of one step, 0-dim on the device and equal on all ranks.
 
-    :meth:`local` and :meth:`mistake` run in every step and wait for no device. On a CPU
-    :meth:`error` runs on all ranks in the step with the mistake, so that it may exchange values;
-    on an accelerator each rank calls it a step or two later, alone, and tells what it knows itself.
-    The mistake skips the step.
+    Attributes:
+        factor: what the gradients are multiplied with, before they are clipped.
+        skip: the step is skipped, though its gradients are finite.
     """
+
+    factor: Tensor | None = None
+    skip: Tensor | None = None
+
+
+class Signal:
+    """One part of the control vector, and what follows for the step from its sum: here nothing.
+
+    ``decide`` calls the methods of all signals in this order, in every step and in each clip by
+    norm, and none of them waits for a device::
+
+        arguments()        compared over all ranks
+        local()            summed over the data-parallel ranks, in one all-reduce with the norm
+        read(total)        the mistakes that all see in the sum, and what else the signal needs
+        merge(readings)    beside model parallelism: of the readings of its ranks
+        scale(reading)
+        judge(reading, norm)
+        conclude(decision), note(decision): in the step that was decided
+
+    On a CPU :meth:`error` runs on all ranks in the step with the mistake, so that it may exchange
+    values; on an accelerator each rank calls it a step or two later, alone, and tells what it knows
+    itself.
+
+    Attributes:
+        name: by which an option's signal is found; of its bytes in ``memory_report()``.
+        skips: of each mistake, whether it skips the step by itself.
+        takes_loss: the script may give ``step`` a loss; ``loss`` is that, or ``None``, then.
+        agrees_scale: :meth:`scale` needs the reading.
+        noted: how many numbers :meth:`note` keeps, for the host.
+        numbers: these, 1-d fp64 on the device.
+    """
+
+    name = ""
+    skips: tuple[bool, ...] = (True,)
+    takes_loss = agrees_scale = False
+    loss: Any = None
+    noted = 0
+    numbers: Tensor
+
+    def arguments(self) -> Mapping[str, Any]:
+        """Return by name what the script gave to this step, which all ranks must have alike."""
+        return {}
 
     def local(self) -> Tensor:
         """Return this rank's part, 1-d fp64 on the device, of equal length on all ranks."""
+        raise NotImplementedError
 
-    def mistake(self, total: Tensor) -> Tensor:
-        """Return 1-d of one element, not 0 where some rank made the mistake.
+    def read(self, total: Tensor) -> Tensor:
+        """Return 1-d fp64: for each mistake not 0 where some rank made it, then other numbers.
 
         Args:
             total: the sum of all ranks' parts, in which no two may cancel each other.
         """
+        return total
 
-    def error(self) -> Exception:
-        """Return what every rank raises."""
+    def merge(self, readings: Tensor) -> Tensor:
+        """Return the reading of model-parallel ranks, of shape (ranks, numbers), as one."""
+        return readings.amax(0)
+
+    def scale(self, reading: Tensor | None) -> Tensor | None:
+        """Return by what the gradients in the own spans are too large, 0-dim."""
+        return None
+
+    def judge(self, reading: Tensor, norm: Tensor) -> Verdict | None:
+        """Return what becomes of the step.
+
+        Args:
+            norm: 0-dim fp64, of all gradients, without any scale.
+        """
+        return None
+
+    def error(self, mistakes: Sequence[float]) -> Exception | None:
+        """Return what every rank raises for its mistakes; ``None`` where it was only told."""
+        raise NotImplementedError
+
+    def note(self, decision: Decision) -> None:
+        """Update ``numbers``."""
+
+    def reason(self, numbers: Sequence[float]) -> tuple[str, str] | None:
+        """Return why the last skipped step was skipped, and a remedy, if this signal did it."""
+        return None
+
+    def conclude(self, decision: Decision) -> None:
+        """End the step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers and lists under names of its own; waits for the device."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` gave, if it is in ``state``, which has more."""
+
+    def nbytes(self) -> int | None:
+        """Return the bytes that it holds; with ``None`` they are not reported."""
+        return None
 
 
-class Refusal:
+class Refusal(Signal):
     """An error of this rank alone, inside a call that all ranks make."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -62,11 +152,7 @@ class Refusal:
         """1 if there is an error."""
         return self._zero if self._error is None else self._zero + 1.0
 
-    def mistake(self, total: Tensor) -> Tensor:
-        """How many ranks have one."""
-        return total
-
-    def error(self) -> Exception:
+    def error(self, mistakes: Sequence[float]) -> Exception:
         """This rank's own error, else those of the others."""
         error, self._error = self._error, None
         texts = known(None if error is None else str(error), self._comm, self._device)
@@ -74,3 +160,52 @@ class Refusal:
             return error
         told = [(rank, text) for rank, text in texts.items() if text is not None]
         return RuntimeError(f"step: {by_rank(told) or 'another rank raised an error, see there'}")
+
+
+class Reserved(Signal):
+    """One number for a script that counts tokens; here none were counted.
+
+    Attributes:
+        counted: something was counted, be it 0.
+    """
+
+    counted = False
+
+    def __init__(
+        self, process_groups: ProcessGroups, divisor: Divisor, device: torch.device
+    ) -> None:
+        self._process_groups, self._divisor, self._device = process_groups, divisor, device
+        self._in_mesh = process_groups.model.size > 1
+        self._zeros = torch.zeros(1 + self._in_mesh, dtype=torch.float64, device=device)
+
+    def arguments(self) -> Mapping[str, Any]:
+        return {COUNT: self.counted}
+
+    def local(self) -> Tensor:
+        return self._zeros[:1]
+
+    def read(self, total: Tensor) -> Tensor:
+        """No mistake; beside model parallelism with the tokens, of which other ranks may have."""
+        return torch.cat([self._zeros[:1], total]) if self._in_mesh else self._zeros
+
+    def merge(self, readings: Tensor) -> Tensor:
+        """A mistake too where model-parallel ranks have other numbers."""
+        mistake, tokens = readings.unbind(1)
+        differ = (tokens != tokens[0]).any().double()
+        return torch.stack([torch.maximum(mistake.amax(), differ), tokens[0]])
+
+    def clear(self) -> None:
+        """Forget the counts: their gradients were dropped."""
+
+
+def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
+    """``value`` of each rank; on an accelerator, where ranks come later and alone, of this one."""
+    if _compat.is_host(device):
+        return dict(enumerate(comm.exchange(value, device)))
+    return {comm.rank: value}
+
+
+def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting for it."""
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -7,7 +7,7 @@ accelerator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shardcast import _compat
 from shardcast.comm import Comm, warn_once_for
 from shardcast.memory.gradients import Gradients
 from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.options import to_device
+from shardcast.step.decide.signal import Signal, to_device
 
 ELSEWHERE = "on other model-parallel ranks, which name it"
 
@@ -66,8 +66,8 @@ class SkipReport:
         mistakes: how many these are.
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
-        signals: what a guard judges steps by.
-        everyone: the ranks that a guard skips steps for; else those of ``comm``.
+        signals: may have numbers of their own for the host, and know why a step was skipped.
+        everyone: the ranks that a signal skips steps for; else those of ``comm``.
     """
 
     def __init__(
@@ -79,21 +79,23 @@ class SkipReport:
         mistakes: int,
         bound: int,
         usual: bool,
-        signals: Sequence[str] = (),
+        signals: Sequence[Signal] = (),
         everyone: Comm | None = None,
     ) -> None:
         self._everyone = comm if everyone is None else everyone
         self._grads, self._comm, self._device = grads, comm, device
-        self._refuse, self._bound, self._usual, self._signals = refuse, bound, usual, signals
+        self._refuse, self._bound, self._usual = refuse, bound, usual
+        self._noting = [signal for signal in signals if signal.noted]
         # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
         # is not finite; of all steps since they were reported the mistakes. As in Decision.report.
         ranks = comm.size
         sizes = [1, 1, ranks, mistakes]
-        # Of a guard: spikes so far, whether one was the last skipped step, its values and bounds.
         self._counted = sum(sizes)
-        guarded = 2 + 2 * len(signals) if signals else 0
-        self._sent = torch.zeros(self._counted + guarded, dtype=torch.float64, device=device)
-        self._totals, self._guarded = self._sent.split([self._counted, guarded])
+        self._sizes = [self._counted, *(signal.noted for signal in self._noting)]
+        self._sent = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        self._totals, *noted = self._sent.split(self._sizes)
+        for signal, numbers in zip(self._noting, noted, strict=True):
+            signal.numbers = numbers
         self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
         # By what totals, and by what a report, are multiplied in a step that is made, and skipped.
         made = [[1, 0, *[1] * (ranks + mistakes)], [0, 0, *[0] * ranks, *[1] * mistakes]]
@@ -132,12 +134,8 @@ class SkipReport:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
         of_totals, of_report = torch.where(decision.skip, self._if_skipped, self._if_made)
         self._totals.mul_(of_totals).addcmul_(decision.report, of_report)
-        if (verdict := decision.verdict) is not None:
-            spikes, by_guard, spike = self._guarded.split([1, 1, len(self._guarded) - 2])
-            latest = torch.cat([verdict.values, verdict.bounds])
-            spikes += verdict.is_spike
-            by_guard.copy_(torch.where(decision.skip, verdict.is_spike, by_guard))
-            spike.copy_(torch.where(verdict.is_spike, latest, spike))
+        for signal in self._noting:
+            signal.note(decision)
         self._host.send(self._sent)
 
     def poll(self) -> None:
@@ -153,7 +151,7 @@ class SkipReport:
             return
         skipped, in_row = totals[:2]
         nonfinite = totals[2 : 2 + self._comm.size]
-        mistakes, guarded = totals[2 + self._comm.size : self._counted], totals[self._counted :]
+        mistakes = totals[2 + self._comm.size : self._counted]
         is_news, self._reported = skipped != self._reported, skipped
         if any(mistakes) and not _compat.is_host(self._device):  # on a CPU refused at once
             self._mistakes.zero_()
@@ -161,21 +159,16 @@ class SkipReport:
         if not is_news:
             return
         raising = in_row >= self._bound
-        if guarded and guarded[1]:
-            count = len(self._signals)
-            spike = zip(self._signals, guarded[2 : 2 + count], guarded[2 + count :], strict=True)
-            exceeding = ", ".join(
-                f"{name} {value:.4g}" + f" (bound {bound:.4g})" * math.isfinite(bound)
-                for name, value, bound in spike
-            )
-            if raising:
-                raise RuntimeError(
-                    f"{int(in_row)} steps in a row were skipped (max_skipped_steps), the last one "
-                    f"by the guard: {exceeding}. Lower the learning rate, look at the data of "
-                    "these steps, or widen the guard: its bound does not follow what it skips."
-                )
-            warn_once_for(self._everyone, f"step skipped by the guard: {exceeding}")
-            return
+        for signal, of_signal in self._noted(totals):
+            if (told := signal.reason(of_signal)) is not None:
+                reason, remedy = told
+                if raising:
+                    raise RuntimeError(
+                        f"{int(in_row)} steps in a row were skipped (max_skipped_steps), the last "
+                        f"one {reason}. {remedy}"
+                    )
+                warn_once_for(self._everyone, f"step skipped {reason}")
+                return
         if self._usual and not raising:
             return
         packs = {owner: self._grads[-int(n)] for owner, n in enumerate(nonfinite) if n}
@@ -197,22 +190,21 @@ class SkipReport:
         """Steps skipped so far. Reading it waits for the device."""
         return int(self._skipped.item())
 
-    @property
-    def guarded_steps(self) -> int:
-        """Spikes so far that the guard skipped or clipped. Reading it waits for the device."""
-        return int(self._guarded[0]) if self._signals else 0
+    def _noted(self, totals: Sequence[float]) -> Iterator[tuple[Signal, Sequence[float]]]:
+        start = self._counted
+        for signal in self._noting:
+            yield signal, totals[start : start + signal.noted]
+            start += signal.noted
 
     def state_dict(self) -> dict[str, float]:
         """Plain numbers; waits for the device."""
         skipped, in_row = self._totals[:2].tolist()
-        spikes = {"spikes": float(self._guarded[0])} if self._signals else {}
-        return {"skipped": skipped, "in_row": in_row, **spikes}
+        return {"skipped": skipped, "in_row": in_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self._skipped.fill_(state["skipped"])
         self._in_row.fill_(state["in_row"])
-        self._guarded[:1].fill_(state.get("spikes", 0))
         self._reported = state["skipped"]
 
     def _locate(self, packs: Mapping[int, Gradients]) -> list[str]:

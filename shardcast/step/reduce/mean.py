@@ -21,7 +21,6 @@ from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.compiling import compiles, or_eager
 
 if TYPE_CHECKING:
-    from shardcast.step.decide.tokens import TokenCount
     from shardcast.step.reduce.tree import MicroBatches
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
@@ -43,19 +42,19 @@ class Divisor:
         ranks: how many data-parallel ones there are, for the mean.
         given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
         of_tree: the micro-batches of a step, where a tree adds them.
-        tokens: those of the step, if a script counts them.
+        counted: the step divides by tokens that a script counts.
     """
 
     ranks: int
     given: float | Tensor | None = None
     of_tree: MicroBatches | None = None
-    tokens: TokenCount | None = None
+    counted: bool = False
 
     @property
     def value(self) -> float | Tensor:
         if self.given is not None:
             return self.given
-        if self.of_tree is not None and self.tokens is not None and self.tokens.counted:
+        if self.of_tree is not None and self.counted:
             # The step divides by the tokens instead: this one is rounded, and may overflow, alike
             # at any number of ranks.
             return self.of_tree.total or self.ranks  # until they are counted

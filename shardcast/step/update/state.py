@@ -17,7 +17,7 @@ from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.shard import Shard
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.options import to_device
+from shardcast.step.decide.signal import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
 from shardcast.step.update.fusion import Fusion, Operands, UpdateScalars, choose_executor
 from shardcast.step.update.rules import Rule, as_tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import shardcast
 from shardcast import _compat, checkpoint
-from shardcast.option_values import GuardRule
-from shardcast.step.decide.guard import Guard
+from shardcast.extensions.guard import Guard, GuardRule
 from shardcast.testing import threaded_world
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:step skipped")]
@@ -321,11 +321,13 @@ def test_a_loss_that_is_missing_or_of_no_use_is_refused_on_all_ranks(
 
 
 def test_a_loss_that_is_not_finite_is_a_spike_and_never_a_part_of_the_window():
-    guard = Guard(GuardRule(window=8, loss=3.0), torch.device("cpu"))
+    guard = Guard(GuardRule(window=8, loss=3.0), 1, torch.device("cpu"))
     norm = torch.ones((), dtype=torch.float64)
     spikes = []
     for loss in (1.0, math.nan, 1.1, 0.9, 1.0, 1.1, math.inf, 50.0, math.nan, 1.0, 50.0):
-        verdict = guard.judge(norm, torch.tensor(loss, dtype=torch.float64))
-        guard.record(verdict, verdict.is_spike)
+        guard.loss = loss
+        verdict = guard.judge(guard.read(guard.local()), norm)
+        decision: Any = SimpleNamespace(verdicts={guard: verdict}, skip=verdict.is_spike)
+        guard.conclude(decision)
         spikes.append(bool(verdict.is_spike))
     assert spikes == [False] * 6 + [True] * 3 + [False, True]

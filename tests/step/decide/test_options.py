@@ -178,12 +178,11 @@ def differ(groups_of_ranks: list[list[dict[str, Any]]]) -> bool:
     names = [name for name in groups_of_ranks[0][0] if name != "params"]
     with fake_world(size) as group:
         grid = ProcessGroups.flat(Comm(group))
-        checks = [OptionCheck(names, grid, torch.device("cpu")) for _ in range(size)]
-        sums = sum(
-            check.pairs(groups, {"divisor": None})
-            for check, groups in zip(checks, groups_of_ranks, strict=True)
-        )
-        training, *options = checks[0].differing(sums).tolist()
+        checks = [
+            OptionCheck(names, lambda of=groups: of, dict, grid, torch.device("cpu"))
+            for groups in groups_of_ranks
+        ]
+        training, *options = checks[0].read(sum(check.local() for check in checks)).tolist()
         assert not training
         return any(options)
 

@@ -1,0 +1,247 @@
+"""``guard``: against spikes, steps whose norm, or loss, lies far above those before them.
+
+As OLMo-core's SkipStepOptimizer a step is skipped beyond the mean plus so many standard deviations
+of a window, here of the accepted steps alone; or it is clipped to that bound, as ZClip does (arXiv
+2504.02507). The window is on the device and equal on all ranks, which judge alike without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast.comm import ProcessGroups
+from shardcast.config import ShardcastConfig
+from shardcast.option_values import FINITE, Option, ValidatedOptions, one_of, option, read_mapping
+from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.signal import Signal, Verdict
+
+GuardFn = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class GuardRule(ValidatedOptions):
+    """Steps whose norm or loss lies far above those of the steps before.
+
+    Attributes:
+        window: how many accepted steps count.
+        norm, loss: standard deviations above their mean beyond which a step is a spike; ``None``:
+            not looked at.
+        action: ``skip`` the step, or ``clip`` its norm to the bound.
+    """
+
+    window: int = option(None, within=("a window of at least 2 steps", lambda steps: steps >= 2))
+    norm: float | None = option(None, within=FINITE)
+    loss: float | None = option(None, within=FINITE)
+    action: str = option("skip", within=one_of("skip", "clip"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm is None and self.loss is None:
+            raise ValueError("expected 'norm' or 'loss', in standard deviations, got neither")
+        if self.action == "clip" and self.loss is not None:
+            raise ValueError("action: expected skip beside 'loss', got 'clip'")
+
+
+@dataclass(frozen=True)
+class GuardVerdict(Verdict):
+    """What the guard says of one step.
+
+    Attributes:
+        factor: 0-dim fp64 that clips the gradients to the bound; else spikes are skipped.
+        is_spike: 0-dim bool.
+        values, bounds: 1-d fp64, of each number that is judged: of this step, and beyond which it
+            is a spike; infinite where a function knows it.
+    """
+
+    is_spike: Any = None
+    values: Any = None
+    bounds: Any = None
+
+
+class Guard(Signal):
+    """Judges steps by a rule over a window of accepted steps, or by a function.
+
+    Its numbers: spikes so far, whether one was the last skipped step, its values and bounds.
+
+    Attributes:
+        judged: names of what is judged.
+        takes_loss: a loss can be given to a step; ``needs_loss``: it must be.
+    """
+
+    name = "guard"
+    skips = ()
+
+    def __init__(self, rule: GuardRule | GuardFn, ranks: int, device: torch.device) -> None:
+        self._rule, self._ranks, self._device = rule, ranks, device
+        self.judged: Sequence[str] = ("norm",)
+        self.takes_loss, self.needs_loss = True, False
+        sigmas, window = [], 0
+        if isinstance(rule, GuardRule):
+            by_signal = {"norm": rule.norm, "loss": rule.loss}
+            self.judged = [name for name, sigma in by_signal.items() if sigma is not None]
+            sigmas = [by_signal[name] for name in self.judged]
+            self.takes_loss = self.needs_loss = rule.loss is not None
+            window = rule.window
+        self._sigmas = torch.tensor(sigmas, dtype=torch.float64, device=device)
+        # The newest accepted values, the last one at the end; NaN where there are none yet.
+        self._history = self._sigmas.new_full((len(sigmas), window), math.nan)
+        self.noted = 2 + 2 * len(self.judged)
+        self.numbers = self._sigmas.new_zeros(self.noted)
+
+    def nbytes(self) -> int:
+        """Bytes of the window."""
+        return self._history.nbytes
+
+    def arguments(self) -> Mapping[str, Any]:
+        return {"loss": self.loss is not None}
+
+    def local(self) -> Tensor:
+        """This rank's loss; empty where none is taken, 0 where none is given."""
+        if not self.takes_loss:
+            return self._sigmas.new_empty(0)
+        if isinstance(self.loss, Tensor):
+            return self.loss.detach().to(self._device, torch.float64).reshape(1)
+        return self._sigmas.new_full((1,), 0.0 if self.loss is None else self.loss)
+
+    def read(self, total: Tensor) -> Tensor:
+        """The mean over ranks."""
+        return total / self._ranks
+
+    def merge(self, readings: Tensor) -> Tensor:
+        return readings.mean(0)
+
+    def judge(self, reading: Tensor, norm: Tensor) -> GuardVerdict:
+        """What becomes of the step.
+
+        Args:
+            reading: the mean of the losses, 1-d, if one is taken.
+
+        Raises:
+            RuntimeError: the loss is needed, and there is none.
+            TypeError: the function of the configuration returns no 0-dim tensor of bool.
+        """
+        loss = None if self.loss is None else reading[0]
+        if not isinstance(self._rule, GuardRule):
+            answer: Any = self._rule(norm.float(), None if loss is None else loss.float())
+            if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.dim():
+                raise TypeError(
+                    "guard: expected the function to return a 0-dim tensor of bool (True skips the "
+                    f"step), such as norm > 10, got {answer!r}"
+                )
+            values, is_spike = norm.view(1), answer & norm.isfinite()
+            return GuardVerdict(None, is_spike, is_spike, values, torch.full_like(values, math.inf))
+        if self.needs_loss and loss is None:
+            raise RuntimeError(
+                "step: the guard looks at the loss; call step(loss=loss) on every rank, with the "
+                "loss that is not scaled, and clip by max_grad_norm in the configuration, not by "
+                "clip_grad_norm_, which decides before the loss is known"
+            )
+        by_signal = {"norm": norm, "loss": loss}
+        values = torch.stack([by_signal[name] for name in self.judged])  # type: ignore[misc]
+        is_filled = ~self._history[0].isnan()
+        count = is_filled.sum()
+        mean = self._history.nansum(1) / count
+        squares = (self._history - mean[:, None]).square().nansum(1)
+        bounds = mean + self._sigmas * (squares / (count - 1)).sqrt()
+        # Half a window first, as OLMo-core: a few steps do not tell what is usual.
+        is_active = count >= max(2, self._rule.window // 2)
+        # Not values > bounds: a loss that is NaN is a spike.
+        is_spike = (~(values <= bounds) & is_active).any() & norm.isfinite()
+        factor = None
+        if self._rule.action == "clip":
+            factor = torch.where(is_spike, bounds[0] / norm, 1.0)
+            values = torch.where(is_spike, bounds, values)  # what is trained with
+        skip = is_spike if factor is None else None
+        return GuardVerdict(factor, skip, is_spike, values, bounds)
+
+    def note(self, decision: Decision) -> None:
+        verdict = decision.verdicts.get(self)
+        if isinstance(verdict, GuardVerdict):
+            spikes, by_guard, spike = self.numbers.split([1, 1, self.noted - 2])
+            latest = torch.cat([verdict.values, verdict.bounds])
+            spikes += verdict.is_spike
+            by_guard.copy_(torch.where(decision.skip, verdict.is_spike, by_guard))
+            spike.copy_(torch.where(verdict.is_spike, latest, spike))
+
+    def reason(self, numbers: Sequence[float]) -> tuple[str, str] | None:
+        _, by_guard, *spike = numbers
+        if not by_guard:
+            return None
+        count = len(self.judged)
+        exceeding = ", ".join(
+            f"{name} {value:.4g}" + f" (bound {bound:.4g})" * math.isfinite(bound)
+            for name, value, bound in zip(self.judged, spike[:count], spike[count:], strict=True)
+        )
+        return f"by the guard: {exceeding}", (
+            "Lower the learning rate, look at the data of these steps, or widen the guard: its "
+            "bound does not follow what it skips."
+        )
+
+    def conclude(self, decision: Decision) -> None:
+        """Take the step into the window, unless it was skipped or a value is not finite."""
+        verdict = decision.verdicts.get(self)
+        if self._history.numel() and isinstance(verdict, GuardVerdict):
+            # One value that is not finite would leave no bound for a whole window.
+            is_taken = ~decision.skip & verdict.values.isfinite().all()
+            shifted = torch.cat([self._history[:, 1:], verdict.values[:, None]], 1)
+            # In place, so that a captured step goes on where the last one ended.
+            self._history.copy_(torch.where(is_taken, shifted, self._history))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The spikes so far, and of each number that is judged the accepted values."""
+        rows = zip(self.judged, self._history.tolist(), strict=False)
+        window = {name: [value for value in row if not math.isnan(value)] for name, row in rows}
+        return {"spikes": float(self.numbers[0]), "guard": window}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`; of another window the newest steps count.
+
+        The window stays empty where the saved run had none of one of the numbers.
+        """
+        self.numbers[0] = state.get("spikes", 0)
+        if "guard" in state:
+            self._load(state["guard"])
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if self._history.numel() and all(name in state for name in self.judged):
+            window = self._history.shape[1]
+            empty = [math.nan] * window
+            rows = [state[name] for name in self.judged]
+            if "accepted" in state:  # an older form: rings, which have zeros where nothing is yet
+                accepted, size = int(state["accepted"]), len(rows[0])
+                places = [n % size for n in range(max(0, accepted - size), accepted)]
+                places = [at for at in places if all(math.isfinite(row[at]) for row in rows)]
+                rows = [[row[at] for at in places] for row in rows]
+            rows = [[*empty, *row][-window:] for row in rows]
+            self._history.copy_(torch.tensor(rows, dtype=torch.float64))
+
+
+def _read(name: str, value: Any) -> Any:
+    if isinstance(value, GuardRule) or callable(value):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected a mapping such as {{'norm': 6.0, 'window': 128}}, a function (norm, "
+            f"loss) -> bool tensor or None, got {value!r} ({type(value).__name__})"
+        )
+    return read_mapping(GuardRule, value, name)
+
+
+def _signal(config: ShardcastConfig, process_groups: ProcessGroups, device: torch.device) -> Guard:
+    return Guard(config.guard, process_groups.dp.size, device)
+
+
+OPTION = Option(
+    help="against spikes: {norm: 6.0, window: 128} skips steps whose gradient norm exceeds the "
+    "mean of the last accepted ones by so many standard deviations; loss: that of "
+    "step(loss=...); action: clip instead; or a function of both; null: none",
+    within=("a mapping or a function", lambda _: True),
+    read=_read,
+    signal=_signal,
+)
