@@ -170,13 +170,13 @@ class ShardcastPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale of each sharded optimizer."""
-        scalers = [sharded.decider.state_dict() for sharded in self.sharded]
+        scalers = [sharded.step_state() for sharded in self.sharded]
         return {"scalers": scalers} if scalers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         for sharded, scaler in zip(self.sharded, state_dict.get("scalers", ()), strict=False):
-            sharded.decider.load_state_dict(scaler)
+            sharded.load_step_state(scaler)
 
 
 class EvaluateAverage(Callback):

@@ -206,7 +206,7 @@ class Snapshot:
             "optimizer": self._optimizer.originals.name,
             "groups": [{**group, "params": list(names)} for group, names in groups],
             "places": list(self._optimizer.originals.places),
-            "scaler": self._optimizer.decider.state_dict(),
+            "scaler": self._optimizer.step_state(),
             "ties": dict(self.inventory.ties),
         }
 
@@ -252,7 +252,7 @@ class Snapshot:
         if source.groups is not None:
             load_groups(self._optimizer.param_groups, source.groups)
         if source.scaler is not None:
-            self._optimizer.decider.load_state_dict(dict(source.scaler))
+            self._optimizer.load_step_state(source.scaler)
         states = source.extra_state or {}
         for name, (stage, _) in self._extra.items():
             if name in states:

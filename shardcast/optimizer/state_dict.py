@@ -40,7 +40,7 @@ class LoadPlan(NamedTuple):
     Attributes:
         active: indices of the packs that are trained, or were at some time.
         fragments: this rank's.
-        decider: the loss scale and the count of skipped steps, of a local state.
+        decider: the loss scale, the count of skipped steps and the like, of a local state.
         groups: options of the parameter groups.
         masters: masters are among it, on every rank.
     """
@@ -81,7 +81,7 @@ class StateDict:
             "shardcast": {
                 **self._head(),
                 "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
-                "scaler": optimizer.decider.state_dict(),
+                "scaler": optimizer.step_state(),
             },
         }
 
@@ -180,7 +180,7 @@ class StateDict:
             optimizer.update_of(shard).load_fragment(shard, number, values)
         optimizer.agree_on_averages()
         if plan.decider is not None:
-            optimizer.decider.load_state_dict(dict(plan.decider))
+            optimizer.load_step_state(plan.decider)
         if plan.masters:
             optimizer.publish()
         load_groups(self._groups, plan.groups)
