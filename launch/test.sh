@@ -7,6 +7,7 @@
 #        bash launch/test.sh --versions [arguments of pytest]
 #        bash launch/test.sh --machines [--whole] [PART ...]   (see machines.sh)
 #        bash launch/test.sh --ecosystem [arguments of pytest]
+#        bash launch/test.sh --foreign [--sources DIR] [arguments of pytest]
 # Environment: VENV, PYTHON (see environment.sh)
 #
 # With --codegen: look at the kernels that a GPU would run, without one. It makes a virtual
@@ -20,6 +21,11 @@
 # With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
 # $VENV of its own (3 GB), and write what was run into docs/tested-scripts.md. -k NAME for a part,
 # -k shipped for the loops that packages ship.
+#
+# With --foreign: run the tests that others wrote for their libraries, and write docs/evidence.md. In
+# .venv-foreign or $VENV of its own (3 GB). Files that no installed package has are taken from DIR,
+# one folder for each repository that docs/evidence.md names, at the commit that it names; their
+# tests are skipped where it is not there, and keep their rows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -88,6 +94,20 @@ if [[ ${1:-} == --ecosystem ]]; then
     fi
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     exec "$python" -m pytest tests/ecosystem --recipes docs/tested-scripts.md "$@"
+fi
+if [[ ${1:-} == --foreign ]]; then
+    shift
+    venv=${VENV:-.venv-foreign}
+    python=$venv/bin/python
+    wanted=$(cat tests/foreign/requirements.txt)
+    if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
+        has_pip "$python" || make_venv "$venv"
+        "$python" -m pip install --disable-pip-version-check --progress-bar off \
+            --constraint constraints.txt --requirement tests/foreign/requirements.txt
+        echo "$wanted" >"$venv/wanted"
+    fi
+    export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    exec "$python" -m pytest tests/foreign --evidence docs/evidence.md "$@"
 fi
 environment test
 

@@ -1,0 +1,50 @@
+"""Collects what came of the suites of others into ``docs/evidence.md``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from evidence import Verdict, page_of
+
+VERDICTS = pytest.StashKey[list[Verdict]]()
+SUITES = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--evidence", metavar="FILE", help="write what was run whole into FILE")
+    parser.addoption("--sources", metavar="DIR", help="where files are that no package has")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[VERDICTS] = []
+    config.stash[SUITES] = {}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item.module, "SUITE"):
+            config.stash[SUITES][item.nodeid] = item.module.SUITE.name
+
+
+@pytest.fixture
+def verdicts(request: pytest.FixtureRequest) -> list[Verdict]:
+    return request.config.stash[VERDICTS]
+
+
+@pytest.fixture
+def sources(request: pytest.FixtureRequest) -> Path | None:
+    given = request.config.getoption("--sources")
+    return None if given is None else Path(given).resolve()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    config = terminalreporter.config
+    path = config.getoption("--evidence")
+    reports = terminalreporter.stats.get("failed", [])
+    failed = {config.stash[SUITES].get(report.nodeid, "") for report in reports}
+    if path is None:
+        terminalreporter.write_line(page_of(config.stash[VERDICTS], "", failed))
+        return
+    page = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
+    Path(path).write_text(page_of(config.stash[VERDICTS], page, failed), encoding="utf-8")

@@ -1,0 +1,218 @@
+"""Suites that others wrote: where they are, how they are run, and the page of what came of it.
+
+Nothing of them is part of this repository. They run as they are installed, or from a folder of
+sources, where their bytes are compared with those of the commit that is named here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+OUTCOMES = ("passed", "refused", "not applicable")
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    claim: str
+    source: str
+    """Repository, or package of the index."""
+    path: str
+    license: str
+    cases: int
+    """How many there are; a run of fewer is no evidence."""
+    commit: str = ""
+    """Of a repository; packages have versions."""
+    blob: str = ""
+    """What ``git hash-object`` says of the file."""
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """Text of the file, and what is run in its place: imports and devices."""
+
+    @property
+    def revision(self) -> str:
+        return self.commit[:12] or version(self.source)
+
+    def text(self, sources: Path | None) -> str:
+        """Give the file as it is run; skip the test where it is not there."""
+        path = (sources or Path("sources")) / self.source.rpartition("/")[2] / self.path
+        if not path.is_file():
+            pytest.skip(f"{path} is not there; see the head of launch/test.sh")
+        data = path.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        if found != self.blob:
+            pytest.fail(f"{path}: expected the file of {self.commit} ({self.blob}), got {found}")
+        text = data.decode()
+        for old, new in self.replaced.items():
+            if old not in text:
+                pytest.fail(f"{path} has no {old!r}")
+            text = text.replace(old, new)
+        return text
+
+
+class Verdict(NamedTuple):
+    suite: Suite
+    case: str
+    outcome: str
+    """One of :data:`OUTCOMES`."""
+    reason: str = ""
+
+
+class Ran(NamedTuple):
+    """A test of a foreign file, as pytest saw it."""
+
+    name: str
+    outcome: str
+    """passed, failed or skipped."""
+    message: str
+
+
+def run_pytest(file: Path, *arguments: str, path: Sequence[Path] = (), timeout: int) -> list[Ran]:
+    """Run a foreign file by pytest in a process of its own, with none of our settings."""
+    report = file.with_suffix(".xml")
+    settings = file.parent / "pytest.ini"
+    settings.write_text("[pytest]\n", encoding="utf-8")
+    folders = [Path.cwd(), Path(__file__).parent, *path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    words = [sys.executable, "-m", "pytest", "-q", "-c", str(settings), "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*words, f"--timeout={timeout}", f"--junitxml={report}", str(file), *arguments],
+        env=environment, cwd=file.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if ended.returncode not in (0, 1):
+        pytest.fail(f"{file.name} did not run:\n{ended.stdout[-4000:]}{ended.stderr[-4000:]}")
+    return list(_cases_of(report))
+
+
+def _cases_of(report: Path) -> Iterable[Ran]:
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
+        worst = "passed"
+        message = ""
+        for part in case:
+            if part.tag in ("failure", "error", "skipped"):
+                worst = "skipped" if part.tag == "skipped" else "failed"
+                message = f"{part.get('message', '')}\n{part.text or ''}"
+        yield Ran(name, worst, message)
+
+
+def judge(
+    suite: Suite,
+    ran: Sequence[Ran],
+    refused: Mapping[str, tuple[str, str]],
+    not_applicable: Mapping[str, str],
+) -> list[Verdict]:
+    """Compare what came of each test with what is written of it here.
+
+    Args:
+        refused: parts of names, the words that the error must have, and the reason.
+        not_applicable: parts of names and the reason. A test that passes is in neither.
+    """
+    verdicts, wrong = [], []
+    used: set[str] = set()
+    for test in ran:
+        key = next((key for key in (*refused, *not_applicable) if key in test.name), None)
+        if key is not None:
+            used.add(key)
+        if test.outcome == "passed" and key is None:
+            verdicts.append(Verdict(suite, test.name, "passed"))
+        elif test.outcome == "skipped" and key is None:
+            reason = test.message.strip().splitlines()[0]
+            verdicts.append(Verdict(suite, test.name, "not applicable", f"skips itself: {reason}"))
+        elif key in refused and test.outcome == "failed" and refused[key][0] in test.message:
+            verdicts.append(Verdict(suite, test.name, "refused", refused[key][1]))
+        elif key in not_applicable and test.outcome != "passed":
+            verdicts.append(Verdict(suite, test.name, "not applicable", not_applicable[key]))
+        else:
+            wrong.append(f"{test.name} {test.outcome}, listed as {key}\n{test.message[-3000:]}")
+    wrong += [f"{key} is no test" for key in {*refused, *not_applicable} - used]
+    assert not wrong, "\n\n".join(wrong)
+    return verdicts
+
+
+PREAMBLE = """# Evidence
+
+Tests that others wrote for their own libraries, run on shardcast. Written by
+`bash launch/test.sh --foreign`, whose head says where the sources are taken from; none of them is
+part of this repository. What is replaced in a file before it runs, imports and devices, is listed,
+and no assertion is.
+
+*Passed* is the whole test. *Refused* is an error that names cause and remedy, and the run checks
+its words. *Not applicable* asks for what shardcast does not claim. Every test of a file is counted.
+
+"""
+HEAD = ("suite", "from", "cases", *OUTCOMES)
+
+
+def page_of(verdicts: Sequence[Verdict], page: str, failed: Collection[str]) -> str:
+    """Write the suites that ran whole anew; others stay as ``page`` has them.
+
+    Args:
+        failed: names of suites with a test that failed; they lose their rows.
+    """
+    rows = {_name(line): line for line in page.splitlines() if line.startswith("| [")}
+    parts = {part.partition("\n")[0]: part.strip() for part in page.split("\n## ")[1:]}
+    suites = dict.fromkeys(verdict.suite.name for verdict in verdicts)
+    for name in {*suites, *failed}:
+        mine = [verdict for verdict in verdicts if verdict.suite.name == name]
+        if name in failed:
+            rows.pop(name, None)
+            parts.pop(name, None)
+        elif len(mine) == mine[0].suite.cases:
+            rows[name], parts[name] = _row(mine), _part(mine)
+    table = [f"| {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
+    table += [rows[name] for name in sorted(rows)]
+    sections = [f"## {parts[name]}" for name in sorted(parts)]
+    return PREAMBLE + "\n\n".join(["\n".join(table), *sections]) + "\n"
+
+
+def _name(line: str) -> str:
+    return line.partition("[")[2].partition("]")[0]
+
+
+def _row(verdicts: Sequence[Verdict]) -> str:
+    suite = verdicts[0].suite
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    anchor = suite.name.lower().replace(" ", "-").replace(".", "").replace(",", "")
+    cells = [f"[{suite.name}](#{anchor})", f"{suite.source} {suite.revision}", str(suite.cases)]
+    return f"| {' | '.join([*cells, *(str(counts[it]) for it in OUTCOMES)])} |"
+
+
+def _part(verdicts: Sequence[Verdict]) -> str:
+    suite = verdicts[0].suite
+    where = f"`{suite.path}` of {suite.source}, {suite.revision}, {suite.license}"
+    lines = [suite.name, "", f"{where}: {suite.claim}.", ""]
+    if suite.replaced:
+        lines += ["| in the file | is run as |", "|---|---|"]
+        lines += [f"| {_code(old)} | {_code(new)} |" for old, new in suite.replaced.items()]
+        lines += [""]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for verdict in verdicts:
+        if verdict.reason:
+            reasons.setdefault((verdict.outcome, verdict.reason), []).append(verdict.case)
+    if reasons:
+        lines += ["| cases | outcome | reason | which |", "|---:|---|---|---|"]
+    for (outcome, reason), cases in sorted(reasons.items()):
+        few = ", ".join(f"`{case}`" for case in cases[:3]) + (" …" if len(cases) > 3 else "")
+        lines.append(f"| {len(cases)} | {outcome} | {_cell(reason)} | {_cell(few)} |")
+    return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return "<br>".join(f"`{_cell(line)}`" for line in lines if line) or "nothing"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
