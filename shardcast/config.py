@@ -164,7 +164,7 @@ class ShardcastConfig(ValidatedOptions):
         2000, "steps without overflow after which the dynamic loss scale doubles", COUNT
     )
     max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
-    guard: Any = extension(None, "guard")
+    guard: Any | None = extension(None, "guard")
     grads: str = option(
         "full",
         "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "

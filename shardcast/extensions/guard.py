@@ -234,7 +234,8 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _signal(config: ShardcastConfig, process_groups: ProcessGroups, device: torch.device) -> Guard:
-    return Guard(config.guard, process_groups.dp.size, device)
+    rule: Any = config.guard  # not None, or this option were off
+    return Guard(rule, process_groups.dp.size, device)
 
 
 OPTION = Option(
