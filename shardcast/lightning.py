@@ -39,6 +39,7 @@ from shardcast.optimizer.frameworks import (
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.original import OptimizerHandle
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.stateful import packed_of
 from shardcast.plan.activations import install_casts
 from shardcast.plan.precision import Precision as Rules
 
@@ -170,13 +171,13 @@ class ShardcastPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale of each sharded optimizer."""
-        scalers = [sharded.step_state() for sharded in self.sharded]
+        scalers = [packed_of(sharded).step_state() for sharded in self.sharded]
         return {"scalers": scalers} if scalers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         for sharded, scaler in zip(self.sharded, state_dict.get("scalers", ()), strict=False):
-            sharded.load_step_state(scaler)
+            packed_of(sharded).load_step_state(scaler)
 
 
 class EvaluateAverage(Callback):
@@ -332,7 +333,7 @@ class ShardcastStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As DDPStrategy's, which sends buffers before it, as it bypasses the module's forward."""
         for sharded in self.precision_plugin.sharded:
-            if (buffers := sharded.hook_of("broadcast_buffers")) is not None:
+            if (buffers := packed_of(sharded).hook_of("broadcast_buffers")) is not None:
                 buffers.before(self.lightning_module)
         return super().training_step(*args, **kwargs)
 
@@ -385,7 +386,7 @@ class ShardcastStrategy(DDPStrategy):
         The state stays for ``trainer.save_checkpoint``, until the next fit or the trainer's end.
         """
         for sharded in self.precision_plugin.sharded:
-            if is_marked(sharded.model):
+            if is_marked(packed_of(sharded).model):
                 sharded.close(restore=False)
         optimizers, self.optimizers = self.optimizers, []  # no part of them moves to the host
         super().teardown()

@@ -35,6 +35,8 @@ from shardcast.checkpoint.directory import steps
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.metrics import flat
+from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.stateful import packed_of
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -151,7 +153,7 @@ class ShardcastTrainerMixin:
         """As Trainer's; where the loss counts tokens, they alone are the divisor."""
 
         def undivided() -> None:
-            if _shards(self) and _pair(self)[1].decider.tokens.counted:
+            if _shards(self) and packed_of(_pair(self)[1]).decider.tokens.counted:
                 self.current_gradient_accumulation_steps = 1  # by which Trainer divides
 
         stack = ExitStack()
@@ -333,7 +335,7 @@ def adapt() -> None:
     Trainer.train, Trainer._shardcast_adapted = train, True
 
 
-def _pair(trainer: Any) -> tuple[nn.Module, Any]:
+def _pair(trainer: Any) -> tuple[nn.Module, ShardedOptimizer]:
     return trainer.accelerator.sharded_model, trainer.accelerator.sharded_optimizer
 
 

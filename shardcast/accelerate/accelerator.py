@@ -42,6 +42,7 @@ from shardcast.optimizer.frameworks import (
 )
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.stateful import packed_of
 
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 """What a configuration is taken from: an object, a mapping, a YAML file, or the environment."""
@@ -254,7 +255,8 @@ class ShardcastAccelerator(Accelerator):
         """As ``Accelerator.prepare_scheduler``; a skip of its own optimizer alone holds it back."""
         prepared = super().prepare_scheduler(scheduler)
         for optimizer in self.sharded:
-            if getattr(scheduler, "optimizer", None) in optimizer.optimizer.originals.optimizers:
+            originals = packed_of(optimizer.optimizer).originals.optimizers
+            if getattr(scheduler, "optimizer", None) in originals:
                 prepared.optimizers = [optimizer]
         return prepared
 

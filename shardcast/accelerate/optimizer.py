@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardcast.comm import warn_first
 from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.stateful import packed_of
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -96,7 +97,7 @@ class ShardcastOptimizer(PreparedOptimizer):
         """
         if self.sharded.config.param_dtype == torch.float32:
             return state
-        step = self.sharded.comm.steps
+        step = packed_of(self.sharded).comm.steps
         self._calls[step] += 1
         if not called_on_all_ranks(f"{call}/{self._name}/{step}/{self._calls[step]}"):
             warn_first(

@@ -24,6 +24,7 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import saved_buffers
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.optimizer.state_view import is_elementwise
+from shardcast.optimizer.stateful import packed_of
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.placements import pack_groups_of
@@ -56,24 +57,25 @@ class Snapshot:
                 f"{type(optimizer).__name__}; pass that object, unwrapped"
             )
         self._given: Sequence[Any] = model if isinstance(model, (list, tuple)) else [model]
-        self._optimizer = optimizer
-        self._process_groups = optimizer.process_groups
-        self.comm, self.device = self._process_groups.everyone, optimizer.device
-        self.partition = optimizer.layout.partition
+        self._sharded, self._packed = optimizer, packed_of(optimizer)
+        packed = self._packed
+        self._process_groups = packed.process_groups
+        self.comm, self.device = self._process_groups.everyone, packed.device
+        self.partition = packed.layout.partition
         self._trained = {
             slot.name: param
-            for shard in optimizer.shards
+            for shard in packed.shards
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
         cut = {param for param in self._trained.values() if param.numel()}
         # What no fragment is of: parameters without an optimizer, and those without elements.
-        self._outside = {n: p for n, p in optimizer.model.named_parameters() if p not in cut}
-        self._buffers = saved_buffers(optimizer.stages)
+        self._outside = {n: p for n, p in packed.model.named_parameters() if p not in cut}
+        self._buffers = saved_buffers(packed.stages)
         tensors = {**self._trained, **self._outside, **self._buffers}
         self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
         self._extra: dict[str, tuple[nn.Module, Any]] = {
             name: (stage, value)
-            for stage in optimizer.stages
+            for stage in packed.stages
             for name, value in stage.state_dict(keep_vars=True).items()
             if name.split(".")[-1] == EXTRA_STATE
         }
@@ -110,7 +112,7 @@ class Snapshot:
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
     def _local_inventory(self) -> LocalInventory:
-        models, known = [_compat.unwrapped(model) for model in self._given], self._optimizer.stages
+        models, known = [_compat.unwrapped(model) for model in self._given], self._packed.stages
         if len(models) != len(known) or any(a is not b for a, b in zip(models, known, strict=True)):
             raise ValueError(
                 "model: it is not the one that the optimizer was sharded with; pass that one"
@@ -120,14 +122,17 @@ class Snapshot:
             name: self._replica(name, pack_groups_of(parallel_dims, name, param))
             for name, param in self._outside.items()
         }
-        for layout, slot in self._optimizer.layout.slots():
+        for layout, slot in self._packed.layout.slots():
             params[slot.name] = self._replica(slot.name, layout.pack_groups, layout)
         names = {param: name for name, param in (self._trained | self._outside).items()}
-        every = self._optimizer.model.named_parameters(remove_duplicate=False)
+        every = self._packed.model.named_parameters(remove_duplicate=False)
         return LocalInventory(
             params,
             {name: self._regions[name] for name in self._buffers},
-            [[names[param] for param in group["params"]] for group in self._optimizer.param_groups],
+            [
+                [names[param] for param in group["params"]]
+                for group in self._packed.originals.groups
+            ],
             {name: names[param] for name, param in every if names[param] != name},
             [(tie.first, tie.second) for tie in parallel_dims.ties],
             list(self._extra),
@@ -148,12 +153,12 @@ class Snapshot:
 
     def views(self) -> Iterator[ShardView]:
         """What this rank stores: its masters and state, and its share of everything else."""
-        self._optimizer.resync_masters()  # weights that the script wrote
+        self._packed.resync_masters()  # weights that the script wrote
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
             name, update = (
                 self.inventory.stored(fragment.slot.name),
-                self._optimizer.update_of(shard),
+                self._packed.update_of(shard),
             )
             yield ShardView(model_path(name), region, start, shard.exact(fragment))
             for key, value in update.fragment_state(shard, number).items():
@@ -170,7 +175,7 @@ class Snapshot:
                 yield self._view(name, param)
         for name, buffer in self._buffers.items():
             if self.inventory.buffers[name, self._regions[name]] == self.comm.rank:
-                yield self._view(name, self._optimizer.buffers_of_training.get(name, buffer))
+                yield self._view(name, self._packed.buffers_of_training.get(name, buffer))
 
     def _view(self, name: str, tensor: Tensor) -> ShardView:
         """A parameter or buffer that the optimizer does not have."""
@@ -179,7 +184,7 @@ class Snapshot:
 
     def _stored(self) -> Iterator[tuple[Shard, int, Fragment]]:
         """The fragments that this rank stores: one of each, however many copies there are."""
-        for shard in self._optimizer.shards:
+        for shard in self._packed.shards:
             if shard.pack.layout.pack_groups.is_primary:
                 for number, fragment in enumerate(shard.fragments):
                     yield shard, number, fragment
@@ -188,7 +193,7 @@ class Snapshot:
         """This rank's state that is not a tensor, by parameter and state name."""
         objects: dict[str, dict[str, Any]] = {}
         for shard, number, fragment in self._stored():
-            values = self._optimizer.update_of(shard).fragment_state(shard, number, decode=False)
+            values = self._packed.update_of(shard).fragment_state(shard, number, decode=False)
             plain = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
             if plain:
                 objects[self.inventory.stored(fragment.slot.name)] = plain
@@ -201,29 +206,29 @@ class Snapshot:
 
     def head(self) -> dict[str, Any]:
         """What is stored once: plain facts, group options and the loss scale."""
-        groups = zip(self._optimizer.param_groups, self.inventory.groups, strict=True)
+        groups = zip(self._packed.originals.groups, self.inventory.groups, strict=True)
         return {
-            "optimizer": self._optimizer.originals.name,
+            "optimizer": self._packed.originals.name,
             "groups": [{**group, "params": list(names)} for group, names in groups],
-            "places": list(self._optimizer.originals.places),
-            "scaler": self._optimizer.step_state(),
+            "places": list(self._packed.originals.places),
+            "scaler": self._packed.step_state(),
             "ties": dict(self.inventory.ties),
         }
 
     def digest(self) -> dict[str, str]:
         """The digest of masters and state, and the forms that they are kept in. Collective."""
-        return {"digest": self._optimizer.digest(), "digest_of": self.forms()}
+        return {"digest": self._sharded.digest(), "digest_of": self.forms()}
 
     def forms(self) -> str:
         """What decides which state there is, and how exact, equal on all ranks. Collective."""
-        config = self._optimizer.config
+        config = self._packed.config
         averages = [(average.name, average.stored) for average in config.averages]
         forms = f"moments={config.moments!r}, averages={averages!r}"
         if "int8" in (config.moments, *(stored for _, stored in averages)):
             # Values of a row share a scale, so that other rows are other values.
             rows = [
                 (slot.name, row_of(config, layout.dtype), self._regions[slot.name])
-                for layout, slot in self._optimizer.layout.slots()
+                for layout, slot in self._packed.layout.slots()
             ]
             digest = hashlib.sha256(repr(sorted(map(repr, rows))).encode()).hexdigest()
             forms += f", rows={sorted(set(self.comm.exchange(digest, self.device)))}"
@@ -239,20 +244,20 @@ class Snapshot:
 
     def refuse_averaged(self, call: str) -> None:
         """Raise RuntimeError, which all ranks do, inside ``averaged()``."""
-        self._optimizer.refuse_averaged(call)
+        self._packed.refuse_averaged(call)
 
     def take_options(self, source: StateSource) -> None:
         """Take groups, loss scale and extra state; make ready the packs that have state."""
         packs = {
             pack.index
-            for pack, slot in self._optimizer.layout.slots()
+            for pack, slot in self._packed.layout.slots()
             if source.state.get(self.inventory.stored(slot.name))
         }
-        self._optimizer.activate_packs(packs)
+        self._packed.activate_packs(packs)
         if source.groups is not None:
-            load_groups(self._optimizer.param_groups, source.groups)
+            load_groups(self._packed.originals.groups, source.groups)
         if source.scaler is not None:
-            self._optimizer.load_step_state(source.scaler)
+            self._packed.load_step_state(source.scaler)
         states = source.extra_state or {}
         for name, (stage, _) in self._extra.items():
             if name in states:
@@ -262,9 +267,9 @@ class Snapshot:
     @torch.no_grad()
     def take_tensors(self, source: StateSource) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
-        self._optimizer.forget_averages()
-        self._optimizer.resync_masters()  # masters that the source does not have are published, too
-        for shard in self._optimizer.shards:
+        self._packed.forget_averages()
+        self._packed.resync_masters()  # masters that the source does not have are published, too
+        for shard in self._packed.shards:
             self._take_pack(shard, source)
         untrained: dict[str, Tensor] = {**self._outside, **self._buffers}
         views = [self._view(name, tensor) for name, tensor in untrained.items()]
@@ -295,13 +300,13 @@ class Snapshot:
         source.read(views)
         for number, (fragment, own, state) in enumerate(loading):
             shard.set_exact(fragment, own)
-            self._optimizer.update_of(shard).load_fragment(shard, number, state)
+            self._packed.update_of(shard).load_fragment(shard, number, state)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
-        self._optimizer.agree_on_averages()
-        self._optimizer.publish()
+        self._packed.agree_on_averages()
+        self._packed.publish()
 
 
 def state_key(name: str) -> str:

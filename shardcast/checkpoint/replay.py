@@ -17,6 +17,7 @@ from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.loading import Directory, load
 from shardcast.optimizer.digest import bits_of, values_of
+from shardcast.optimizer.stateful import packed_of
 
 Part = tuple[str, int, str]  # parameter, first element, master or name of the state
 
@@ -109,12 +110,13 @@ def replay(
 
 def _values(optimizer: Any) -> dict[Part, Tensor]:
     """Copies of what this rank owns."""
+    packed = packed_of(optimizer)
     return {
         (fragment.slot.name, fragment.param_range[0], kind): (
             torch.as_tensor(value).detach().clone().reshape(-1)
         )
-        for shard in optimizer.shards
-        for fragment, _, kind, value in values_of(optimizer, shard)
+        for shard in packed.shards
+        for fragment, _, kind, value in values_of(packed, shard)
     }
 
 

@@ -22,6 +22,7 @@ from shardcast.memory.aliases import Alias, find_aliases, tie
 from shardcast.optimizer import hints, setup
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.outside import warn_of_lowered_copies
+from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import called_by_script, joined
 from shardcast.plan.originals import OptimizerList
@@ -168,27 +169,27 @@ def shard(
         hints.install()
         if process_groups.everyone.rank == 0:
             warn_of_slow_products(device, {pack.dtype for pack in plan.layout.packs})
-        sharded = ShardedOptimizer(plan, shards, process_groups, dtypes)
-        sharded.aliases = aliases
+        packed = PackedOptimizer(plan, shards, process_groups, dtypes, aliases)
+        sharded = ShardedOptimizer(packed)
         if divisor is not None:
             sharded.divisor = divisor
         if process_groups.everyone.rank == 0:
-            LOGGER.info(_summary(sharded))
+            LOGGER.info(_summary(packed))
         return sharded
 
 
-def _summary(sharded: ShardedOptimizer) -> str:
+def _summary(packed: PackedOptimizer) -> str:
     """One line of what was sharded, and what rank 0 holds of it."""
-    packs, comm = sharded.layout.packs, sharded.process_groups.shard
+    packs, comm = packed.layout.packs, packed.process_groups.shard
     numels: Counter[torch.dtype] = Counter()
     for pack in packs:
         numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
     dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
-    nbytes = sharded.memory_report().total
+    nbytes = packed.memory_report().total
     size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
     return (
         f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
-        f"{sharded.originals.name} in {len(packs)} packs over {comm.size} of {sharded.comm.size} "
+        f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
         f"data-parallel ranks; {size} per rank before the first step"
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.stateful import packed_of
 
 PATIENCE = timedelta(seconds=60)  # for other ranks that may be in a call, too
 
@@ -84,9 +85,10 @@ def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) ->
     """
     at_end = False
     for sharded in optimizers:
-        total, option = accumulation * sharded.comm.size, sharded.config.reproducible
+        packed = packed_of(sharded)
+        total, option = accumulation * packed.comm.size, sharded.config.reproducible
         is_all = option is True or option == total
-        counted = sharded.reduce.micro_batches
+        counted = packed.reduce.micro_batches
         if option is True and counted is not None and counted.total not in (0, total):
             raise RuntimeError(
                 f"reproducible: expected {total} micro-batches in a step, accumulation steps times "
@@ -94,7 +96,7 @@ def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) ->
             )
         if is_all:
             sharded.divisor = total
-        at_end = at_end or is_all or sharded.decider.tokens.counted
+        at_end = at_end or is_all or packed.decider.tokens.counted
     return at_end
 
 

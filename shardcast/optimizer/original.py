@@ -11,6 +11,7 @@ from shardcast.messages import called_by_dcp, outside_as_plain
 from shardcast.optimizer.state_view import StateView, refuse_write
 
 if TYPE_CHECKING:  # it imports this module
+    from shardcast.optimizer.packed import PackedOptimizer
     from shardcast.optimizer.sharded import ShardedOptimizer
 
 
@@ -94,11 +95,14 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     _ready = False  # the base class fills in the groups
 
-    def __init__(self, sharded: ShardedOptimizer, place: int) -> None:
-        self._sharded, self._place = sharded, place
+    def __init__(
+        self, sharded: ShardedOptimizer, packed: PackedOptimizer,
+        handles: Sequence[OptimizerHandle], place: int,
+    ) -> None:  # fmt: skip
+        self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
         self._stepped_with: int | None = None  # version of the gradients, until all have stepped
         self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
-        original = sharded.originals.optimizers[place]
+        original = packed.originals.optimizers[place]
         self.name = type(original).__name__
         super().__init__(original.param_groups, original.defaults)
         for call in ("state_dict", "load_state_dict"):
@@ -109,18 +113,18 @@ class OptimizerHandle(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
-        return self._sharded.originals.optimizers[self._place].param_groups
+        return self._packed.originals.optimizers[self._place].param_groups
 
     @param_groups.setter
     def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
         if self._ready:
-            for group in self._sharded.originals.assign(value, self._place):
+            for group in self._packed.originals.assign(value, self._place):
                 self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
         if self._ready:
-            self._sharded.add_group(self._place, param_group)
+            self._packed.add_group(self._place, param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count as stepped; the last handle makes the step. Every rank must call all of them."""
@@ -129,7 +133,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"step: the handle of {self.name} takes no closure, which each handle would run "
                 "again; pass it to step() of what shardcast.shard returned"
             )
-        handles = self._sharded.handles
+        handles = self._handles
         waiting = [handle for handle in handles if handle._stepped_with is None]
         if self not in waiting:
             raise RuntimeError(
@@ -137,7 +141,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
-        version = self._sharded.reduce.edits.version()
+        version = self._packed.reduce.edits.version()
         if any(handle._stepped_with not in (None, version) for handle in handles):
             raise RuntimeError(
                 f"step() of the handle of {self.name} came after a backward, a clip or "
@@ -171,8 +175,8 @@ class OptimizerHandle(torch.optim.Optimizer):
         """That of its own parameters; see :attr:`ShardedOptimizer.state`."""
         if called_by_dcp("state"):
             raise outside_as_plain("state")
-        shards = [s for s in self._sharded.shards if s.pack.layout.group.optimizer == self._place]
-        return StateView(shards, self._sharded.update_of)
+        shards = [s for s in self._packed.shards if s.pack.layout.group.optimizer == self._place]
+        return StateView(shards, self._packed.update_of)
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -1,7 +1,7 @@
 """An optimizer over packs, from ``shard()`` to ``close()``: what is sharded, and how it grows.
 
-What is public here and not in the docs is the interface of this library's own adapters and
-checkpoints.
+Scripts see :class:`shardcast.ShardedOptimizer`, which holds it; options, checkpoints and adapters
+of this library work with this one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardcast.step.sync.sync import Sync
 from shardcast.step.update import Update, updates_of
 
 
-class PackedOptimizer(torch.optim.Optimizer):
+class PackedOptimizer:
     """What is sharded, and how it is set up, grows and ends; its step is in :mod:`.sharded`.
 
     Attributes:
@@ -60,21 +60,19 @@ class PackedOptimizer(torch.optim.Optimizer):
         called: the modules that the script calls.
         buffers_of_training: inside ``averaged()``, what the model's buffers were before, by name.
         device: of the packs.
-        aliases: views of parameters that modules hold.
         step_hooks: of the options, in their order.
+        tree: the modules, to see one that a rank replaced.
         average_in_model: name of the average that the model has, inside ``averaged()``.
     """
 
-    aliases: Sequence[Alias] = ()
     _closed = False
     average_in_model: str | None = None
-    _ready = False  # torch's own set-up fills in groups and state before ours are there
 
     def __init__(
         self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
-        dtypes: Sequence[Mapping[str, torch.dtype]],
+        dtypes: Sequence[Mapping[str, torch.dtype]], aliases: Sequence[Alias],
     ) -> None:  # fmt: skip
-        self._given_dtypes = dtypes
+        self._given_dtypes, self._aliases = dtypes, aliases
         originals = self.originals = plan.originals
         self.model, self.stages = plan.model, plan.stages
         self.called = [root for stage in self.stages for root in called_by_script(stage)]
@@ -105,46 +103,11 @@ class PackedOptimizer(torch.optim.Optimizer):
             mark(module, low)
             self.reduce.watch(module)
         self._hook()
-        several = len(originals.optimizers) > 1
-        defaults = {} if several else originals.optimizers[0].defaults
-        super().__init__(originals.groups, defaults)
-        self._ready = True
 
     # -- groups -----------------------------------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the original optimizers, whose own lists hold them.
-
-        What is assigned goes there: other options for the same parameters, and further groups,
-        which are added; every rank must then assign the same. A group that is removed, or that has
-        got other parameters, is an error of the next step.
-        """
-        return self.originals.groups
-
-    @param_groups.setter
-    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
-        if self._ready:
-            for group in self.originals.assign(value):
-                self.add_param_group(group)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of model parameters, in packs of its own; every rank must add the same one.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: on every rank, as of ``shard()``; nothing is added.
-        """
-        if not self._ready:  # the original optimizers' own have been checked
-            return
-        if len(self.originals.optimizers) > 1:
-            raise RuntimeError(
-                f"add_param_group: {self.originals.name} are sharded together; add the group to "
-                "one of optimizer.optimizers"
-            )
-        self.add_group(0, param_group)
-
     def add_group(self, place: int, group: dict[str, Any]) -> None:
-        """:meth:`add_param_group` to the optimizer at ``place``."""
+        """Add a group to the original optimizer at ``place``. Collective."""
         self.refuse_averaged("add_param_group")
         with torch.no_grad(), self.originals.added(place, group) as number:
             self._extend(number)
@@ -161,7 +124,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.resync_masters()
         self._unhook()  # modules that the model got since take part too
         self.layout, self.precision = plan.layout, plan.precision
-        tie(self.aliases)
+        tie(self._aliases)
         self._note_stale(shards)
         self._add(shards)
         self._hook()
@@ -199,7 +162,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             if shard.grads is None and shard.pack.layout.index in indices:
                 self.activate(shard)
 
-    def _wake(self, frozen: Sequence[Shard]) -> list[Shard]:
+    def wake(self, frozen: Sequence[Shard]) -> list[Shard]:
         """Activate, and return, those of the ``frozen`` that have a gradient on some rank now.
 
         One more small all-reduce, whose result the host waits for, in models that have such
@@ -282,8 +245,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     def resync_masters(self) -> None:
         """Have masters of what the model shows now. Local.
 
-        The next step, and whatever reads masters, does so by itself: a published value that is not
-        the cast of its master becomes the master, other elements keep their full precision.
+        A published value that is not the cast of its master becomes the master, other elements keep
+        their full precision. The update does the same.
         """
         self.sync.wait()
         if self._closed or self.average_in_model is not None:  # the model goes its own way
@@ -301,10 +264,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             )
 
     def memory_report(self) -> MemoryReport:
-        """Bytes that this rank holds, by kind: parameters, gradients, masters, state, averages.
-
-        A dictionary; ``print(optimizer.memory_report())`` shows a table, ``.total`` is the sum.
-        """
+        """See :meth:`shardcast.ShardedOptimizer.memory_report`."""
         report = MemoryReport(parameters=0, gradients=0, masters=0, state=0)
         for shard in self.shards:
             report["parameters"] += shard.pack.data.nbytes
@@ -321,18 +281,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The step hook of an option; ``None`` where it has none."""
         return self._hooks_by_option.get(name)
 
-    def close(self, restore: bool = True) -> None:
-        """End the training: give the model back as it was given, in fp32 from the masters.
-
-        Every rank must call it. Use this optimizer no more; the model may be trained without it,
-        or sharded anew. Parameters that no optimizer held, and buffers, keep their rounding.
-
-        Args:
-            restore: without it nothing is gathered, and no other rank is waited for: the model
-                stays in low precision, and a ``shard()`` of it goes on from the fp32 masters, which
-                this rank keeps until then. So it is, whatever is said, while an exception is
-                handled, as in a ``finally:`` after it.
-        """
+    def close(self, restore: bool) -> None:
+        """See :meth:`shardcast.ShardedOptimizer.close`."""
         self.refuse_averaged("close")
         try:
             if not self._closed:
@@ -376,7 +326,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.shards.clear()
         self.updates.clear()  # operands and state, which a script that keeps this would keep
         restore_rest(self.stages, self._given_dtypes)
-        tie(self.aliases)
+        tie(self._aliases)
 
     def _hook(self) -> None:
         options = self.config.extensions(self.stages)
@@ -396,7 +346,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             for shard in self.shards
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
-        self._tree = Tree(self.stages, names)
+        self.tree = Tree(self.stages, names)
         self._casts: list[Any] = [
             handle for root in self.called for handle in install_casts(root, self.precision)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import ProcessGroups, warn_first
-from shardcast.memory.shard import Shard, take_moved
+from shardcast.comm import warn_first
+from shardcast.memory.shard import take_moved
 from shardcast.optimizer.original import (
     OptimizerHandle,
     check_stepped,
@@ -21,21 +21,11 @@ from shardcast.optimizer.original import (
     take_hooks,
     without_method,
 )
-from shardcast.optimizer.setup import Plan
+from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.plan import validate
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update.state import OwnMethod
-
-# What scripts use, as docs/api/shardcast.md lists it; the rest of what is public here serves
-# adapters and checkpoints of this library.
-FOR_SCRIPTS = frozenset(
-    "as_plain averaged check_copies clip_grad_norm_ clip_grad_value_ close config count "
-    "digest divisor eval full_parameters full_state_dict full_state_dicts gather_gradients "
-    "grad_norm guarded_steps handles last_step_skipped layout load_average loss_scale "
-    "memory_report metrics micro_batch no_sync optimizers resync_masters scale_loss "
-    "skipped_steps train wait_sync".split()
-)
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -46,12 +36,9 @@ class ShardedOptimizer(StatefulOptimizer):
     ``max_grad_norm`` of its own.
 
     Attributes:
-        config: the options that hold.
-        layout: all packs, slots and spans; ``print`` it.
         optimizers: a handle for each optimizer that was given, for schedulers and for loops over
             them: ``step()`` of the last handle makes the one step of all. With one optimizer it is
             this object itself.
-        handles: those handles; none with one optimizer.
     """
 
     # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
@@ -59,24 +46,22 @@ class ShardedOptimizer(StatefulOptimizer):
     _step_supports_amp_scaling = True
     _warned_of_schedules = False
 
-    def __init__(
-        self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
-        dtypes: Sequence[Mapping[str, torch.dtype]],
-    ) -> None:  # fmt: skip
-        super().__init__(plan, shards, process_groups, dtypes)
+    def __init__(self, packed: PackedOptimizer) -> None:
+        super().__init__(packed)
         self._clipped_version = 0  # of the gradients that a clip saw
         self._last_norm: Tensor | None = None
         self._last_skip: Tensor | None = None
         state: dict[Any, Any] = {}
-        originals = self.originals.optimizers
+        originals = packed.originals.optimizers
         for original in originals:
             take_hooks(self, original)
             state.update(original.state)
         if state:
             self._states.apply(self._states.plan_plain(state))
         places = range(len(originals)) if len(originals) > 1 else ()
-        self.handles = tuple(OptimizerHandle(self, place) for place in places)
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = self.handles or (self,)
+        self._handles: list[OptimizerHandle] = []
+        self._handles += [OptimizerHandle(self, packed, self._handles, place) for place in places]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (*self._handles,) or (self,)
         for original in originals:
             retire(original)
 
@@ -108,10 +93,11 @@ class ShardedOptimizer(StatefulOptimizer):
                 ranks, if one did not scale its loss though a scale is in use, or if they differ in
                 options of the groups (on an accelerator after a step or two, which are skipped).
         """
-        if self.handles:
-            check_stepped(self.handles)
-        if self.average_in_model is not None:
-            self.refuse_averaged("step")
+        packed = self._packed
+        if self._handles:
+            check_stepped(self._handles)
+        if packed.average_in_model is not None:
+            packed.refuse_averaged("step")
         if self._full.names is not None:
             raise RuntimeError("step: leave `with optimizer.as_plain():` first")
         if options:
@@ -126,48 +112,50 @@ class ShardedOptimizer(StatefulOptimizer):
         if decision is None:
             self._reduce()
             is_loss = isinstance(result, (float, Tensor))  # a closure may return other things
-            if loss is None and is_loss and self.decider.takes_loss:
+            if loss is None and is_loss and packed.decider.takes_loss:
                 loss = result
-            decision = self.decider.decide(self.config.max_grad_norm, None, loss)
+            decision = packed.decider.decide(packed.config.max_grad_norm, None, loss)
         else:
             if loss is not None:
                 raise TypeError(
                     "step: expected no loss= after clip_grad_norm_, which has decided already; set "
                     "max_grad_norm in the configuration in place of the call"
                 )
-            take_moved(self.shards)  # what was assigned after the clip
-        self.sync.wait()  # what an overlapped one still sends is what the update writes
-        for hook in self.step_hooks:
+            take_moved(packed.shards)  # what was assigned after the clip
+        packed.sync.wait()  # what an overlapped one still sends is what the update writes
+        for hook in packed.step_hooks:
             hook.before_update(decision)
-        for update in self.updates:  # unscale, clip, rule, cast into the packs: one fused pass
+        for update in packed.updates:  # unscale, clip, rule, cast into the packs: one fused pass
             update(decision)
-        for hook in self.step_hooks:
+        for hook in packed.step_hooks:
             hook.after_update(decision)
-        (self.sync.by or self.sync)()  # owners -> everybody
-        for hook in self.step_hooks:
+        (packed.sync.by or packed.sync)()  # owners -> everybody
+        for hook in packed.step_hooks:
             hook.after_sync()
         self._conclude(decision)
         return result
 
     def _reduce(self) -> None:
         """Have the mean of all gradients in the own spans."""
-        for hook in self.step_hooks:
+        packed = self._packed
+        for hook in packed.step_hooks:
             hook.before_reduce()
-        with self.decider.refusal.held():
-            self.originals.check()
-        take_moved(self.shards)
-        self.decider.left = self._tree.left() if self.process_groups.everyone.size > 1 else ""
-        frozen = [shard for shard in self.shards if shard.grads is None]
-        if frozen and self.reduce.micro_batches is not None:  # a tree has all of them
-            self._wake(frozen)
-        scale, touched = self.decider.loss_scale, self.reduce.touched
+        with packed.decider.refusal.held():
+            packed.originals.check()
+        take_moved(packed.shards)
+        several = packed.process_groups.everyone.size > 1
+        packed.decider.left = packed.tree.left() if several else ""
+        frozen = [shard for shard in packed.shards if shard.grads is None]
+        if frozen and packed.reduce.micro_batches is not None:  # a tree has all of them
+            packed.wake(frozen)
+        scale, touched = packed.decider.loss_scale, packed.reduce.touched
         if scale is not None:
-            scale.look(self.reduce.grads, touched)
-        self.reduce.finish()
-        if frozen and self.reduce.micro_batches is None:
+            scale.look(packed.reduce.grads, touched)
+        packed.reduce.finish()
+        if frozen and packed.reduce.micro_batches is None:
             # Behind the reduction, which other ranks have begun in their backward; what wakes is
             # reduced then.
-            woken = self._wake(frozen)
+            woken = packed.wake(frozen)
             if scale is not None:
                 scale.look([s.grads for s in woken if s.grads is not None], touched, more=True)
 
@@ -185,13 +173,14 @@ class ShardedOptimizer(StatefulOptimizer):
         )
         self._note_clip(None)
         self._last_norm, self._last_skip = decision.norm, decision.skip
-        self.decider.conclude(decision)
-        self.reduce.show(decision.present)
-        self.reduce.used()
-        self.comm.steps += 1
-        for optimizer in (*self.originals.optimizers, *self.optimizers):
+        packed = self._packed
+        packed.decider.conclude(decision)
+        packed.reduce.show(decision.present)
+        packed.reduce.used()
+        packed.comm.steps += 1
+        for optimizer in (*packed.originals.optimizers, *self.optimizers):
             _compat.note_step_called(optimizer)
-        self.decider.skips.poll()  # last: it may raise
+        packed.decider.skips.poll()  # last: it may raise
 
     def _refuse_scaler(self) -> None:
         by_scaler = self.__dict__.pop("found_inf", None) is not None
@@ -209,13 +198,13 @@ class ShardedOptimizer(StatefulOptimizer):
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._note_clip(None)
         self._drop_tokens()
-        self.reduce.cleared(set_to_none)
+        self._packed.reduce.cleared(set_to_none)
         with _compat.without_torch_function():
             super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For all micro-batches but a step's last, on every rank: full gradients stay here."""
-        return self.reduce.no_sync()
+        return self._packed.reduce.no_sync()
 
     def micro_batch(self, index: int) -> None:
         """Say of which micro-batch of the step the next backwards are, with ``reproducible=8``.
@@ -232,22 +221,23 @@ class ShardedOptimizer(StatefulOptimizer):
             ValueError: it is another rank's, or other micro-batches came since it was.
             RuntimeError: ``reproducible`` is no number.
         """
-        self.reduce.micro_batch(index)
+        self._packed.reduce.micro_batch(index)
 
     def _note_clip(self, decision: Decision | None) -> None:
         """Keep a decision on the present gradients; ``None`` forgets the last one."""
         self._clipped = decision
-        self._clipped_version = self.reduce.edits.version() if decision else 0
+        self._clipped_version = self._packed.reduce.edits.version() if decision else 0
 
     def _pending_clip(self) -> Decision | None:
         """The last clip, as long as the gradients are those that it saw."""
-        if self._clipped is not None and self.reduce.touched:
+        reduce = self._packed.reduce
+        if self._clipped is not None and reduce.touched:
             self._clipped = None
             warn_first(
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
                 "been folded into the step; clip once, after the last backward of a step"
             )
-        if self._clipped is not None and self.reduce.edits.version() != self._clipped_version:
+        if self._clipped is not None and reduce.edits.version() != self._clipped_version:
             raise RuntimeError(
                 "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
                 "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
@@ -274,7 +264,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 ``clip_grad_norm_``. In :meth:`step`, on all ranks: some ranks did not call it, or
                 there are no tokens at all.
         """
-        if self.reduce.backwards and not self.reduce.has_gradients:
+        reduce = self._packed.reduce
+        if reduce.backwards and not reduce.has_gradients:
             self._note_clip(None)
             self._drop_tokens()  # cleared by the model's zero_grad, or one by one
         if self._clipped is not None:
@@ -282,23 +273,24 @@ class ShardedOptimizer(StatefulOptimizer):
                 "count: called after clip_grad_norm_, which has divided by the tokens of this "
                 "step; count each micro-batch before its backward, and clip after the last one"
             )
-        if self.reduce.at_step and not self._warned_of_schedules:
+        if reduce.at_step and not self._warned_of_schedules:
             self._warned_of_schedules = True
             warn_first(
                 "count: torch's schedules divide gradients by the micro-batches, and the tokens "
                 "divide them again; build the schedule with scale_grads=False"
             )
-        self.decider.counting().add(tokens, self.reduce.backwards)
+        self._packed.decider.counting().add(tokens, reduce.backwards)
 
     def _drop_tokens(self) -> None:
         """Forget the tokens whose gradients are dropped; not those of a batch that is to come."""
-        if self.reduce.backwards:
-            self.decider.tokens.clear()
-        self.reduce.backwards = 0
+        packed = self._packed
+        if packed.reduce.backwards:
+            packed.decider.tokens.clear()
+        packed.reduce.backwards = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
-        scale = self.decider.loss_scale
+        scale = self._packed.decider.loss_scale
         return loss if scale is None else scale.apply(loss)
 
     @torch.no_grad()
@@ -321,7 +313,7 @@ class ShardedOptimizer(StatefulOptimizer):
             )
         clip = self._pending_clip()
         self._reduce()
-        self.reduce.gather()
+        self._packed.reduce.gather()
         if clip is not None:
             self._note_clip(clip)
 
@@ -353,12 +345,12 @@ class ShardedOptimizer(StatefulOptimizer):
             TypeError, ValueError: ``max_norm``, or a group's ``max_grad_norm``, is not a number
                 above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
-        call = "clip_grad_norm_"
-        bound = validate.clip_bound(call, self.originals, parameters, "max_norm", max_norm)
-        validate.check_norm(call, norm_type, self.config.norm_type, error_if_nonfinite)
+        call, packed = "clip_grad_norm_", self._packed
+        bound = validate.clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
+        validate.check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
         clip = self._pending_clip()
         self._reduce()
-        decision = self.decider.decide(bound, clip)
+        decision = packed.decider.decide(bound, clip)
         self._note_clip(decision)
         return decision.norm.float()
 
@@ -374,11 +366,11 @@ class ShardedOptimizer(StatefulOptimizer):
         Non-finite gradients still skip the step.
         """
         bound = validate.clip_bound(
-            "clip_grad_value_", self.originals, parameters, "clip_value", clip_value
+            "clip_grad_value_", self._packed.originals, parameters, "clip_value", clip_value
         )
         clip = self._pending_clip()
         self._reduce()
-        self.decider.clip_value(bound, clip)
+        self._packed.decider.clip_value(bound, clip)
         if clip is not None:
             self._note_clip(clip)
 
@@ -389,7 +381,7 @@ class ShardedOptimizer(StatefulOptimizer):
         Assign another one, or a 0-dim tensor on the device, such as the tokens of all ranks, before
         the first synchronised backward of a step, on every rank; ``None`` for the usual.
         """
-        return self.reduce.divisor.value
+        return self._packed.reduce.divisor.value
 
     @divisor.setter
     def divisor(self, value: float | Tensor | None) -> None:
@@ -398,7 +390,7 @@ class ShardedOptimizer(StatefulOptimizer):
             raise ValueError(
                 f"divisor: expected a number above 0, a 0-dim tensor or None, got {value!r}"
             )
-        self.reduce.divisor.given = value
+        self._packed.reduce.divisor.given = value
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -424,7 +416,7 @@ class ShardedOptimizer(StatefulOptimizer):
             RuntimeError: without the option ``metrics``.
             ValueError: a label's pattern matches no parameter.
         """
-        measured = self.hook_of("metrics")
+        measured = self._packed.hook_of("metrics")
         if measured is None:
             raise RuntimeError(
                 "metrics: nothing is measured; pass metrics=True to shard(), or a number of steps"
@@ -435,18 +427,18 @@ class ShardedOptimizer(StatefulOptimizer):
     @property
     def loss_scale(self) -> Tensor | None:
         """0-dim; ``None`` where none is in use."""
-        scale = self.decider.loss_scale
+        scale = self._packed.decider.loss_scale
         return None if scale is None else scale.value
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped, for what reason ever. Reading it waits for the device."""
-        return self.decider.skips.skipped_steps
+        return self._packed.decider.skips.skipped_steps
 
     @property
     def guarded_steps(self) -> int:
         """Spikes that the ``guard`` skipped or clipped. Reading it waits for the device."""
-        guard = self.decider.signal_of("guard")
+        guard = self._packed.decider.signal_of("guard")
         return 0 if guard is None else int(guard.numbers[0])
 
     @property
@@ -459,26 +451,24 @@ class ShardedOptimizer(StatefulOptimizer):
     def train(self, mode: bool = True) -> None:
         """Switch optimizers that have modes (schedule-free ones); every rank must call it."""
         self.wait_sync()
-        switched = [update.switch("train" if mode else "eval") for update in self.updates]
+        to = "train" if mode else "eval"
+        switched = [update.switch(to) for update in self._packed.updates]
         if any(switched):  # masters may have changed and were published
-            self.sync()
+            self._packed.sync()
 
     def eval(self) -> None:
         """The evaluation mode of :meth:`train`."""
         self.train(False)
 
-    def __dir__(self) -> list[str]:
-        """Names for scripts: those of any torch optimizer, and those of ours that the docs list."""
-        known = FOR_SCRIPTS.union(dir(torch.optim.Optimizer), ("defaults", "param_groups", "state"))
-        return [name for name in super().__dir__() if name.startswith("_") or name in known]
-
     def __getattr__(self, name: str) -> Any:
-        originals = self.__dict__.get("originals")
-        methods = [update.own_method(name) for update in self.__dict__.get("updates", ())]
+        packed = self.__dict__.get("_packed")
+        if packed is None:
+            raise AttributeError(name)
+        methods = [update.own_method(name) for update in packed.updates]
         found = [method for method in methods if method is not None]
         if len(found) == 1:
             return partial(self._call_own, found[0], name)
-        raise without_method(name, originals.optimizers if originals else ())
+        raise without_method(name, packed.originals.optimizers)
 
     @torch.no_grad()
     def _call_own(self, method: OwnMethod, name: str, *args: Any, **named: Any) -> None:
@@ -490,21 +480,23 @@ class ShardedOptimizer(StatefulOptimizer):
             AttributeError: on all ranks: the method lets elements meet, or returns something.
         """
 
+        packed = self._packed
+
         def check() -> None:
             if not method.fits(args, named):
-                raise without_method(name, self.originals.optimizers)
+                raise without_method(name, packed.originals.optimizers)
 
-        self.process_groups.everyone.together(check, self.device, name)
+        packed.process_groups.everyone.together(check, packed.device, name)
         decision = self._pending_clip()
         if decision is None:
             self._reduce()
-            decision = self.decider.decide(None, judges=False)
-        self.sync.wait()
+            decision = packed.decider.decide(None, judges=False)
+        packed.sync.wait()
         method.call(decision, args, named)
-        self.sync()
+        packed.sync()
 
     def __repr__(self) -> str:
-        return f"Sharded{self.originals.name}: {self.layout.lines()[0]}"
+        return f"Sharded{self._packed.originals.name}: {self.layout.lines()[0]}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

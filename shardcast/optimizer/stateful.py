@@ -1,4 +1,4 @@
-"""State in and out: of this rank, of all ranks, and averages of weights."""
+"""Groups and state in and out: of this rank, of all ranks, and averages of weights."""
 
 from __future__ import annotations
 
@@ -9,33 +9,99 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.comm import ProcessGroups, warn_first
-from shardcast.memory.shard import Shard
+from shardcast.comm import warn_first
+from shardcast.config import ShardcastConfig
 from shardcast.messages import called_by_dcp, caller_of, outside_as_plain
 from shardcast.optimizer.digest import digest
 from shardcast.optimizer.full_state import FullState
+from shardcast.optimizer.memory_report import MemoryReport
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView, refuse_write
+from shardcast.plan.layout import Layout
 from shardcast.step.decide.decision import Decision
 
 # Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
 KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 
 
-class StatefulOptimizer(PackedOptimizer):
-    """Masters and state of the packs, for scripts and for torch's own helpers."""
+class StatefulOptimizer(torch.optim.Optimizer):
+    """Groups, masters and state of the packs, for scripts and for torch's own helpers."""
 
     _warned = False
     _clipped: Decision | None = None  # by a clip, on the present gradients; loading forgets it
+    _ready = False  # torch's own set-up fills in groups and state, which ours are already
 
-    def __init__(
-        self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
-        dtypes: Sequence[Mapping[str, torch.dtype]],
-    ) -> None:  # fmt: skip
-        super().__init__(plan, shards, process_groups, dtypes)
-        self._states, self._full = StateDict(self), FullState(self)
+    def __init__(self, packed: PackedOptimizer) -> None:
+        self._packed = packed
+        self._states, self._full = StateDict(packed), FullState(packed)
+        originals = packed.originals
+        several = len(originals.optimizers) > 1
+        super().__init__(originals.groups, {} if several else originals.optimizers[0].defaults)
+        self._ready = True
+
+    @property
+    def config(self) -> ShardcastConfig:
+        """The options that hold."""
+        return self._packed.config
+
+    @property
+    def layout(self) -> Layout:
+        """All packs, slots and spans, equal on all ranks; ``print`` it."""
+        return self._packed.layout
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the original optimizers, whose own lists hold them.
+
+        What is assigned goes there: other options for the same parameters, and further groups,
+        which are added; every rank must then assign the same. A group that is removed, or that has
+        got other parameters, is an error of the next step.
+        """
+        return self._packed.originals.groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+        if self._ready:
+            for group in self._packed.originals.assign(value):
+                self.add_param_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of model parameters, in packs of its own; every rank must add the same one.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: on every rank, as of ``shard()``; nothing is added.
+        """
+        if not self._ready:  # the original optimizers' own have been checked
+            return
+        originals = self._packed.originals
+        if len(originals.optimizers) > 1:
+            raise RuntimeError(
+                f"add_param_group: {originals.name} are sharded together; add the group to "
+                "one of optimizer.optimizers"
+            )
+        self._packed.add_group(0, param_group)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that this rank holds, by kind: parameters, gradients, masters, state, averages.
+
+        A dictionary; ``print(optimizer.memory_report())`` shows a table, ``.total`` is the sum.
+        """
+        return self._packed.memory_report()
+
+    def close(self, restore: bool = True) -> None:
+        """End the training: give the model back as it was given, in fp32 from the masters.
+
+        Every rank must call it. Use this optimizer no more; the model may be trained without it,
+        or sharded anew. Parameters that no optimizer held, and buffers, keep their rounding.
+
+        Args:
+            restore: without it nothing is gathered, and no other rank is waited for: the model
+                stays in low precision, and a ``shard()`` of it goes on from the fp32 masters, which
+                this rank keeps until then. So it is, whatever is said, while an exception is
+                handled, as in a ``finally:`` after it.
+        """
+        self._packed.close(restore)
 
     def digest(self) -> str:
         """A hash of all masters and optimizer state, 16 hexadecimal digits; all ranks must call it.
@@ -44,8 +110,9 @@ class StatefulOptimizer(PackedOptimizer):
         runs are equal bit for bit, or whether a checkpoint was loaded as it was saved. Costs a pass
         over the own masters and state, and waits for the device.
         """
-        self.process_groups.everyone.together(self.resync_masters, self.device, "digest")
-        return digest(self)
+        packed = self._packed
+        packed.process_groups.everyone.together(packed.resync_masters, packed.device, "digest")
+        return digest(packed)
 
     def check_copies(self) -> None:
         """Raise a RuntimeError on every rank, which must call it, if copies differ in a bit.
@@ -66,7 +133,7 @@ class StatefulOptimizer(PackedOptimizer):
             return self._full.names
         if called_by_dcp("state"):
             raise outside_as_plain("state")
-        return StateView(self.shards, self.update_of)
+        return StateView(self._packed.shards, self._packed.update_of)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -88,7 +155,7 @@ class StatefulOptimizer(PackedOptimizer):
             RuntimeError: on every rank, beside model parallelism, or inside :meth:`averaged`; of
                 :meth:`step` inside it.
         """
-        self.refuse_averaged("as_plain")
+        self._packed.refuse_averaged("as_plain")
         with self._full.as_plain():
             yield
 
@@ -118,7 +185,7 @@ class StatefulOptimizer(PackedOptimizer):
         return result
 
     def _warn_of_a_part(self, module: str) -> None:
-        comm = self.process_groups.everyone
+        comm = self._packed.process_groups.everyone
         if comm.size > 1 and not self._warned and not module.startswith(KEEP_PARTS):
             self._warned = True
             warn_first(
@@ -137,7 +204,7 @@ class StatefulOptimizer(PackedOptimizer):
         Raises:
             ValueError: on every rank, if one cannot load its state; nothing is changed then.
         """
-        self.refuse_averaged("load_state_dict")
+        self._packed.refuse_averaged("load_state_dict")
         self.wait_sync()
         loaded: Any = dict(state_dict) if isinstance(state_dict, Mapping) else list(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -173,7 +240,8 @@ class StatefulOptimizer(PackedOptimizer):
             ValueError: on every rank, for the name of no average.
             RuntimeError: on every rank, if an average is in the model already.
         """
-        switched: AbstractContextManager[None] = self.averages_of("averaged", name).switched(name)
+        averages = self._packed.averages_of("averaged", name)
+        switched: AbstractContextManager[None] = averages.switched(name)
         return switched
 
     def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
@@ -189,7 +257,7 @@ class StatefulOptimizer(PackedOptimizer):
             ValueError: on every rank, for another name, and a parameter that is missing or has
                 another shape; nothing is changed then.
         """
-        self.averages_of("load_average", name).load(name, weights, steps)
+        self._packed.averages_of("load_average", name).load(name, weights, steps)
 
     def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
         """The unsharded optimizer's ``state_dict``, on rank 0; empty elsewhere. All must call it.
@@ -204,7 +272,7 @@ class StatefulOptimizer(PackedOptimizer):
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
         """:meth:`full_state_dict` of each of the optimizers that were given; empty off rank 0."""
-        places = range(len(self.originals.optimizers))
+        places = range(len(self._packed.originals.optimizers))
         return [state for state in map(self._full.gather, places) if state]
 
     def wait_sync(self) -> None:
@@ -215,4 +283,9 @@ class StatefulOptimizer(PackedOptimizer):
         everything of this optimizer and of checkpoints wait by themselves. On a GPU it is the
         current stream that waits: call it before forwards on other streams branch off.
         """
-        self.sync.wait()
+        self._packed.sync.wait()
+
+
+def packed_of(optimizer: StatefulOptimizer) -> PackedOptimizer:
+    """What ``optimizer`` works with, for adapters and checkpoints of this library."""
+    return optimizer._packed

@@ -16,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.optim.lr_scheduler import ExponentialLR
 
 from shardcast.accelerate import ShardcastAccelerator
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(90)
@@ -232,7 +233,7 @@ def test_a_state_of_fewer_models_is_refused(tmp_path: Path) -> None:
 def test_a_skipped_step_of_one_model_does_not_hold_back_the_schedule_of_another() -> None:
     gan = Gan(accelerator_of("ours"))
     optimizers = gan.of_generator, gan.of_critic
-    plain = [one for it in optimizers for one in it.optimizer.originals.optimizers]
+    plain = [one for it in optimizers for one in packed_of(it.optimizer).originals.optimizers]
     schedules = gan.accelerator.prepare(*(ExponentialLR(one, 0.5) for one in plain))
     for optimizer, schedule, factor in zip(optimizers, schedules, (math.nan, 1.0), strict=True):
         gan.accelerator.backward(gan.critic(gan.generator(torch.ones(6, 5))).sum() * factor)

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardcast.lightning import EvaluateAverage, LogMetrics, ShardcastStrategy
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = [
@@ -190,13 +191,16 @@ class Watching(Net):
         self.training_saw: set[Any] = set()
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        self.training_saw.add(self.trainer.strategy.precision_plugin.sharded[0].average_in_model)
+        (sharded,) = self.trainer.strategy.precision_plugin.sharded
+        self.training_saw.add(packed_of(sharded).average_in_model)
         return super().training_step(batch, index)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         (sharded,) = self.trainer.strategy.precision_plugin.sharded
         expected = sharded.full_parameters("ema")["net.0.weight"]
-        self.seen.append((sharded.average_in_model, torch.equal(expected, self.net[0].weight)))
+        self.seen.append(
+            (packed_of(sharded).average_in_model, torch.equal(expected, self.net[0].weight))
+        )
         super().validation_step(batch, index)
 
 

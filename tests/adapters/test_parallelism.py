@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shardcast.accelerate import ShardcastAccelerator
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -127,7 +128,7 @@ def train(_group: Any, sizes: dict[str, int], folder: str = "", resume: bool = F
         if folder and not resume and step == STEPS // 2 - 1:
             accelerator.save_state(folder)
     log["params"] = accelerator.get_state_dict(model)
-    grid = accelerator.sharded_optimizer.process_groups
+    grid = packed_of(accelerator.sharded_optimizer).process_groups
     log["grid"] = grid.shard.size, grid.dp.size, grid.model.size
     accelerator.free_memory(model)
     return log

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from shardcast.optimizer import frameworks
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import SpawnedWorld, spawn_world
 from shardcast.transformers import ShardcastTrainer, ShardcastTrainerMixin
 
@@ -125,7 +126,7 @@ class Evaluating(ShardcastTrainerMixin, transformers.Trainer):
     """Notes what is in the model: the trained weights at each evaluation step."""
 
     def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.seen = (self.optimizer.optimizer.average_in_model, weights(model))
+        self.seen = (packed_of(self.optimizer.optimizer).average_in_model, weights(model))
         return super().prediction_step(model, *args, **kwargs)
 
 

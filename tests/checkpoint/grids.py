@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardcast
+from shardcast.optimizer.stateful import packed_of
 
 DEPTH = 4
 # Rows that do not divide evenly, columns, a copy that is a DTensor; all else is a plain copy.
@@ -127,10 +128,10 @@ class Job:
     def found(self) -> Found:
         """All that this rank has, in indices of whole tensors; what is published as well."""
         found: Found = {}
-        for shard in self.optimizer.shards:
+        for shard in packed_of(self.optimizer).shards:
             for number, fragment, param in shard.owned():
                 name, here = fragment.slot.name, slice(*fragment.param_range)
-                state = self.optimizer.update_of(shard).fragment_state(shard, number)
+                state = packed_of(self.optimizer).update_of(shard).fragment_state(shard, number)
                 for key, value in {"master": shard.exact(fragment), **state}.items():
                     index = indices(param)[here] if value.dim() else torch.zeros(1).long()
                     found[f"{name}/{key}"] = index, value.detach().reshape(-1).clone()

@@ -30,6 +30,7 @@ from models import job, parts
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory
+from shardcast.optimizer.stateful import packed_of
 
 RANKS = 2
 
@@ -48,9 +49,9 @@ def save_steps(folder: Path, rank: int, steps: range, points: Counting) -> None:
     model, optimizer = job(dist.group.WORLD, steps=0)
     for step in steps:
         with torch.no_grad():
-            for master in optimizer.shards:
+            for master in packed_of(optimizer).shards:
                 master.data.fill_(float(step))
-        optimizer.publish()  # else the parameters are taken for edits of a script
+        packed_of(optimizer).publish()  # else the parameters are taken for edits of a script
         watched = at_each_point(points) if step > steps[0] else contextlib.nullcontext()
         with watched:
             checkpoint.save(folder, model, optimizer, step=step, keep=2)

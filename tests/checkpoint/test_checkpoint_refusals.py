@@ -34,6 +34,7 @@ from shardcast.checkpoint import (
 )
 from shardcast.checkpoint.directory import MANIFEST, MARKER
 from shardcast.checkpoint.storage import digest_of
+from shardcast.optimizer.stateful import packed_of
 
 pytestmark = pytest.mark.timeout(60)
 NEWEST = "step-000000002"
@@ -133,7 +134,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
                                       lambda run, rank, *pair: save(run / "one", *pair, step=1),
                                       lambda run: save(run / "one", *job(), step=1)),
     "a plain optimizer": (TypeError, "optimizer", lambda run, rank, model, optimizer: save(
-        run, model, optimizer.originals.optimizers[0], step=3)),
+        run, model, packed_of(optimizer).originals.optimizers[0], step=3)),
     "other arguments on a rank": (ValueError, r"rank 1: .*4", lambda run, rank, *pair: save(
         run, *pair, step=3 + rank)),
     # load

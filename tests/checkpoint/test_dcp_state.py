@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -221,7 +222,7 @@ def test_a_state_that_dcp_asks_for_outside_of_as_plain_is_an_error_by_name(
         for call in calls:
             with pytest.raises(RuntimeError, match=r"inside `with optimizer\.as_plain\(\):`"):
                 call()
-        assert optimizer.digest() == before and optimizer.comm.steps == 3 * began
+        assert optimizer.digest() == before and packed_of(optimizer).comm.steps == 3 * began
         assert all(param.grad is None for param in model.parameters())
 
     ThreadedWorld(2).run(run)
@@ -242,14 +243,14 @@ def test_a_state_that_is_asked_for_before_a_first_step_changes_no_later_one():
         state = plain_state(*pairs[0])
         assert all((v["momentum_buffer"] == 0).all() for v in state["state"].values())
         assert len(state["state"]) == 6 and dict(pairs[0][1].state) == {}
-        assert pairs[0][1].comm.steps == 0
+        assert packed_of(pairs[0][1]).comm.steps == 0
         for model, optimizer in pairs:
             for _ in range(4):
                 loss = model(BATCH).square().mean()
                 loss.backward()
                 optimizer.step(loss=loss)
                 optimizer.zero_grad()
-        states = [optimizer.decider.signal_of("guard").state_dict() for _, optimizer in pairs]
+        states = [packed_of(it).decider.signal_of("guard").state_dict() for _, it in pairs]
         assert states[0] == states[1]
         assert_same_bits(*(everything(*pair) for pair in pairs))
 
@@ -288,7 +289,7 @@ def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(rank: int, call: A
         model, optimizer = shard(group, lambda m: torch.optim.RMSprop(m.parameters()))
         train(model, optimizer)
         if group.rank() == rank:
-            (update,) = optimizer.updates
+            (update,) = packed_of(optimizer).updates
             stock = update.fragment_state
             update.fragment_state = lambda *args: {**stock(*args), "extra": lambda: None}
         with pytest.raises(Exception, match=r"lambda|pickle") as raised:

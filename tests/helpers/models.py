@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 LOW = (torch.bfloat16, torch.float16)
@@ -226,7 +227,7 @@ def values(model: nn.Module) -> Tensors:
 def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, str], Tensor]:
     """Copies of what this rank owns: masters, moments and steps by name and element range."""
     found, held = {}, optimizer.state
-    for shard in optimizer.shards:
+    for shard in packed_of(optimizer).shards:
         for _, fragment, param in shard.owned():
             key = (fragment.slot.name, *fragment.param_range)
             found[(*key, "master")] = shard.exact(fragment).detach().clone()

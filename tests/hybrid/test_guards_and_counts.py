@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
 from shardcast import checkpoint
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import threaded_world
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:step skipped")]
@@ -81,7 +82,8 @@ def guarded(mesh: Any, steps: range, path: Path | None = None, resumes: bool = F
     part, model, optimizer = build(mesh, guard=GUARD)
     if resumes:
         checkpoint.load(path, part, optimizer)
-    last = mesh is None or optimizer.comm.rank == optimizer.comm.size - 1
+    comm = packed_of(optimizer).comm
+    last = mesh is None or comm.rank == comm.size - 1
     skipped, norms, moved = set(), [], []
     for step in steps:
         before = local(model)
@@ -153,7 +155,7 @@ def counted(mesh: Any, grads: str) -> list[tuple[dict[str, Tensor], float, bool]
         mesh, param_dtype=torch.float16, loss_scale="dynamic", loss_scale_init=FIRST_SCALE,
         grads=grads,
     )  # fmt: skip
-    rank, dims = optimizer.comm.rank, mesh.mesh_dim_names
+    rank, dims = packed_of(optimizer).comm.rank, mesh.mesh_dim_names
     scales = "pp" not in dims or mesh.get_local_rank("pp") == 1
     seen = []
     for step in range(3):

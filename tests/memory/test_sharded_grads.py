@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import _compat
+from shardcast.optimizer.stateful import packed_of
 from shardcast.step.reduce.reduce_pass import WINDOW
 from shardcast.testing import SpawnedWorld, ThreadedWorld
 
@@ -80,7 +81,7 @@ def held(group: Any, grads: str, micro: int, to_none: bool = True) -> tuple[int,
     optimizer = shardcast.shard(
         model, adamw(model), process_group=group, grads=grads, pack_params=1
     )
-    packs = optimizer.reduce.grads
+    packs = packed_of(optimizer).reduce.grads
     most = 0
 
     def look(_param: Tensor) -> None:
@@ -252,7 +253,7 @@ def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next():
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         for _ in range(2):
             model(batch).float().square().mean().backward()
-        (shard,) = optimizer.shards
+        (shard,) = packed_of(optimizer).shards
         assert shard.grads is not None and shard.grads.own.dtype == torch.float32
         summed = weakref.ref(shard.grads.own)
         optimizer.step()

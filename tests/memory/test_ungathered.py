@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 import shardcast
 from shardcast.memory import gradients, ungathered
 from shardcast.memory.ungathered import UngatheredGradient
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)
@@ -227,7 +228,7 @@ def test_gradients_leave_nothing_behind_when_the_optimizer_goes():
             model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group
         )
         model(torch.ones(2, 40)).float().sum().backward()
-        seen, grad = weakref.ref(optimizer.shards[0].grads), model.weight.grad
+        seen, grad = weakref.ref(packed_of(optimizer).shards[0].grads), model.weight.grad
         optimizer.close()
         del optimizer
         gc.collect()

@@ -16,6 +16,7 @@ from test_weight_edits import KINDS
 from torch import Tensor, nn
 
 import shardcast
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -173,7 +174,8 @@ def test_a_closed_optimizer_that_a_script_keeps_holds_no_state_nor_operands():
     optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
     install(model, 0)
     optimizer.step()
-    update = weakref.ref(optimizer.update_of(optimizer.shards[0]))
+    packed = packed_of(optimizer)
+    update = weakref.ref(packed.update_of(packed.shards[0]))
     assert update() is not None and optimizer.memory_report()["state"]
     optimizer.close()
     gc.collect()
@@ -189,7 +191,7 @@ def test_close_gives_a_group_that_was_added_later_its_fp32_masters():
         for param in model.parameters():
             param.grad = torch.full_like(param, 0.3)
         optimizer.step()
-        masters = optimizer.comm.share(optimizer.full_parameters(), torch.device("cpu"))
+        masters = packed_of(optimizer).comm.share(optimizer.full_parameters(), torch.device("cpu"))
         optimizer.close()
         for name, param in model.named_parameters():
             assert torch.equal(param, masters[name]), name

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcast.memory.codecs import ROW
+from shardcast.optimizer.stateful import packed_of
 
 CASTS = 2  # eagerly: one to compare with what the model shows, one into the pack
 pytestmark = pytest.mark.timeout(60)
@@ -58,8 +59,8 @@ def count_step(
     """Casts in the micro-batches under ``no_sync``, in the last one, and in the step."""
     model = CASES[case].build()
     optimizer = sharded(model, group, param_dtype=dtype, **fields)
-    packs = [master.pack.data for master in optimizer.shards]
-    masters = [m.data for m in optimizer.shards if not m.in_place]
+    packs = [master.pack.data for master in packed_of(optimizer).shards]
+    masters = [m.data for m in packed_of(optimizer).shards if not m.in_place]
     found: dict[str, Any] = {}
     for step in range(2):  # the second one has its buffers
         for micro in range(micros):
@@ -76,7 +77,7 @@ def count_step(
     rank = 0 if group is None else group.rank()
     found["of packs"] = int(sum(c.sum() for c in counter.counts[: len(packs)]))
     wrong = []  # elements of parameters, not padding, that were not cast as often as is said
-    low = [master for master in optimizer.shards if not master.in_place]
+    low = [master for master in packed_of(optimizer).shards if not master.in_place]
     for master, counts in zip(low, counter.counts[len(packs) :], strict=True):
         if group is None:  # its pack ends within a row, which is cast in a padded copy
             counts[len(counts) // ROW * ROW :] = CASTS
@@ -145,7 +146,7 @@ def test_autocast_casts_every_matrix_in_every_forward(case: str):
 
 def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a step that casts twice is noticed."""
-    from shardcast.optimizer.sharded import ShardedOptimizer
+    from shardcast.optimizer.packed import PackedOptimizer
     from shardcast.step.sync.sync import Sync
 
     original = Sync.__call__
@@ -156,13 +157,13 @@ def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
         original(self)
 
     holder: list[Any] = []
-    activate = ShardedOptimizer.activate
+    activate = PackedOptimizer.activate
 
-    def hold(self: ShardedOptimizer, shard: Any) -> None:
+    def hold(self: PackedOptimizer, shard: Any) -> None:
         holder.append(shard)
         activate(self, shard)
 
-    monkeypatch.setattr(ShardedOptimizer, "activate", hold)
+    monkeypatch.setattr(PackedOptimizer, "activate", hold)
     monkeypatch.setattr(Sync, "__call__", twice)
     assert count_step(None, "mlp", BF16, {})["wrong"]
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
 from shardcast.optimizer import full_state
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world, threaded_world
 
 pytestmark = [
@@ -279,7 +280,7 @@ def clip(*arguments: Any, **options: Any) -> Any:
 
 
 def original(name: str) -> Any:
-    return lambda _model, optimizer: getattr(optimizer.originals.optimizers[0], name)()
+    return lambda _model, optimizer: getattr(packed_of(optimizer).originals.optimizers[0], name)()
 
 
 def convert(to: str) -> Any:
@@ -351,10 +352,10 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
        for name in ("step", "add_param_group", "state_dict", "load_state_dict", "zero_grad",
                     "register_step_post_hook")},
     "the original's state": (
-        lambda model, optimizer: optimizer.originals.optimizers[0].state[model.a.weight],
+        lambda model, optimizer: packed_of(optimizer).originals.optimizers[0].state[model.a.weight],
         RuntimeError, "state of the original optimizer"),
     "a copy of the original": (
-        lambda _, optimizer: copy.deepcopy(optimizer.originals.optimizers[0]),
+        lambda _, optimizer: copy.deepcopy(packed_of(optimizer).originals.optimizers[0]),
         RuntimeError, "state of the original optimizer"),
     **{f"converted by {to}": (convert(to), RuntimeError, r"'a\.weight' was moved out of its pack")
        for to in ("double", "half")},
@@ -642,7 +643,9 @@ def test_an_error_in_a_gathering_call_is_raised_on_all_ranks(
         install(model, 0)
         optimizer.step()
         if broken == f"rank {group.rank()}":
-            optimizer.updates[0].fragment_state = optimizer.resync_masters = fault
+            packed_of(optimizer).updates[0].fragment_state = packed_of(optimizer).resync_masters = (
+                fault
+            )
         with pytest.raises((RuntimeError, KeyError), match="no room"):
             getattr(optimizer, call)()
 

@@ -15,6 +15,7 @@ import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
 
 from shardcast import ShardcastConfig, checkpoint, option_values
+from shardcast.optimizer.stateful import packed_of
 
 pytestmark = pytest.mark.timeout(60)
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
@@ -51,7 +52,7 @@ def test_the_signal_of_one_rank_has_a_step_skipped_on_all(config: type[Shardcast
         for step in range(3):
             before = values(model)
             case.loss(model, case.batch(step)).backward()
-            optimizer.decider.signal_of("veto").vetoed = step == 1 and group.rank() == 1
+            packed_of(optimizer).decider.signal_of("veto").vetoed = step == 1 and group.rank() == 1
             optimizer.step()
             optimizer.zero_grad()
             same = all(map(torch.equal, values(model).values(), before.values()))
@@ -73,17 +74,17 @@ def test_the_step_hook_keeps_norms_over_a_checkpoint(config: type[ShardcastConfi
             optimizer.step()
             norms.append(optimizer.grad_norm)
             optimizer.zero_grad()
-        kept = optimizer.hook_of("norms").last
+        kept = packed_of(optimizer).hook_of("norms").last
         torch.testing.assert_close(kept.float(), torch.stack(norms[1:]), rtol=0, atol=0)
         checkpoint.save(tmp_path, model, optimizer, step=3)
         again = case.build()
         other = sharded(again, group, config=given)
         checkpoint.load(tmp_path, again, other)
-        assert_same_bits({"norms": other.hook_of("norms").last}, {"norms": kept})
+        assert_same_bits({"norms": packed_of(other).hook_of("norms").last}, {"norms": kept})
         state = optimizer.state_dict()
-        other.hook_of("norms").last.zero_()
+        packed_of(other).hook_of("norms").last.zero_()
         other.load_state_dict(state)
-        assert_same_bits({"norms": other.hook_of("norms").last}, {"norms": kept})
+        assert_same_bits({"norms": packed_of(other).hook_of("norms").last}, {"norms": kept})
 
     run_world(2, run)
 

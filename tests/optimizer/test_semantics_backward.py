@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,7 +31,7 @@ def test_a_gradient_penalty_costs_no_round_of_its_own():
     check(sgd, script, tol=1e-6)
 
     def count(model: nn.Module, optimizer: Any, batch: Tensor) -> int:
-        log = optimizer.comm.group.log
+        log = packed_of(optimizer).comm.group.log
         begun = len(log)
         script(model, optimizer, batch, True)
         return [call.op for call in log[begun:]].count("all_to_all_single")
@@ -117,7 +118,7 @@ def test_closing_after_a_failed_backward_waits_for_what_it_sent():
         with pytest.raises(MemoryError):
             model[2:](hidden).square().mean().backward()
         optimizer.close()
-        return any(call.async_op for call in optimizer.comm.group.log)
+        return any(call.async_op for call in packed_of(optimizer).comm.group.log)
 
     assert on_ranks(script, pack_params=1, grads="sharded") == [True] * 2, "it was on the way"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import shardcast
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
@@ -197,7 +198,7 @@ def test_a_copy_of_the_state_is_plain():
 
 def original(optimizer: Any) -> torch.optim.Optimizer:
     sharded = isinstance(optimizer, shardcast.ShardedOptimizer)
-    return optimizer.originals.optimizers[0] if sharded else optimizer
+    return packed_of(optimizer).originals.optimizers[0] if sharded else optimizer
 
 
 def sets_a_place(optimizer: Any, groups: list[dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ from models import (
 )
 from torch import Tensor, nn
 
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -118,7 +119,7 @@ def test_a_group_of_one_rank_issues_no_collective():
 def test_more_ranks_than_elements_leave_some_ranks_without_any():
     def count(group: Any) -> list[int]:
         optimizer = sharded(CASES["tiny"].build(), group, alignment=8)
-        return [len(optimizer.shards[0].fragments), optimizer.memory_report()["state"]]
+        return [len(packed_of(optimizer).shards[0].fragments), optimizer.memory_report()["state"]]
 
     ranks, _ = run_world(4, count)
     assert [fragments for fragments, _ in ranks] == [1, 1, 0, 0]
@@ -146,7 +147,7 @@ def abandoned(size: int, how: str) -> dict[str, weakref.ref[Any]]:
         if how != "never stepped":
             CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
             optimizer.step()
-        pack = optimizer.shards[0].pack
+        pack = packed_of(optimizer).shards[0].pack
         if how.startswith("closed"):
             optimizer.close(restore=how == "closed")
         found = {"optimizer": optimizer, "model": model, "parameter": model.a.weight, "pack": pack}

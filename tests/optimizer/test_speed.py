@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardcast.comm import Comm
 from shardcast.memory.pack import Pack
+from shardcast.optimizer.stateful import packed_of
 from shardcast.plan.algorithms import Topology
 from shardcast.testing import SpawnedWorld
 
@@ -177,7 +178,7 @@ def passes_of_a_step(group: Any, slow: str) -> dict[str, Any]:
     model = CASES["gpt"].build()
     options = {"param_dtype": BF16, "autocast": False}  # all packs are low
     optimizer = sharded(model, group, max_grad_norm=1.0, **options)
-    (master,) = optimizer.shards
+    (master,) = packed_of(optimizer).shards
     found: dict[str, Any] = {}
     for step in range(3):  # the last one has its buffers
         grads, params = master.grads.data, master.pack.data

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardcast import checkpoint
+from shardcast.optimizer.stateful import packed_of
 
 pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -52,7 +53,7 @@ def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_a
             inside = optimizer.state_dict()["state"]
             for number, values_of_param in state.items():
                 assert_same_bits(values_of_param, inside[number])
-            for call in (optimizer.step, optimizer.close, optimizer.publish,
+            for call in (optimizer.step, optimizer.close, packed_of(optimizer).publish,
                          lambda: optimizer.averaged("ema").__enter__(),
                          lambda: checkpoint.load_plain(model, optimizer, other),
                          lambda: optimizer.load_state_dict({})):  # fmt: skip

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
 from shardcast.memory.shard import take_moved
+from shardcast.optimizer.stateful import packed_of
 from shardcast.step.update import fused
 from shardcast.step.update.fusion import Executor
 from shardcast.testing import ThreadedWorld, threaded_world
@@ -284,8 +285,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def take_by_hand(optimizer: Any) -> None:
     """The rule written down once more: published bits that are not the cast's are the master."""
     optimizer.wait_sync()
-    take_moved(optimizer.shards)
-    for shard in optimizer.shards if optimizer.config.master != "split16" else ():
+    take_moved(packed_of(optimizer).shards)
+    for shard in packed_of(optimizer).shards if optimizer.config.master != "split16" else ():
         for fragment in shard.fragments if not shard.in_place else ():
             published = shard.published[shard.local(fragment.start, fragment.stop)]
             master = shard.exact(fragment).clone()
@@ -368,10 +369,10 @@ def test_a_compiled_update_takes_the_same_edits_and_no_others(way: str):
     for step in range(4):
         install(model, step)
         optimizer.step()
-        before = optimizer.shards[0].data.clone()
+        before = packed_of(optimizer).shards[0].data.clone()
         take_by_hand(optimizer)
-        assert torch.equal(optimizer.shards[0].data, before)
-    rounded = before != optimizer.shards[0].published
+        assert torch.equal(packed_of(optimizer).shards[0].data, before)
+    rounded = before != packed_of(optimizer).shards[0].published
     assert rounded[before != 0].double().mean() > 0.9, "masters are more exact"
 
 
@@ -425,12 +426,14 @@ def test_an_edit_before_a_skipped_step_is_not_lost(way: str, on_device: Callable
         install(model, 0)
         optimizer.step()
         model.a.weight.data[-1] = 3.0
-        before = optimizer.shards[0].data.clone()
+        before = packed_of(optimizer).shards[0].data.clone()
         install(model, 1)
         model.c.weight.grad.fill_(torch.nan)
         optimizer.step()
         assert optimizer.last_step_skipped
-        assert torch.equal(optimizer.shards[0].data, before), "a skipped step changes nothing"
+        assert torch.equal(packed_of(optimizer).shards[0].data, before), (
+            "a skipped step changes nothing"
+        )
         assert (model.a.weight[-1] == 3.0).all()
         install(model, 2)
         optimizer.step()
@@ -590,7 +593,7 @@ def meshed(mesh: Any, way: str) -> Tensor:
             model.weight.to_local().data.clamp_(-0.25, 0.25)
     model.weight.grad = DTensor.from_local(torch.zeros(4, 4, dtype=BF16), mesh["tp"], [Shard(0)])
     optimizer.step()
-    return copy.copy(optimizer.shards[0].data)
+    return copy.copy(packed_of(optimizer).shards[0].data)
 
 
 @pytest.mark.parametrize("way", ["dtensor", "local", "data"])

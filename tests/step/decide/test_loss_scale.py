@@ -18,6 +18,8 @@ from models import (
 )
 from torch import nn
 
+from shardcast.optimizer.stateful import packed_of
+
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -106,7 +108,7 @@ def test_a_resumed_scale_goes_on_and_one_that_the_saved_run_had_not_stays():
                        loss_scale_growth_interval=2)  # fmt: skip
 
     def step(optimizer: Any, size: float = 1.0) -> float:
-        loss = optimizer.model(torch.ones(1, 2)).float().sum() * size
+        loss = packed_of(optimizer).model(torch.ones(1, 2)).float().sum() * size
         optimizer.scale_loss(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -184,14 +186,16 @@ def test_a_step_that_the_guard_skips_says_nothing_of_the_scale():
     spikes = [False, True, True, False, True, False]
     optimizer = sharded(
         model, loss_scale_growth_interval=3, loss_scale_init=4.0, loss_scale="dynamic",
-        guard=lambda _norm, _loss: torch.tensor(spikes[optimizer.comm.steps]),
+        guard=lambda _norm, _loss: torch.tensor(spikes[packed_of(optimizer).comm.steps]),
     )  # fmt: skip
     seen = []
     for step in range(len(spikes)):
         optimizer.scale_loss(CASES["mlp"].loss(model, CASES["mlp"].batch(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((float(optimizer.loss_scale), optimizer.decider.state_dict()["growth"]))
+        seen.append(
+            (float(optimizer.loss_scale), packed_of(optimizer).decider.state_dict()["growth"])
+        )
     assert seen == [(4, 1), (4, 1), (4, 1), (4, 2), (4, 2), (8, 0)]
 
 
@@ -203,10 +207,10 @@ def test_the_scale_grows_after_a_resume_with_a_shorter_interval():
             model, loss_scale_growth_interval=interval, loss_scale_init=4.0, loss_scale="dynamic"
         )
         if state:
-            optimizer.decider.load_state_dict(state)
+            packed_of(optimizer).decider.load_state_dict(state)
         for step in range(6 if interval == 100 else 1):
             optimizer.scale_loss(CASES["mlp"].loss(model, CASES["mlp"].batch(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        state = optimizer.decider.state_dict()
+        state = packed_of(optimizer).decider.state_dict()
     assert state["loss_scale"] == 8.0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import _compat
 from shardcast.memory import marks
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:step skipped")]
@@ -51,7 +52,7 @@ def made(group: Any, draw: random.Random, **fields: Any) -> tuple[Dots, Any]:
 def assert_mean_or_nan(model: Dots, optimizer: Any, mean: list[Tensor], rank: int) -> int:
     """How many elements are no mean."""
     marked = 0
-    for shard in optimizer.shards:
+    for shard in packed_of(optimizer).shards:
         own, data = shard.pack.own, shard.grads.data
         in_slots = torch.zeros_like(data, dtype=torch.bool)
         for slot in shard.pack.layout.slots:

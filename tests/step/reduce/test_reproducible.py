@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import checkpoint
 from shardcast.estimate import estimate
+from shardcast.optimizer.stateful import packed_of
 from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.reduce.tree import nodes_of
 
@@ -400,7 +401,7 @@ def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_p
         optimizer.step()
         digests = [optimizer.digest()] * 2
         if group.rank() == group.size() - 1:
-            bits = optimizer.shards[0].data.view(torch.int32)
+            bits = packed_of(optimizer).shards[0].data.view(torch.int32)
             bits[1] ^= 1
         digests.append(optimizer.digest())
         if group.rank() == group.size() - 1:
@@ -426,7 +427,7 @@ def optimizer_of(group: Any, **fields: Any) -> tuple[nn.Module, shardcast.Sharde
 
 
 def make_step(model: nn.Module, optimizer: Any, step: int, clears: bool = True) -> None:
-    comm = optimizer.comm
+    comm = packed_of(optimizer).comm
     count = 4 // comm.size
     for index in range(comm.rank * count, (comm.rank + 1) * count):
         generator = torch.Generator().manual_seed(step * 100 + index)
@@ -468,7 +469,7 @@ def test_a_replay_on_other_ranks_finds_the_bit_that_was_flipped(
 ):
     def record(group: Any) -> tuple[str, int]:
         model, optimizer = optimizer_of(group)
-        (shard,) = optimizer.shards
+        (shard,) = packed_of(optimizer).shards
         _, fragment, _ = list(shard.owned())[-1]
         for step in range(1, 7):
             make_step(model, optimizer, step)

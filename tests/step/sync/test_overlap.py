@@ -19,6 +19,7 @@ from models import CASES, Case, assert_same_bits, parts, run_world, sharded, val
 from torch import Tensor, nn
 
 from shardcast import ShardedOptimizer, checkpoint
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import (
     BufferHazardError,
     Death,
@@ -129,11 +130,11 @@ class Run:
         self.optimizer: Any = sharded(
             self.model, group, overlap_sync=overlap, **{**SMALL, **SCRIPTS[name].fields, **fields}
         )
-        self.rank, self.count = self.optimizer.comm.rank, 0
+        self.rank, self.count = packed_of(self.optimizer).comm.rank, 0
 
     @property
     def pending(self) -> bool:
-        return any(pack.pending for pack in self.optimizer.sync.packs)
+        return any(pack.pending for pack in packed_of(self.optimizer).sync.packs)
 
     def backward(self, model: Any = None, scale: float = 1.0) -> Tensor:
         self.count += 1
@@ -259,7 +260,7 @@ def surgery(run: Run) -> None:
     run.optimizer.wait_sync()
     with torch.no_grad():
         run.model.last.weight.mul_(2)
-    run.optimizer.resync_masters()
+    packed_of(run.optimizer).resync_masters()
 
 
 def add_group(run: Run) -> None:
@@ -465,7 +466,7 @@ def started(group: Any, steps: int = 1, **fields: Any) -> tuple[Net, ShardedOpti
 
 def pending(optimizer: ShardedOptimizer) -> list[str]:
     """The parameters that are on their way."""
-    return [pack.layout.slots[0].name for pack in optimizer.sync.packs if pack.pending]
+    return [pack.layout.slots[0].name for pack in packed_of(optimizer).sync.packs if pack.pending]
 
 
 def test_a_module_begins_while_the_packs_of_later_ones_are_on_their_way():

@@ -12,6 +12,7 @@ from models import CASES, run_world, sharded
 from torch import nn
 
 import shardcast
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import Collective
 
 pytestmark = pytest.mark.timeout(60)
@@ -114,7 +115,7 @@ def test_packs_that_differ_in_algorithm_or_gather_other_dtypes_take_a_launch_for
             model, inner, process_group=group, keep_fp32="norms", pack_params=1
         )
         before = len(group.log)
-        optimizer.sync()
+        packed_of(optimizer).sync()
         return optimizer.layout, list(group.log[before:])
 
     for layout, sync in run_world(3, step)[0]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
+from shardcast.optimizer.stateful import packed_of
 from shardcast.step.update import rules
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, choose_executor
 
@@ -245,7 +246,7 @@ def test_lengths_places_and_numbers_trigger_no_recompilation(
         model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
         param_dtype=torch.bfloat16, pack_params=3, max_grad_norm=1.0, fuse="compile", **fields,
     )  # fmt: skip
-    lengths = {master.published.numel() for master in optimizer.shards}
+    lengths = {master.published.numel() for master in packed_of(optimizer).shards}
     assert len(lengths) > 3
     install(model, 0)
     optimizer.step()

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
 from shardcast import checkpoint
+from shardcast.optimizer.stateful import packed_of
 from shardcast.step.update import muon
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
@@ -306,7 +307,8 @@ def test_a_list_of_plain_states_is_loaded_by_every_rank_or_by_none():
         optimizer, other = shard(model, pair(model), group), shard(twin, pair(twin), group)
         optimizer.optimizers[1].param_groups[0]["lr"] = 3e-2  # options are loaded too
         train(twin, other.optimizers, 3)
-        states = optimizer.comm.exchange(other.full_state_dicts(), torch.device("cpu"))[0]
+        comm = packed_of(optimizer).comm
+        states = comm.exchange(other.full_state_dicts(), torch.device("cpu"))[0]
         model.load_state_dict(twin.state_dict())
         last = group.rank() == group.size() - 1
         for given in (states[:1], [], [other.state_dict()]):
