@@ -31,12 +31,14 @@ from shardcast.option_values import (
     Option,
     ValidatedOptions,
     as_yaml,
+    check_file,
     check_names,
     extension,
     nearest,
     one_of,
     option,
     parse_yaml,
+    read_option,
     read_yaml,
 )
 
@@ -253,7 +255,7 @@ class ShardcastConfig(ValidatedOptions):
         Raises:
             TypeError: ``source`` is something else.
             ValueError: an unknown field, naming the nearest known one, an invalid value, or
-                something that is not YAML, naming the file or the variable.
+                something that is not YAML, naming the line of the file, or the variable.
             FileNotFoundError: the file does not exist.
         """
         if isinstance(source, ShardcastConfig):
@@ -262,23 +264,22 @@ class ShardcastConfig(ValidatedOptions):
         if source is not None and named not in (None, "", str(source)) and is_first_process():
             warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it")
         values = (named or {}) if source is None else source
-        where, path = "config", None
         if isinstance(values, (str, os.PathLike)):
-            where, path = str(values), Path(values)
-            path = preset(where) if where in PRESETS else path
+            path = preset(str(values)) if str(values) in PRESETS else Path(values)
             if not path.exists():
                 given = f"given in code or by {CONFIG_VARIABLE}"
                 raise FileNotFoundError(
-                    f"config: no file {where!r} ({given}) in {os.getcwd()!r}, and none of the "
-                    f"presets: {', '.join(PRESETS)}"
+                    f"config: no file {str(values)!r} ({given}) in {os.getcwd()!r}, and none of "
+                    f"the presets: {', '.join(PRESETS)}"
                 )
             values = read_yaml(path)
+            check_file(cls, values, path)
         if not isinstance(values, Mapping):
             raise TypeError(
                 "config: expected a ShardcastConfig, a mapping, a path or None, got "
                 f"{type(source).__name__}; pass options by keyword otherwise"
             )
-        check_names(cls, values, where, path)
+        check_names(cls, values, "config")
         check_names(cls, keywords, "keyword")
         return cls(**{**values, **_from_environment(), **keywords})
 
@@ -333,7 +334,7 @@ class ShardcastConfig(ValidatedOptions):
 
 
 def _from_environment() -> dict[str, Any]:
-    names = {ENV_PREFIX + each.name.upper(): each.name for each in fields(ShardcastConfig)}
+    names = {ENV_PREFIX + each.name.upper(): each for each in fields(ShardcastConfig)}
     values: dict[str, Any] = {}
     for variable, text in os.environ.items():
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
@@ -342,5 +343,9 @@ def _from_environment() -> dict[str, Any]:
             close = nearest(variable, [*names])
             raise ValueError(f"environment: unknown variable {variable}{close}")
         # As YAML a pattern that begins with * would be an alias.
-        values[names[variable]] = text if text.startswith("*") else parse_yaml(text, variable)
+        value = text if text.startswith("*") else parse_yaml(text, variable)
+        try:
+            values[names[variable].name] = read_option(names[variable], value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{variable}: {error}") from None
     return values

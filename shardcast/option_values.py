@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -110,24 +110,31 @@ class ValidatedOptions:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
-            annotation, value = str(each.type), getattr(self, each.name)
-            kind = annotation.removesuffix(" | None")
-            if value is None and kind != annotation:
-                continue
-            declared = "off" in each.metadata
-            if declared and value is each.default:
-                continue
-            if declared and each.metadata["option"].read is not None:
-                value = each.metadata["option"].read(each.name, value)
-            elif kind in PLAIN:
-                value = read_plain(each.name, annotation, value)
-            elif kind in READERS:
-                value = READERS[kind](each.name, value)
-            expected, holds = each.metadata["range"]
-            if not holds(value):
-                more = " or null" * (kind != annotation)
-                raise ValueError(f"{each.name}: expected {expected}{more}, got {value!r}")
-            object.__setattr__(self, each.name, value)
+            object.__setattr__(self, each.name, read_option(each, getattr(self, each.name)))
+
+
+def read_option(declared: Field[Any], given: Any) -> Any:
+    """The value of a field of a :class:`ValidatedOptions` class, from what was given.
+
+    Raises:
+        TypeError, ValueError: as of that class.
+    """
+    name, annotation, value = declared.name, str(declared.type), given
+    kind = annotation.removesuffix(" | None")
+    of_extension = "off" in declared.metadata
+    if (value is None and kind != annotation) or (of_extension and value is declared.default):
+        return value
+    if of_extension and declared.metadata["option"].read is not None:
+        value = declared.metadata["option"].read(name, value)
+    elif kind in PLAIN:
+        value = read_plain(name, annotation, value)
+    elif kind in READERS:
+        value = READERS[kind](name, value)
+    expected, holds = declared.metadata["range"]
+    if not holds(value):
+        more = " or null" * (kind != annotation)
+        raise ValueError(f"{name}: expected {expected}{more}, got {value!r}")
+    return value
 
 
 def read_plain(name: str, annotation: str, value: Any) -> Any:
@@ -201,24 +208,40 @@ def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> 
         raise type(error)(f"{where}: {error}") from None
 
 
-def check_names(
-    kind: type[ValidatedOptions],
-    values: Mapping[str, Any],
-    where: str,
-    file: Path | None = None,
-    section: str = "",
-) -> None:
+def check_names(kind: type[ValidatedOptions], values: Iterable[str], where: str) -> None:
     """Raise ValueError for a key that is no option of ``kind``.
 
     Args:
         where: they stand.
-        file: of YAML, at the top of which they stand, or in its ``section``.
     """
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
-            line = "" if file is None else _line_of([section, key] if section else [key], file)
-            raise ValueError(f"{where}{line}: unknown option {key!r}{nearest(str(key), names)}")
+            raise ValueError(f"{where}: {_unknown(key, names)}")
+
+
+def check_file(
+    kind: type[ValidatedOptions], values: Mapping[str, Any], file: Path, section: str = ""
+) -> None:
+    """Raise for a key of YAML that is no option of ``kind``, and for a value that it cannot have.
+
+    The error says file, line and column.
+
+    Args:
+        values: of the options, at the top of the file or in its ``section``.
+
+    Raises:
+        TypeError, ValueError: see above.
+    """
+    declared = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    for key, value in values.items():
+        try:
+            if key not in declared:
+                raise ValueError(_unknown(key, [*declared]))
+            read_option(declared[key], value)
+        except (TypeError, ValueError) as error:
+            line = _line_of([section, key] if section else [key], file)
+            raise type(error)(f"{file}{line}: {error}") from None
 
 
 def _line_of(path: Sequence[str], file: Path) -> str:
@@ -231,6 +254,10 @@ def _line_of(path: Sequence[str], file: Path) -> str:
             if name.value == str(key):
                 node, mark = value, name.start_mark
     return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _unknown(key: Any, names: list[str]) -> str:
+    return f"unknown option {key!r}{nearest(str(key), names)}"
 
 
 def nearest(key: str, names: list[str]) -> str:

@@ -291,3 +291,30 @@ def test_an_unknown_option_in_a_file_is_told_with_its_line_and_column(tmp_path: 
     path.write_text("max_grad_norm: 1.0\n7: bf16\n")
     with pytest.raises(ValueError, match=r"line 2, column 1: unknown option 7"):
         ShardcastConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        ("param_dtype: bf17", ValueError, "param_dtype: expected bf16, .*'bf17'"),
+        ("max_grad_norm: -1", ValueError, "max_grad_norm: expected a number above 0"),
+        ("overlap_sync: 3", TypeError, "overlap_sync: expected bool"),
+        ("guard:\n  norm: -6\n  window: 9", ValueError, "guard: norm: expected a number"),
+        ("averages: {ema: 2.0}", ValueError, "averages: 'ema': decay: expected"),
+    ],
+)
+def test_a_wrong_value_is_told_with_where_it_stands(
+    text: str, kind: type[Exception], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"grads: full\n# a comment\n{text}\n")
+    with pytest.raises(kind, match=rf"config\.yaml, line 3, column 1: {told}"):
+        ShardcastConfig.load(path)
+    section = "\n".join(f"  {line}" for line in text.splitlines())
+    path.write_text(f"num_processes: 2\nshardcast_config:\n{section}\n")
+    with pytest.raises(kind, match=rf"config\.yaml, line 3, column 3: {told}"):
+        split_config(str(path))
+    name, value = text.split(":", 1)
+    monkeypatch.setenv(variable := f"SHARDCAST_{name.upper()}", value)
+    with pytest.raises(kind, match=f"^{variable}: {told}"):
+        ShardcastConfig.load()

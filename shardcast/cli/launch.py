@@ -14,7 +14,7 @@ import yaml
 
 from shardcast.config import CONFIG_VARIABLE, ShardcastConfig
 from shardcast.launched import STORE
-from shardcast.option_values import check_names, read_yaml
+from shardcast.option_values import check_file, read_yaml
 
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"
@@ -55,7 +55,8 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
     """The ``shardcast_config`` section of a launch file (``None``: there is none), and the rest.
 
     Raises:
-        ValueError: the section or the file is no mapping, or there are two configurations.
+        TypeError, ValueError: the section or the file is no mapping, an option in it is unknown or
+            has a value that it cannot have, or there are two configurations.
     """
     if path is None:
         return None, {}
@@ -67,7 +68,7 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
         raise ValueError(
             f"{path}: {SECTION}: expected a mapping of options, got {type(ours).__name__}"
         )
-    check_names(ShardcastConfig, ours, f"{path}: {SECTION}", Path(path), SECTION)
+    check_file(ShardcastConfig, ours, Path(path), SECTION)
     if os.environ.get(CONFIG_VARIABLE):
         raise ValueError(
             f"two configurations: {path} has a section {SECTION}, and {CONFIG_VARIABLE} names "
