@@ -12,7 +12,8 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _told = set[int]()  # devices of which a warning was given
 BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
 PIECE = 1 << 23  # bytes that are written and hashed at a time
+LARGE = 1 << 20  # bytes from which a piece is hashed beside its writing: a thread costs 0.1 ms
 BESIDE = 1 << 26  # bytes after which a file is flushed beside its writing
 
 
@@ -98,8 +100,9 @@ class Files(FileSystem):
 class HashingFile(io.FileIO):
     """A new binary file that hashes what is written to it; it must not exist yet.
 
-    A long one is flushed by a thread while it is written, hashed and copied, so that the disk
-    works meanwhile, and the flush at the end has little left to wait for.
+    A large piece is hashed by a thread while the system copies it, or has the writer wait for the
+    disk. A long file is flushed by a thread while it is written, so that the disk works meanwhile,
+    and the flush at the end has little left to wait for.
 
     Args:
         earlier: what this process wrote to it before, to be appended to.
@@ -117,18 +120,24 @@ class HashingFile(io.FileIO):
         self._flushed: int = 0 if earlier is None else earlier._flushed  # bytes, once that ends
 
     def write(self, data: Any) -> int:
-        """Append a piece of ``data``, or as much of that as the system takes."""
-        piece = memoryview(data)[:PIECE]
+        """Append a piece of ``data``, whole."""
+        piece, written = memoryview(data)[:PIECE], 0
+        hashing = Beside("hash", lambda: self.sha256 and self.sha256.update(piece))
+        if len(piece) < LARGE:
+            hashing.run()
+        else:
+            hashing.start()
         try:
             with naming(Path(str(self.name))):
-                size = super().write(piece)
+                while written < len(piece):
+                    written += super().write(piece[written:])
             self._flush_beside(self.tell())
         except OSError as error:
             self.error = error
             raise
-        if self.sha256 is not None:
-            self.sha256.update(piece[:size])
-        return size
+        finally:
+            hashing.end()  # from now on the memory is the caller's
+        return written
 
     def _flush_beside(self, written: int) -> None:
         busy = self._flushing is not None and self._flushing.is_alive()
@@ -147,13 +156,13 @@ class HashingFile(io.FileIO):
             self._flushing.end()
 
 
-class Flushing(threading.Thread):
-    """Flushes what is in a file, beside the thread that goes on to write."""
+class Beside(threading.Thread):
+    """Runs ``act`` beside the thread that goes on."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(name=f"flush {path.name}", daemon=True)
-        self._path = path
-        self._error: OSError | None = None
+    def __init__(self, name: str, act: Callable[[], Any]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._act = act
+        self._error: Exception | None = None
 
     def start(self) -> None:
         """Begin; an interpreter that ends starts no threads, and waits here."""
@@ -163,18 +172,25 @@ class Flushing(threading.Thread):
             self.run()
 
     def run(self) -> None:
-        """Flush."""
+        """Do it, and keep the error."""
         try:
-            flush(self._path)
-        except OSError as error:
+            self._act()
+        except Exception as error:
             self._error = error
 
     def end(self) -> None:
-        """Wait for the end; raise the OSError that it ended with."""
+        """Wait for the end; raise what it ended with."""
         if self.ident is not None:
             self.join()
         if self._error is not None:
             raise self._error
+
+
+class Flushing(Beside):
+    """Flushes what is in a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"flush {path.name}", partial(flush, path))
 
 
 def make_directory(path: Path) -> None:
