@@ -101,12 +101,9 @@ class Gradients:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._data is None else self._data.nbytes
-
-    @property
-    def marks_nbytes(self) -> int:
-        """Of the positions of marks, which no report counts: 8 for 1,024 elements."""
-        return 0 if self._marks is None else self._marks.positions.nbytes
+        """Of gradients and their marks."""
+        marks = 0 if self._marks is None else self._marks.nbytes
+        return marks + (0 if self._data is None else self._data.nbytes)
 
     def widen(self) -> None:
         """Accumulate in fp32 from now on; :meth:`gather` sends what it would have sent."""
@@ -177,6 +174,11 @@ class Gradients:
         for position in absent:
             self.clear(position)
         return absent
+
+    def given(self) -> list[int]:
+        """The positions with a gradient that is not ours."""
+        params = self.pack.params
+        return [n for n, p in enumerate(params) if p.grad is not None and not self.holds(n)]
 
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
         """Copy gradients that are not ours in, and show ours; whether there were any."""

@@ -1,5 +1,21 @@
 """What a rank does with gradients between two steps; all ranks must do the same."""
 
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
 STALE = "gradients that parameters of an added group had already"
-HISTORY = BACKWARDS, CLEARS, STALE
+ASSIGNED = "gradients assigned between two backwards of a step"
+HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED
+NOTHING = {BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: ""}
+SHOWN = 3  # names
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names and how many more, which differs where any of them does."""
+    if len(names) <= SHOWN:
+        return ", ".join(names)
+    rest = names[SHOWN:]
+    return f"{', '.join(names[:SHOWN])} and {len(rest)} more ({zlib.crc32(repr(rest).encode()):x})"

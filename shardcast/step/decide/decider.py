@@ -60,7 +60,7 @@ class Decider:
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
         device: torch.device, originals: OptimizerList, divisor: Divisor,
-        micro_batches: MicroBatches | None, history: Mapping[str, int],
+        micro_batches: MicroBatches | None, history: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._history = history
         self._grads, self._process_groups, self._device = grads, process_groups, device

@@ -44,10 +44,11 @@ class Bucket:
         sums: further groups over which gradients are summed.
         repeated: mesh dimensions along which a gradient that is whole is left to the ranks of
             coordinate 0.
-        arrived: slots with a gradient in the running backward.
+        arrived: slots with a gradient in the running backward, or in one that failed.
         counting: the backward whose further gradients need no more than to be put into ``arrived``.
         absent: slots without a gradient here when it was last sent: the own span has others'.
         tree: sums of micro-batches of this step, where their order is fixed.
+        assigned: names of gradients that a script put in the place of reduced ones.
     """
 
     grads: Gradients
@@ -61,6 +62,7 @@ class Bucket:
     counting: int | None = None
     absent: set[int] = field(default_factory=set)
     tree: PartialSums | None = None
+    assigned: list[str] = field(default_factory=list)
     _reduction: Reduction | None = None
 
     @property
@@ -83,6 +85,7 @@ class Bucket:
     def forget(self) -> None:
         """All gradients were cleared, by whomever."""
         self.grads.carry = self.grads.joint = None
+        self.assigned.clear()
         if self.tree is not None:
             self.tree.clear()
             self.grads.taken.clear()
@@ -116,6 +119,33 @@ class Bucket:
             if self.late and self.grads.joint is not None:
                 self.grads.joint[position].fill_(0.0)
 
+    def drop_assigned(self) -> None:
+        """Before a pass: drop what was added up of gradients that a script replaced meanwhile.
+
+        As under DDP ``p.grad = x`` is all of this rank's gradient, to be averaged over ranks.
+        """
+        grads = self.grads
+        if self.tree is not None:
+            for position in [n for n in grads.taken if grads.pack.params[n].grad is not None]:
+                self.discard(position)
+        if self.state is State.LOCAL and grads.carry is None:
+            return
+        # What a failed backward has brought is nothing that a script assigned.
+        positions = [position for position in grads.given() if position not in self.arrived]
+        slots = grads.pack.layout.slots
+        self.assigned += [slots[position].name for position in positions]
+        if self.sums:  # the sum over other ranks as well, which is not to be added up again
+            grads.adopt(positions)
+        if grads.carry is None:
+            return
+        for position in positions:
+            part = own_part(grads.pack, position)
+            if self.sums:
+                grads.carry[part].copy_(grads.own[part])
+                grads.clear(position)
+            else:
+                grads.carry[part].zero_()
+
     def reopen(self, cleared: bool) -> None:
         """Gradients are going to come again: keep the means of those that are there, if any.
 
@@ -130,8 +160,6 @@ class Bucket:
         if cleared:
             grads.take_back()
         else:
-            # One that a script replaced (p.grad = p.grad * 2) is a mean too, not to be averaged.
-            grads.adopt(every - (self.absent - grads.lent))
             presence = grads.presence()
             kept = {position for position in self.absent if not presence[position]}
         with _compat.without_torch_function():

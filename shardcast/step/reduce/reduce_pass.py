@@ -69,6 +69,7 @@ class ReducePass:
         self.started = True
         land_all(self._buckets)  # where a backward failed
         self._reducer.drop_cleared(more_come=self.backward >= 0)
+        self._reducer.drop_assigned()
         for bucket in self._buckets:
             bucket.arrived, bucket.counting = set(), None
 
@@ -165,6 +166,8 @@ class ReducePass:
             micro_batches = self._reducer.micro_batches
             if micro_batches is not None and not micro_batches.numbered:
                 self._reducer.end_micro_batch()
+        for bucket in self._buckets:
+            bucket.arrived = set()
         if any(bucket.grads.has_graph for bucket in self._buckets):
             self._reducer.edits.warn_of_graph()
 

@@ -23,7 +23,7 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
-from shardcast.step.history import BACKWARDS, CLEARS, HISTORY, STALE
+from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, listed
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.reduce_pass import ReducePass
@@ -68,7 +68,7 @@ class Reducer:
         self.divisor.of_tree = self.micro_batches
         self.at_end = self.has_ended = False
         self.edits = GradientEdits(self.grads)
-        self.history = dict.fromkeys(HISTORY, 0)
+        self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
         self._reduce_pass: Callable[[], ReducePass | None] = nothing  # weak: the engine holds it
@@ -252,11 +252,14 @@ class Reducer:
         """A pass has brought all means here."""
         self.due = self.spent = False
         self.history[BACKWARDS] += 1
+        self.history[ASSIGNED] = listed([n for b in self.buckets.values() for n in b.assigned])
 
     def used(self) -> None:
         """A step used the gradients: the next one needs a pass of its own."""
         self.due, self.spent, self.backwards = True, True, 0
-        self.history.update(dict.fromkeys(HISTORY, 0))
+        self.history.update(NOTHING)
+        for bucket in self.buckets.values():
+            bucket.assigned.clear()
         if self.micro_batches is not None:
             self.micro_batches.reset()
 
@@ -264,7 +267,7 @@ class Reducer:
         """Gradients were cleared. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
         self._spend()
-        self.history[STALE] = 0
+        self.history.update({STALE: 0, ASSIGNED: ""})
         self.edits.changed()
         if self.micro_batches is not None:
             self.micro_batches.reset()
@@ -326,6 +329,13 @@ class Reducer:
         self.micro_batches.end()
 
     # -- the pass of the running backward -----------------------------------------------------
+
+    def drop_assigned(self) -> None:
+        """A pass begins: drop means that a script replaced (``p.grad = x``)."""
+        in_micro_batch = self.micro_batches is not None and self.micro_batches.begun
+        for bucket in self.buckets.values() if not in_micro_batch else ():
+            if not self.spent or bucket.grads.carry is not None or bucket.grads.taken:
+                bucket.drop_assigned()
 
     def drop_cleared(self, more_come: bool) -> None:
         """A pass begins: drop means of earlier ones of this step that a script cleared.

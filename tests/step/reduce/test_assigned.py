@@ -1,0 +1,211 @@
+"""``p.grad = x`` between backwards: what a script assigns is trained, as under DDP.
+
+Gradients are multiples of 1/64, so that sums and means of 1, 2 and 4 ranks are exact in fp32, and
+those of 3 ranks are compared within the rounding of their division.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.step.reduce.bucket import Bucket, State
+from shardcast.testing import ThreadedWorld, assert_same_sequence
+
+pytestmark = pytest.mark.timeout(120)
+SHAPES = ((5, 3), (7,), (2, 9), (11,))
+Act = tuple[str, int, Any]  # what, seed, and which parameters
+
+
+class Dots(nn.Module):
+    """The gradient of each parameter is the number that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.all = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
+
+    def forward(self, seed: int, use: Any) -> Tensor:
+        return sum((self.all[n] * gradient(seed, n)).sum() for n in use)
+
+
+def gradient(seed: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + number)
+    return torch.randint(-128, 129, SHAPES[number], generator=generator) / 64
+
+
+def drawn(draw: random.Random) -> list[list[Act]]:
+    """A few steps; each ends with a backward that is synchronised, and most assign before it."""
+    steps, seed = [], 0
+    for _ in range(3):
+        acts: list[Act] = []
+        for _ in range(draw.randint(3, 6)):
+            seed += 10
+            kind = draw.choice(["sync", "quiet", "assign"])
+            some = sorted(draw.sample(range(len(SHAPES)), draw.randint(1, len(SHAPES))))
+            acts.append((kind, seed, some if kind == "assign" else [*range(len(SHAPES))]))
+        if acts[0][0] == "assign":  # set by hand after a clear, which has a rule of its own
+            acts.insert(0, (draw.choice(["sync", "quiet"]), seed + 5, [*range(len(SHAPES))]))
+        seed += 10
+        acts.append(("sync", seed, [*range(len(SHAPES))]))
+        acts.append((draw.choice(["none", "zeros", "keep"]), 0, ()))
+        steps.append(acts)
+    return steps
+
+
+def ddp(steps: list[list[Act]], size: int) -> list[Tensor]:
+    """What DDP's ranks would train: plain torch, the gradients of every rank in lists."""
+    model = Dots()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grads: list[list[Any]] = [[None] * len(SHAPES) for _ in range(size)]
+    for acts in steps:
+        for kind, seed, use in acts:
+            for rank in range(size):
+                for n in use:
+                    new = gradient(seed + rank, n)
+                    added = kind != "assign" and grads[rank][n] is not None
+                    grads[rank][n] = grads[rank][n] + new if added else new
+            if kind == "sync":
+                for n in range(len(SHAPES)):
+                    total = torch.stack([mine[n].double() for mine in grads]).sum(0)
+                    for rank in range(size):
+                        grads[rank][n] = (total / size).float()
+            if kind in ("none", "zeros", "keep"):
+                for n, param in enumerate(model.all):
+                    param.grad = grads[0][n]
+                optimizer.step()
+                if kind != "keep":
+                    grads = [[None] * len(SHAPES) for _ in range(size)]
+    return [param.detach().clone() for param in model.all]
+
+
+def trained(group: Any, steps: list[list[Act]], fields: dict[str, Any]) -> list[Tensor]:
+    model = Dots()
+    optimizer = shardcast.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
+        param_dtype="fp32", fuse="eager", **fields,
+    )  # fmt: skip
+    for acts in steps:
+        for kind, seed, use in acts:
+            seed += group.rank()
+            if kind == "assign":
+                for n in use:
+                    model.all[n].grad = gradient(seed, n)
+            elif kind in ("sync", "quiet"):
+                with optimizer.no_sync() if kind == "quiet" else contextlib.nullcontext():
+                    model(seed, use).backward()
+            else:
+                optimizer.step()
+                if kind != "keep":
+                    optimizer.zero_grad(set_to_none=kind == "none")
+    return [param.detach().clone() for param in model.all]
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_is_assigned_between_backwards_is_trained_as_under_ddp(size: int, grads: str):
+    for seed in range(8):
+        draw = random.Random(seed)
+        steps = drawn(draw)
+        fields = {
+            "grads": grads, "pack_params": draw.choice([1, 2, None]),
+            "partition": draw.choice(["even", "whole"]),
+        }  # fmt: skip
+        world = ThreadedWorld(size, timeout=20)
+        results = world.run(trained, steps, fields)
+        assert_same_sequence(world.logs)
+        for params in results:
+            for mine, right in zip(params, ddp(steps, size), strict=True):
+                tol = {} if size == 3 else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(mine, right, **tol, msg=lambda m, s=seed: f"{s}: {m}")
+
+
+def adopts(bucket: Bucket, cleared: bool) -> None:
+    """As it was before: what is assigned to a mean is taken for one."""
+    if bucket.state is State.REDUCED and not cleared:
+        bucket.grads.adopt(set(range(len(SHAPES))[: len(bucket.grads.pack.params)]))
+    REOPEN(bucket, cleared)
+
+
+REOPEN = Bucket.reopen
+BREAKS = {"drop_assigned": lambda bucket: None, "reopen": adopts}
+
+
+@pytest.mark.parametrize(
+    ("method", "grads"), [("drop_assigned", "full"), ("reopen", "full"), ("reopen", "sharded")]
+)
+def test_means_that_are_kept_beside_what_is_assigned_are_missed(
+    monkeypatch: pytest.MonkeyPatch, method: str, grads: str
+):
+    """Negative control."""
+    monkeypatch.setattr(Bucket, method, BREAKS[method])
+    with pytest.raises(AssertionError, match="not equal"):
+        test_what_is_assigned_between_backwards_is_trained_as_under_ddp(2, grads)
+
+
+def test_what_is_assigned_between_numbered_micro_batches_replaces_their_sums():
+    """Where a tree adds gradients, they are not in ``.grad`` between two micro-batches."""
+
+    def run(group: Any) -> list[Tensor]:
+        model, rank = Dots(), group.rank()
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
+            param_dtype="fp32", fuse="eager", reproducible=4,
+        )  # fmt: skip
+        every = range(len(SHAPES))
+        for step in range(2):
+            model(10 * step + rank, every).backward()
+            model.all[1].grad = gradient(50 + rank, 1)
+            model(10 * step + 2 + rank, every).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.all]
+
+    model = Dots()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for n, param in enumerate(model.all):
+            firsts = [gradient((50 if n == 1 else 10 * step) + rank, n) for rank in range(2)]
+            seconds = [gradient(10 * step + 2 + rank, n) for rank in range(2)]
+            # Four micro-batches are divided by, whatever is in their place.
+            param.grad = sum([*firsts, *seconds]) / 2
+        optimizer.step()
+    for params in ThreadedWorld(2, timeout=20).run(run):
+        for mine, right in zip(params, model.all, strict=True):
+            assert torch.equal(mine, right.detach())
+
+
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_all_ranks_raise_for_what_one_assigned_alone_or_to_another_parameter(
+    quiet: bool, size: int, grads: str
+):
+    def run(group: Any, others: int | None) -> None:
+        model = Dots()
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, grads=grads
+        )
+        model(0, range(4)).backward()
+        for _ in range(int(quiet)):
+            with optimizer.no_sync():
+                model(5, range(4)).backward()
+        number = 2 if group.rank() == 1 else others
+        if number is not None:
+            model.all[number].grad = torch.ones(SHAPES[number], dtype=model.all[0].dtype)
+        model(10, range(4)).backward()
+        if others == 2:
+            optimizer.step()
+            return
+        told = r"assigned between two backwards of a step differs .*rank 1: 'all.2'"
+        with pytest.raises(RuntimeError, match=told):
+            optimizer.step()
+
+    for others in (None, 1, 2):
+        ThreadedWorld(size, timeout=20).run(run, others)
