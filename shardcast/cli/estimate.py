@@ -55,7 +55,8 @@ def estimate(arguments: list[str]) -> int:
     stages = stages_of(model, originals, parsed.tp, parsed.pp, plan)
     # Tensor-parallel neighbors leave fewer data-parallel ranks to a node.
     joined = {
-        "backend": parsed.backend, "ranks_per_node": max(1, parsed.ranks_per_node // parsed.tp)
+        "backend": parsed.backend, "ranks_per_node": max(1, parsed.ranks_per_node // parsed.tp),
+        "micro_batches": parsed.micro_batches,
     }  # fmt: skip
     rows = [row_of(stages, size, config, joined) for size in parsed.world_size]
     if parsed.json:
@@ -91,6 +92,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--ranks_per_node", type=_positive, default=8, metavar="RANKS",
         help="accelerators of a node (default: 8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--micro_batches", type=_positive, default=1, metavar="BACKWARDS",
+        help="backwards of a step (default: 1); more than eight are added up in fp32",
     )  # fmt: skip
     parser.add_argument("--details", action="store_true", help="print all tables too")
     parser.add_argument("--json", action="store_true", help="print it for programs, in bytes")
@@ -158,7 +163,7 @@ def row_of(
 
     Args:
         stages: of a pipeline, of which the one that holds most counts.
-        joined: what joins the ranks, as ``estimate`` takes it.
+        joined: what joins the ranks, and micro-batches, as ``estimate`` takes them.
     """
     held = [estimated(model, originals, size, config, **joined) for model, originals in stages]
     fullest = max(held, key=lambda one: one.total)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, master_codec, row_of
+from shardcast.memory.marks import count_marks
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, Shard
 from shardcast.optimizer.setup import Plan, plan_for, ranks_of_shards
@@ -22,7 +23,7 @@ from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT
-from shardcast.plan.precision import MASTER_DTYPE, grad_dtype, wire_dtype
+from shardcast.plan.precision import MASTER_DTYPE, exact_sums, grad_dtype, wire_dtype
 from shardcast.plan.traits import ELEMENTWISE
 from shardcast.step.reduce.tree import most_bytes
 from shardcast.step.update import updates_of
@@ -94,6 +95,7 @@ def estimate(
     config: ShardcastConfig | Mapping[str, Any] | None = None,
     backend: str = "nccl",
     ranks_per_node: int = 8,
+    micro_batches: int = 1,
 ) -> Estimate:
     """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
@@ -102,8 +104,11 @@ def estimate(
         optimizer: an elementwise one of torch over its parameters, or Muon, or a list of them;
             unchanged.
         config: a config or a mapping; ``None`` reads the environment.
-        backend: of the process group; it decides by which collectives packs travel.
+        backend: of the process group; it decides by which collectives packs travel. With gloo
+            the model is on a CPU, where marks of gradients keep what they hide.
         ranks_per_node: data-parallel ranks that share a node, numbered node by node; likewise.
+        micro_batches: backwards of a step, as a long sum of gradients is in fp32. With
+            ``reproducible`` that option says how many there are.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -117,8 +122,9 @@ def estimate(
                 f"optimizer: expected one of {known}, got {type(each).__name__}; the state of "
                 "others is not known before they run: see optimizer.memory_report() after a step"
             )
-    if world_size < 1:
-        raise ValueError(f"world_size: expected a number of ranks >= 1, got {world_size}")
+    for name, count in (("world_size", world_size), ("micro_batches", micro_batches)):
+        if count < 1:
+            raise ValueError(f"{name}: expected a number >= 1, got {count}")
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
     updates_of(originals, config, Comm(None))  # refuses what shard() does
@@ -129,8 +135,12 @@ def estimate(
     layout = with_algorithms(plan.layout, config, topology)
     plan = dataclasses.replace(plan, layout=layout)
     copies, allocated = world_size // size, cache(partial(_allocated, originals, config))
+    sharded = config.grads == "sharded" and world_size > 1
+    adds_up = not config.reproducible and (
+        micro_batches > 1 if sharded else exact_sums(micro_batches, config)
+    )
     costs = dict[str, float]()
-    masters = [0] * size
+    masters, marks = [0] * size, [0] * size
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
         trained = [0] * size
@@ -138,24 +148,30 @@ def estimate(
             trained[owner] += count
         for slot in pack.slots:
             costs[slot.name] = plan.costs.get(slot.name, ELEMENT * slot.numel)
-        share_of = cache(partial(_share, plan, copies, allocated, pack))
+        grad = MASTER_DTYPE if adds_up else grad_dtype(pack.dtype, config)
+        share_of = cache(partial(_share, plan, copies, allocated, pack, grad))
         for owner, start, stop in pack.spans:
             share = share_of(stop - start, trained[owner])
             shares[owner].append(share)
             peak = max(peak, live + masters[owner] + share.setup)
             masters[owner] += share.masters
+        if pack.requires_grad and not sharded and size > 1:
+            mark = torch.int64.itemsize + (grad.itemsize if backend == "gloo" else 0)
+            for span, count in zip(pack.spans, count_marks(pack), strict=True):
+                marks[span.owner] += count * mark
         live += pack.nbytes - sum(plan.params[slot.name].nbytes for slot in pack.slots)
     ranks = [_Share(*map(sum, zip(*of_rank, strict=True))) for of_rank in shares]
-    sharded = config.grads == "sharded" and world_size > 1
     owned = [rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks]
-    fullest = ranks[owned.index(max(owned))]
+    held = [*map(sum, zip(owned, marks, strict=True))]
+    most = held.index(max(held))
+    fullest = ranks[most]
     parameters = sum(pack.nbytes for pack in layout.packs)
     sent = [rank.sent for rank in ranks]
     return Estimate(
         world_size,
         layout,
         parameters=parameters,
-        gradients=fullest.gradients if sharded else sum(rank.gradients for rank in ranks),
+        gradients=fullest.gradients if sharded else sum(r.gradients for r in ranks) + marks[most],
         masters=fullest.masters,
         state=fullest.state,
         averages=fullest.averages,
@@ -241,17 +257,16 @@ class _Share(NamedTuple):
 
 
 def _share(
-    plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout, numel: int,
-    trained: int,
+    plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout,
+    grad: torch.dtype, numel: int, trained: int,
 ) -> _Share:  # fmt: skip
-    """Of a span of so many elements, see :func:`_allocated`."""
+    """Of a span of so many elements, see :func:`_allocated`, with gradients in ``grad``."""
     config, size = plan.config, plan.layout.world_size
     kept = allocated(pack.dtype, pack.group, numel, trained)
     setup = _staged(plan, pack, numel, kept.masters)
     if not pack.requires_grad:
         return _Share(*kept, gradients=0, sent=0, setup=setup)
-    grad, wire = grad_dtype(pack.dtype, config).itemsize, _sent_dtype(pack, config).itemsize
-    local = grad
+    wire, local = _sent_dtype(pack, config).itemsize, grad.itemsize
     if config.reproducible > size:
         dtypes = grad_dtype(pack.dtype, config), wire_dtype(pack.dtype, config)
         local += most_bytes(config.reproducible // size, *dtypes)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -10,8 +13,10 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.memory.pack import Pack
+from shardcast.plan.layout import PackLayout, Slot, Span
 
 MARKED = 1 << 10  # of so many elements that are no mean, one at least is NaN
+_END, _OFFSET = attrgetter("end"), attrgetter("offset")
 
 
 class Marks(NamedTuple):
@@ -28,16 +33,17 @@ class Marks(NamedTuple):
     @classmethod
     def of(cls, pack: Pack, dtype: torch.dtype, device: torch.device) -> Marks:
         """The marks of all parts of slots that lie outside of the own span."""
-        own, every = pack.own, [torch.empty(0, dtype=torch.int64)]
-        for slot in pack.layout.slots:
-            below = slot.offset, min(slot.end, own.start) if own.numel else slot.end
-            above = (max(slot.offset, own.stop), slot.end) if own.numel else (0, 0)
-            for start, stop in (below, above):
-                if start < stop:
-                    every.append(torch.arange(start, stop, MARKED))
+        every = [torch.empty(0, dtype=torch.int64)]
+        for start, stop in _elsewhere(pack.layout.slots, pack.own):
+            every.append(torch.arange(start, stop, MARKED))
         positions = torch.cat(every)
         hidden = torch.empty(len(positions), dtype=dtype) if _compat.is_host(device) else None
         return cls(positions.to(device), hidden)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+        return self.positions.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
     def put(self, data: Tensor) -> None:
         """Mark the gradients of the pack."""
@@ -50,3 +56,25 @@ class Marks(NamedTuple):
         """What a mark hides; ``None`` where there is none."""
         here = (self.positions == offset).nonzero()
         return self.hidden[here[0, 0]] if self.hidden is not None and here.numel() else None
+
+
+def count_marks(pack: PackLayout) -> Iterator[int]:
+    """How many marks each rank has, in the order of the spans."""
+    counts = [-(-slot.numel // MARKED) for slot in pack.slots]
+    every = sum(counts)
+    for span in pack.spans:
+        first = bisect_right(pack.slots, span.start, key=_END) if span.numel else 0
+        last = bisect_left(pack.slots, span.stop, lo=first, key=_OFFSET) if span.numel else 0
+        parts = _elsewhere(pack.slots[first:last], span)
+        here = sum(-(-(stop - start) // MARKED) for start, stop in parts)
+        yield every - sum(counts[first:last]) + here
+
+
+def _elsewhere(slots: Iterable[Slot], own: Span) -> Iterator[tuple[int, int]]:
+    """The parts of slots that lie outside of the own span."""
+    for slot in slots:
+        below = slot.offset, min(slot.end, own.start) if own.numel else slot.end
+        above = (max(slot.offset, own.stop), slot.end) if own.numel else (0, 0)
+        for start, stop in (below, above):
+            if start < stop:
+                yield start, stop

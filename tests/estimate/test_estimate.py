@@ -104,11 +104,58 @@ def test_the_estimate_is_what_the_fullest_rank_holds(
     chosen, build = {**FIELDS[fields], "partition": partition}, {**FUSED, **OTHERS}[kind]
     with torch.device("meta"):
         model = CASES["gpt"].build()
-    found = estimate(model, build(model), size, chosen)
+    found = estimate(model, build(model), size, chosen, "gloo")
     reports = run_world(size, ran, build, chosen)[0]
     assert found.total == max(sum(report.values()) for report in reports)
     assert found.parameters == reports[0]["parameters"]
     assert found.layout.world_size == size and found.imbalance >= 1.0
+
+
+class Wide(nn.Module):
+    """Parameters below, at and above the 1,024 elements of which one is marked, one of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (3000, 1024, 1025, 7, 2048, 1)
+        self.all = nn.ParameterList(torch.ones(size) for size in sizes)
+
+    def forward(self) -> Tensor:
+        return sum(param.sum() for param in self.all)  # type: ignore[return-value]
+
+
+def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[str, int]:
+    model = Wide()
+    optimizer = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters()), process_group=group, fuse="eager", **fields
+    )
+    for _ in range(micro_batches - 1):
+        with optimizer.no_sync():
+            model().float().backward()
+    model().float().backward()
+    optimizer.step()
+    return optimizer.memory_report()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8, 9])
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "fields", [{}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}]
+)
+def test_the_estimate_has_marks_of_gradients_and_their_long_sums(
+    fields: dict[str, Any], size: int, grads: str, micro_batches: int
+):
+    chosen = {**fields, "grads": grads}
+    with torch.device("meta"):
+        model = Wide()
+    adamw = torch.optim.AdamW(model.parameters())
+    found = estimate(model, adamw, size, chosen, "gloo", micro_batches=micro_batches)
+    reports = run_world(size, accumulated, chosen, micro_batches)[0]
+    assert found.total == max(sum(report.values()) for report in reports)
+    assert found.gradients in [report["gradients"] for report in reports]
+    if size > 1 and grads == "full":
+        once = estimate(model, adamw, size, chosen, "nccl")
+        assert found.gradients > once.gradients, "on a CPU marks keep what they hide"
 
 
 def counted(group: Any, fields: dict[str, Any]) -> None:
@@ -363,5 +410,5 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_take_a_minute_and_four_g
     assert row["world_size"] == 1024
     assert row["parameters"] == pytest.approx(2 * numel, rel=0.001)
     assert row["masters"] + row["state"] == pytest.approx(12 * numel / 1024, rel=0.01)
-    assert row["total"] == pytest.approx((4 + 12 / 1024) * numel, rel=0.001)
+    assert row["total"] == pytest.approx((4 + 12 / 1024 + 8 / 1024) * numel, rel=0.001)
     assert 4 * numel < row["setup_peak"] < 4.1 * numel

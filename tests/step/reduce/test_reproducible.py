@@ -527,7 +527,7 @@ def test_the_estimate_knows_the_sums_that_a_rank_keeps(
 
     model = seeded(lambda: nn.Linear(3, 5))
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    estimated = estimate(model, sgd, 2, {**fields, "reproducible": total})
+    estimated = estimate(model, sgd, 2, {**fields, "reproducible": total}, "gloo")
     assert max(run_world(2, run)[0]) == estimated.gradients, "on the rank that keeps most"
 
 
