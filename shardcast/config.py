@@ -84,7 +84,8 @@ class ShardcastConfig(ValidatedOptions):
     convert_rest: bool | None = option(
         None,
         "whether parameters that are not trained are stored in param_dtype; null: all but momentum "
-        "teachers, modules beside a trained one of the same parameters, and those that came lower",
+        "teachers and averages, modules with the names and shapes of a trained one, and those that "
+        "came lower",
     )
     fp32_outputs: tuple[str, ...] = option(
         (),

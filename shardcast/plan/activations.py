@@ -23,6 +23,7 @@ from shardcast import _compat
 from shardcast.plan.precision import (
     MASTER_DTYPE,
     NORMS,
+    TABLES,
     Precision,
     is_called,
     is_layer,
@@ -217,7 +218,7 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
                 outputs = MASTER_DTYPE
         if inside is not ComputeMode.FP32 and _takes_activations(module, precision, stored):
             inputs = weight
-        is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        is_table = isinstance(module, TABLES)
         if module in precision.fp32_outputs or (config.autocast and is_table and has_low):
             outputs = MASTER_DTYPE
         if inputs is not None or outputs or switch:

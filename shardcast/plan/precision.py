@@ -13,6 +13,7 @@ import fnmatch
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ class Precision:
         }
         self._fp32 = self.fp32_modules | self.autocast_modules
         low = config.param_dtype != MASTER_DTYPE
-        vectors = _vectors(model) if config.autocast and low else ()
+        vectors = _not_multiplied(model) if config.autocast and low else ()
         exact_statistics = [norm for norm in with_statistics if norm in self._fp32]
         self._kept_params = _params_of((*self.fp32_modules, *exact_statistics))
         self._fp32_params = _params_of(self._fp32).union(vectors)
@@ -190,6 +191,26 @@ def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def _not_multiplied(model: nn.Module) -> Iterator[nn.Parameter]:
+    """What no matrix product takes: vectors, and tables of a model without any other matrix.
+
+    So all of a knowledge graph's embeddings or a matrix factorization stays fp32, of which autocast
+    computes nothing but products of activations in low precision.
+    """
+    yield from _vectors(model)
+    modules = [*model.modules()]
+    if not any(
+        is_matrix(param)
+        for module in modules
+        if not isinstance(module, TABLES)
+        for param in module.parameters(recurse=False)
+    ):
+        yield from _params_of(module for module in modules if isinstance(module, TABLES))
+
+
 def _vectors(model: nn.Module) -> Iterator[nn.Parameter]:
     """Scales, gains, means, temperatures, tables of numbers: what no matrix product takes.
 
@@ -197,7 +218,7 @@ def _vectors(model: nn.Module) -> Iterator[nn.Parameter]:
     module that holds a matrix, are biases, which are cast with it.
     """
     for module in model.modules():
-        if is_layer(module) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if is_layer(module) and not isinstance(module, TABLES):
             continue
         params = [*module.parameters(recurse=False)]
         with_matrix = any(map(is_matrix, params))
@@ -223,27 +244,43 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _teachers(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:
-    """Modules that no gradient trains, of several layers, beside their like that is trained.
+    """Modules that no gradient trains, of several layers, with the like of them that is trained.
 
-    A momentum update moves them by less than half a unit in the last place of bf16. In a list or a
-    sequence they are layers of one network, frozen as the base of LoRA is.
+    Teachers, target networks and averages: an update moves them by less than half a unit in the
+    last place of bf16. In a list or a sequence they are layers of one network, frozen as the base
+    of LoRA is.
     """
-    for parent in model.modules():
-        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-            continue
-        children = list(parent.children())
-        frozen = [child for child in children if trained.isdisjoint(child.parameters())]
-        if len(frozen) in (0, len(children)):
-            continue
-        students = [_shapes(child) for child in children if child not in frozen]
-        for child in frozen:
-            layers = sum(bool(_params_of([module])) for module in child.modules())
-            if layers > 1 and _shapes(child) in students:
-                yield from child.modules()
+    frozen = [
+        module
+        for module in _outside_lists(model)
+        if trained.isdisjoint(module.parameters()) and _has_layers(module)
+    ]
+    wanted = {_shapes(module) for module in frozen}
+    counts = {len(shapes) for shapes in wanted}
+    students = set[Any]()
+    for module in model.modules() if wanted else ():
+        params = [*module.parameters()]
+        if len(params) in counts and not trained.isdisjoint(params):
+            students.add(_shapes(module))
+    for module in frozen:
+        if _shapes(module) in students:
+            yield from module.modules()
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: param.shape for name, param in module.named_parameters()}
+def _outside_lists(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules inside, but for the entries of lists and sequences and what is in those."""
+    for child in () if isinstance(module, (nn.ModuleList, nn.Sequential)) else module.children():
+        yield child
+        yield from _outside_lists(child)
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Whether several modules inside hold parameters."""
+    return sum(bool(_params_of([inside])) for inside in module.modules()) > 1
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, param.shape) for name, param in module.named_parameters())
 
 
 def _untrained(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:

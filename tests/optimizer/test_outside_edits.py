@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import swa_utils
 
 import shardcast
 from shardcast.testing import ThreadedWorld
@@ -93,9 +94,9 @@ class Nested(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "fields", "told"),
     [
-        ("copy", {}, True),
-        ("copy", {"keep_fp32": "average.*"}, False),
-        ("copy", {"param_dtype": "fp32"}, False),
+        ("list", {}, True),
+        ("list", {"keep_fp32": "average.*"}, False),
+        ("list", {"param_dtype": "fp32"}, False),
         ("other", {}, False),
     ],
 )
@@ -110,8 +111,71 @@ def test_an_average_that_becomes_low_is_warned_of_by_name(
         nn.init.normal_(inside[0][2].weight)
         nn.init.normal_(inside[0][0].bias)
         nn.init.normal_(inside[0][2].bias)
-    model.average = Nested(inside)
+    model.average = nn.ModuleList([Nested(inside)])
     shardcast.shard(model, sgd(model.net.parameters()), **{"param_dtype": "bf16", **fields})
     messages = [str(w.message) for w in recwarn.list if "begins as a copy" in str(w.message)]
     assert len(messages) == told
-    assert all("'average.inside.0.0.weight'" in text and "average.*" in text for text in messages)
+    assert all("'average.0.inside.0.0.weight'" in text and "average.*" in text for text in messages)
+
+
+def moved(sharded: bool, average: Any, fields: dict[str, Any]) -> tuple[Tensor, set[torch.dtype]]:
+    """How an average inside the model moves in 60 steps, beside stock autocast, and its dtypes."""
+    model = nn.Module()
+    model.net = nn.Sequential(net(), nn.LayerNorm(1))
+    model.average = average(model.net)
+    optimizer: Any = torch.optim.AdamW(model.net.parameters(), lr=1e-2)
+    before = [param.detach().float().clone() for param in model.average.parameters()]
+    if sharded:
+        optimizer = shardcast.shard(model, optimizer, **{"param_dtype": "bf16", **fields})
+    update = getattr(model.average, "update_parameters", None)
+    for step in range(60):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model.net(x)
+        (out.float() - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if update is not None:
+            update(model.net)
+            continue
+        with torch.no_grad():
+            pairs = zip(model.average.parameters(), model.net.parameters(), strict=True)
+            for slow, fast in pairs:
+                slow.mul_(0.99).add_(fast, alpha=0.01)
+    after = [param.detach().float() for param in model.average.parameters()]
+    moves = [(new - old).flatten() for new, old in zip(after, before, strict=True)]
+    return torch.cat(moves), {param.dtype for param in model.average.parameters()}
+
+
+def of_torch(trained: nn.Module) -> nn.Module:
+    return swa_utils.AveragedModel(trained, avg_fn=swa_utils.get_ema_avg_fn(0.99))
+
+
+def nested(trained: nn.Module) -> nn.Module:
+    return Nested(copy.deepcopy(trained))
+
+
+@pytest.mark.parametrize("average", [of_torch, nested])
+def test_an_average_anywhere_in_the_model_moves_as_beside_stock_autocast(average: Any):
+    stock, _ = moved(False, average, {})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*begins as a copy")
+        mine, dtypes = moved(True, average, {})
+    assert dtypes == {torch.float32}
+    assert (mine - stock).norm() < 0.05 * stock.norm()
+    low, _ = moved(True, average, {"convert_rest": True})
+    assert (low - stock).norm() > 0.1 * stock.norm(), "the control"
+
+
+@pytest.mark.filterwarnings("ignore:parameter .* begins as a copy")
+def test_frozen_layers_of_a_network_are_not_taken_for_averages():
+    """Of lists, of one layer, and those of which no trained module is the like."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([net() for _ in range(3)])
+    model.stem = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+    model.one, model.other = nn.Linear(8, 8), nn.Linear(8, 8)
+    for frozen in (*model.blocks[:2], model.stem, model.one):
+        frozen.requires_grad_(False)
+    params = [param for param in model.parameters() if param.requires_grad]
+    shardcast.shard(model, sgd(params), param_dtype="bf16")
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, namedtuple
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,6 +130,45 @@ def test_vectors_that_no_layer_of_torch_multiplies_stay_fp32_under_autocast(auto
     sharded(model, param_dtype=BF16, autocast=autocast)
     vectors = {"mean", "scale", "token", "gain.gain", "energies.weight", "norm.weight", "norm.bias"}
     assert kept(model) == (vectors if autocast else set())
+
+
+class Translations(nn.Module):
+    """As TransE: distances of rows of tables, whose products autocast computes nothing of."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.entities, self.relations = nn.Embedding(20, 6), nn.EmbeddingBag(5, 6)
+        self.linear = nn.Linear(6, 6) if linear else nn.Identity()
+
+    def forward(self, triples: Tensor) -> Tensor:
+        head, tail = (self.linear(self.entities(triples[:, n])) for n in (0, 2))
+        return (head + self.relations(triples[:, 1:2]) - tail).norm(dim=1).mean()
+
+
+def test_tables_of_a_model_without_any_other_matrix_stay_fp32_under_autocast():
+    torch.manual_seed(0)
+    plain, model = Translations(False), Translations(False)
+    model.load_state_dict(plain.state_dict())
+    adagrad = partial(torch.optim.Adagrad, lr=0.1)
+    optimizers = adagrad(plain.parameters()), sharded(
+        model, optimizer=lambda it: adagrad(it.parameters()), param_dtype=BF16, fuse="eager"
+    )  # fmt: skip
+    assert kept(model) == {"entities.weight", "relations.weight"}
+    for step in range(20):
+        draw = torch.Generator().manual_seed(step)
+        triples = torch.randint(5, (16, 3), generator=draw)
+        losses = []
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            with torch.autocast("cpu", BF16):
+                losses.append(each(triples))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for linear, fields in ((True, {}), (False, {"autocast": False})):
+        model = Translations(linear)
+        sharded(model, param_dtype=BF16, **fields)
+        assert kept(model) == set(), "the control"
 
 
 @pytest.mark.parametrize("names", ["2", "", ("2",), ["*"]])
