@@ -236,6 +236,53 @@ def test_the_error_after_a_time_out_says_where_all_ranks_were(gloo: SpawnedWorld
         assert "rank 1: in backward at " in known or "rank 1: in step at " in known
 
 
+def leaves_out_a_step(group: Any, size: int, clears: bool, goes_on: bool) -> str:
+    """The error of a rank, of which rank 1 alone leaves out the second step."""
+    with_limit: Any = dist.new_group([*range(size)], timeout=timedelta(seconds=5))
+    if group.rank() >= size:
+        return ""
+    with telling(0.4):
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, with_limit)
+        try:
+            for step in range(3):
+                CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
+                if step == 1 and group.rank() == 1:
+                    if clears:
+                        optimizer.zero_grad()
+                    if not goes_on:
+                        time.sleep(7)  # it evaluates, say, until the others have given up
+                        return ""
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            with contextlib.suppress(RuntimeError):
+                optimizer.close(restore=False)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_step_that_one_rank_leaves_out_is_named_with_what_that_rank_did_last(
+    four: SpawnedWorld, size: int, goes_on: bool, clears: bool
+):
+    errors = four.run(leaves_out_a_step, size, clears, goes_on)
+    for rank, error in enumerate(errors[:size]):
+        if rank == 1 and not goes_on:
+            continue
+        mine = "an all-to-all of pack" if rank == 1 else "an all-reduce of the control vector"
+        assert error.startswith(f"rank {rank} of {size} waited for the other ranks in {mine}")
+        known = error.split("Where they were seen last: ")[1]
+        assert "in step at test_waiting.py:" in known
+        last = "backward" if goes_on else "no call of shardcast"
+        assert f"rank 1: in {last} at test_waiting.py:" in known
+        assert goes_on or "`time.sleep(7)" in known
+
+
 def late_thread(group: Any, messages: list[str], known: bool) -> None:
     """Rank 1 comes to a call once rank 0 has told of it."""
     comm = Comm(group) if known or group.rank() == 0 else None
