@@ -198,12 +198,7 @@ class ShardcastConfig(ValidatedOptions):
         "else all_to_all",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
-    reproducible: bool | int = option(
-        False,
-        "the same bits at any number of ranks that divides the micro-batches of a step over all "
-        "ranks (docs/reproducible.md): their number, or true, which counts those of the first step",
-        ("true or a number of micro-batches >= 0", lambda total: total >= 0),
-    )
+    reproducible: bool | int = extension(False, "reproducible")
     sync: str = option(
         "auto",
         "how updated parameters reach everybody; all_gather needs the even partition; auto: that "

@@ -55,6 +55,8 @@ class Option(NamedTuple):
             :class:`.Epilogue`.
         hook: ``hook(optimizer)`` makes a :class:`.StepHook`.
         signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
+        micro_batches: ``micro_batches(config, comm)`` makes :class:`.MicroBatches`, in whose order
+            gradients are added.
     """
 
     help: str
@@ -63,6 +65,7 @@ class Option(NamedTuple):
     epilogues: Callable[[Any], tuple[Any, ...]] | None = None
     hook: Callable[[Any], Any] | None = None
     signal: Callable[[Any, Any, torch.device], Any] | None = None
+    micro_batches: Callable[[Any, Any], Any] | None = None
 
 
 class Declared(Mapping[str, Any]):

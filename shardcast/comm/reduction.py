@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +34,13 @@ class Reduction(ABC):
     Attributes:
         received: a buffer that is free again after :meth:`wait`.
         by_rank: whether what :meth:`wait` returns is a piece for each rank.
+        mean_: writes the mean of what :meth:`wait` returned, as :data:`.reduce.mean.Mean` does, in
+            an order of its own; ``None``: any does.
     """
 
     received: Tensor
     by_rank = False
+    mean_: Callable[[Sequence[Tensor], Any, Tensor | None, Tensor], None] | None = None
     _work: Work
 
     def __init__(

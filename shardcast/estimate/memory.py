@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.extensions.reproducible.tree import most_bytes
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.marks import count_marks
 from shardcast.memory.pack import Pack
@@ -25,7 +26,6 @@ from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT
 from shardcast.plan.precision import MASTER_DTYPE, exact_sums, grad_dtype, wire_dtype
 from shardcast.plan.traits import ELEMENTWISE
-from shardcast.step.reduce.tree import most_bytes
 from shardcast.step.update import updates_of
 from shardcast.step.update.epilogues import epilogues_of
 from shardcast.step.update.rules import STATE_NAMES, NoRule, rule_of

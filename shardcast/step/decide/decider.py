@@ -20,14 +20,13 @@ from shardcast.memory.gradients import Gradients
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision, Presence
-from shardcast.step.decide.exact_norm import ExactNorm
 from shardcast.step.decide.loss_scale import LossScale
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
 from shardcast.step.decide.options import LEFT, OptionCheck
 from shardcast.step.decide.signal import Refusal, Reserved, Signal, Verdict, to_device
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.reduce.mean import Divisor
-from shardcast.step.reduce.tree import MicroBatches
+from shardcast.step.reduce.micro_batches import MicroBatches
 
 
 class Decider:
@@ -44,7 +43,7 @@ class Decider:
         device: where the scalars live.
         originals: the optimizers, whose groups it reads.
         divisor: of the mean, which all ranks must have alike.
-        micro_batches: of a step, if it is to be reproducible.
+        micro_batches: of a step, where these have an order.
         history: what this rank did to means since the last step, which all must do alike.
 
     Attributes:
@@ -70,8 +69,8 @@ class Decider:
             LossScale(config, process_groups, device) if LossScale.used_by(config) else None
         )
         self._micro_batches, self._alignment = micro_batches, config.alignment
-        exact = micro_batches is not None and config.norm_type == 2.0
-        self._norm = ExactNorm(device) if exact else PNorm(config.norm_type, device)
+        norm = PNorm if micro_batches is None else micro_batches.norm
+        self._norm: PNorm = norm(config.norm_type, device)
         self._one_each = torch.ones(2, dtype=torch.float64, device=device)
         self._presence = Presence(grads, process_groups, device)
         self.refusal = Refusal(process_groups.everyone, device)

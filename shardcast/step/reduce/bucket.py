@@ -15,7 +15,7 @@ from shardcast.comm import REDUCTIONS, Comm, Reduction, ReplicaSumReduction
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
-from shardcast.step.reduce.tree import PartialSums, TreeReduction
+from shardcast.step.reduce.micro_batches import PartialSums
 
 
 class State(Enum):
@@ -231,7 +231,7 @@ class Bucket:
             pieces = [self._summed(pieces)]
         usual = self.divisor.given is None and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
-        if isinstance(reduction, TreeReduction):
+        if reduction.mean_ is not None:
             mean = reduction.mean_
         mean(pieces, divisor, grads.carry, grads.own)
         self._reduction = grads.carry = None

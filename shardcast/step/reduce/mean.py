@@ -21,7 +21,7 @@ from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.compiling import compiles, or_eager
 
 if TYPE_CHECKING:
-    from shardcast.step.reduce.tree import MicroBatches
+    from shardcast.step.reduce.micro_batches import MicroBatches
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
 ROW = 16  # elements: two or four loads of 16 bytes
@@ -41,7 +41,7 @@ class Divisor:
     Attributes:
         ranks: how many data-parallel ones there are, for the mean.
         given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
-        of_tree: the micro-batches of a step, where a tree adds them.
+        of_tree: the micro-batches of a step, where these have an order.
         counted: the step divides by tokens that a script counts.
     """
 

@@ -26,8 +26,8 @@ from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, listed
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
+from shardcast.step.reduce.micro_batches import MicroBatches
 from shardcast.step.reduce.reduce_pass import ReducePass
-from shardcast.step.reduce.tree import MicroBatches, PartialSums
 from shardcast.step.reduce.user_edits import GradientEdits, ZeroGrad
 
 
@@ -62,8 +62,10 @@ class Reducer:
         self.touched, self.backwards = False, 0
         self.due, self.spent = True, False
         self.sharded = config.grads == "sharded" and process_groups.shard.size > 1
-        self.micro_batches = (
-            MicroBatches(config.reproducible, process_groups.shard) if config.reproducible else None
+        options = config.extensions().values()
+        self.micro_batches: MicroBatches | None = next(
+            (it.micro_batches(config, process_groups.shard) for it in options if it.micro_batches),
+            None,
         )
         self.divisor.of_tree = self.micro_batches
         self.at_end = self.has_ended = False
@@ -128,7 +130,7 @@ class Reducer:
             ],
         )
         if self.micro_batches is not None:
-            bucket.tree = PartialSums(self.micro_batches, bucket.wire)
+            bucket.tree = self.micro_batches.sums(bucket.wire)
         self.grads.append(grads)
         hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
         self._handles += map(_hook_gradient, pack.in_model, hooks)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import checkpoint
 from shardcast.estimate import estimate
+from shardcast.extensions.reproducible.exact_norm import ExactNorm
+from shardcast.extensions.reproducible.tree import nodes_of
 from shardcast.optimizer.stateful import packed_of
-from shardcast.step.decide.exact_norm import ExactNorm
-from shardcast.step.reduce.tree import nodes_of
 
 pytestmark = pytest.mark.timeout(120)
 TOTAL = 8

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from shardcast.comm import Comm, Reduction
+from shardcast.extensions.reproducible.exact_norm import ExactNorm
 from shardcast.messages import by_rank
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
+from shardcast.step.decide.norm import PNorm
 from shardcast.step.reduce.mean import chunks, divide_
 
 Sum: TypeAlias = "Tensor | tuple[Sum, Sum]"
@@ -75,11 +77,20 @@ class MicroBatches:
 
     def __init__(self, total: int, comm: Comm) -> None:
         self._comm, self._done = comm, set[int]()
-        self.sums: list[PartialSums] = []  # of each pack
+        self._sums: list[PartialSums] = []  # of each pack
         self.spare: list[Tensor] = []
         self._is_counted = total is True
         self._settle(0 if self._is_counted else total)
         self.reset()
+
+    def sums(self, wire: torch.dtype) -> PartialSums:
+        """What this rank has of the tree in one more pack."""
+        self._sums.append(PartialSums(self, wire))
+        return self._sums[-1]
+
+    def norm(self, norm_type: float, device: torch.device) -> PNorm:
+        """A sum of squares without an order; a maximum has none, other powers are rounded."""
+        return ExactNorm(device) if norm_type == 2.0 else PNorm(norm_type, device)
 
     def _settle(self, total: int) -> None:
         self.total, self._is_known = total, total > 0
@@ -114,7 +125,7 @@ class MicroBatches:
         self._is_known = self.first = count > 0  # else it is a step without backwards
         self._done = {self.own.start + number for number in self._done}
         self.current += self.own.start
-        for sums in self.sums:
+        for sums in self._sums:
             sums.shift(self.own.start)
 
     def reset(self) -> None:
@@ -203,7 +214,6 @@ class PartialSums:
 
     def __init__(self, micro_batches: MicroBatches, wire: torch.dtype) -> None:
         self._micro_batches, self._wire = micro_batches, wire
-        micro_batches.sums.append(self)
         self._sums: dict[Node, Tensor] = {}
         self._sent: list[Tensor] = []  # until they have arrived
         self._free: list[Tensor] = []  # to allocate it anew costs a pass on a CPU; padding is zero

@@ -1,0 +1,91 @@
+"""Reduce: micro-batches whose gradients are added in an order of their own, not as they come.
+
+An option gives such an object in place of none, see :class:`shardcast.option_values.Option`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardcast.comm import Comm, Reduction
+from shardcast.plan.layout import PackLayout
+
+
+class PartialSums(Protocol):
+    """What this rank has of the sums of one pack: values for each element of the pack."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of them."""
+
+    def add(self, gradient: Tensor) -> Tensor:
+        """Take the gradient of the current micro-batch, 1-d; return memory for the next one."""
+
+    def discard(self, elements: slice) -> None:
+        """Forget elements whose gradients were cleared."""
+
+    def clear(self) -> None:
+        """Forget all."""
+
+    def send(
+        self, comm: Comm, pack: PackLayout, gradient: Tensor,
+        buffer: Callable[[int, torch.dtype], Tensor],
+    ) -> Reduction:  # fmt: skip
+        """Send to each owner its part, with that of the current micro-batch."""
+
+    def landed(self) -> None:
+        """Learn that what was sent has arrived."""
+
+
+class MicroBatches(Protocol):
+    """Which micro-batches of a step this rank has, and which of them it has had.
+
+    Attributes:
+        total: in a step, over all ranks; 0 as long as it is not known.
+        current: the one that the running backward is of, or the next one.
+        begun: gradients of it have come.
+        numbered: the script says which one each is.
+        spare: buffers of messages.
+    """
+
+    total: int
+    current: int
+    begun: bool
+    numbered: bool
+    spare: list[Tensor]
+
+    @property
+    def last(self) -> bool:
+        """Whether the current one is known to be this rank's last one of the step."""
+
+    @property
+    def count(self) -> str:
+        """How many there were in this step, which all ranks must have alike."""
+
+    def sums(self, wire: torch.dtype) -> PartialSums:
+        """Return what is added up of one more pack, whose gradients are sent as ``wire``."""
+
+    def norm(self, norm_type: float, device: torch.device) -> Any:
+        """Return the :class:`.PNorm` whose value does not depend on how spans are cut."""
+
+    def agree(self, device: torch.device) -> None:
+        """Count those of the first step, of all ranks. Collective."""
+
+    def reset(self) -> None:
+        """Begin a step."""
+
+    def load(self, total: int) -> None:
+        """Take the ``total`` of a checkpoint."""
+
+    def begin(self) -> None:
+        """Learn that a gradient of the current one comes; RuntimeError where none is left."""
+
+    def choose(self, index: int) -> None:
+        """Have what comes be of this one; see :meth:`shardcast.ShardedOptimizer.micro_batch`."""
+
+    def end(self) -> None:
+        """Learn that the current one has all its gradients."""
