@@ -78,6 +78,8 @@ def install() -> None:
             super().__init__(*args, **kwargs)
 
     RunAccelerator.__name__ = ShardcastAccelerator.__name__
+    # Where pickle finds it.
+    RunAccelerator.__module__, RunAccelerator.__qualname__ = "accelerate.accelerator", "Accelerator"
     accelerate.Accelerator = RunAccelerator
     accelerate.accelerator.Accelerator = RunAccelerator
 

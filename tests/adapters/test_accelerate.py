@@ -185,6 +185,20 @@ def test_run_makes_an_unedited_script_shard(
     assert capsys.readouterr().out.strip() == expected
 
 
+def test_an_accelerator_that_run_made_is_pickled(
+    tmp_path: Path, run_here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pickle\n"
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "print(type(pickle.loads(pickle.dumps(accelerator))) is type(accelerator))\n"
+    )
+    run_here(str(script))
+    assert capsys.readouterr().out.strip() == "True"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"), [([], "expected a script, got nothing"), (["no.py"], "'no.py' does not")]
 )
