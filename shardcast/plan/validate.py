@@ -41,6 +41,8 @@ def check_memory(
 ) -> None:
     """Raise ValueError for a tensor without memory, or a parameter with that of another one.
 
+    Sparse parameters have no memory of their own, but that of indices and values.
+
     Args:
         named: parameters that are packed.
         beside: tensors that are not.
@@ -54,6 +56,11 @@ def check_memory(
             )
     owners: dict[int, str] = {}
     for name, param in named.items():
+        if param.layout is not torch.strided:
+            raise ValueError(
+                f"model: parameter {name!r} is {str(param.layout).removeprefix('torch.')}; expected "
+                "a dense one; leave it out of this optimizer's groups"
+            )
         pointer = _compat.local_tensor(param).data_ptr()
         owner = owners.setdefault(pointer, name)
         # Packs would give each its own. Empty ones have none, and devices may share addresses.

@@ -174,6 +174,12 @@ def test_what_cannot_be_sharded_is_refused_by_name_and_nothing_is_changed(
             shardcast.pack_parameters(model)
 
 
+def test_a_sparse_parameter_is_refused_by_name():
+    model = with_odd(torch.eye(2).to_sparse())()
+    with pytest.raises(ValueError, match=r"'odd' is sparse_coo; expected a dense one"):
+        shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_ties_views_that_do_not_overlap_and_empty_parameters_are_not_refused():
     """Negative control."""
     flat = torch.arange(8.0)
