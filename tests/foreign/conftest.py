@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def sources(request: pytest.FixtureRequest) -> Path | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
     path = config.getoption("--evidence")
+    counts = Counter(verdict.suite for verdict in config.stash[VERDICTS])
+    for suite, count in counts.items():
+        if count != suite.cases:
+            terminalreporter.write_line(f"{suite.name}: {count} of {suite.cases} cases, no row")
     reports = terminalreporter.stats.get("failed", [])
     failed = {config.stash[SUITES].get(report.nodeid, "") for report in reports}
     if path is None:

@@ -23,7 +23,7 @@ import pytest
 OUTCOMES = ("passed", "refused", "not applicable")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Suite:
     name: str
     claim: str
@@ -112,17 +112,20 @@ def judge(
     ran: Sequence[Ran],
     refused: Mapping[str, tuple[str, str]],
     not_applicable: Mapping[str, str],
+    vacuous: Mapping[str, str],
 ) -> list[Verdict]:
     """Compare what came of each test with what is written of it here.
 
     Args:
         refused: parts of names, the words that the error must have, and the reason.
         not_applicable: parts of names and the reason. A test that passes is in neither.
+        vacuous: parts of names of tests that pass without looking at anything, and the reason.
     """
     verdicts, wrong = [], []
     used: set[str] = set()
+    listed = {**refused, **not_applicable, **vacuous}
     for test in ran:
-        key = next((key for key in (*refused, *not_applicable) if key in test.name), None)
+        key = next((key for key in listed if key in test.name), None)
         if key is not None:
             used.add(key)
         if test.outcome == "passed" and key is None:
@@ -134,9 +137,11 @@ def judge(
             verdicts.append(Verdict(suite, test.name, "refused", refused[key][1]))
         elif key in not_applicable and test.outcome != "passed":
             verdicts.append(Verdict(suite, test.name, "not applicable", not_applicable[key]))
+        elif key in vacuous and test.outcome == "passed":
+            verdicts.append(Verdict(suite, test.name, "not applicable", vacuous[key]))
         else:
             wrong.append(f"{test.name} {test.outcome}, listed as {key}\n{test.message[-3000:]}")
-    wrong += [f"{key} is no test" for key in {*refused, *not_applicable} - used]
+    wrong += [f"no test is named {key}" for key in listed.keys() - used]
     assert not wrong, "\n\n".join(wrong)
     return verdicts
 
