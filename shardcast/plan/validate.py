@@ -58,8 +58,8 @@ def check_memory(
     for name, param in named.items():
         if param.layout is not torch.strided:
             raise ValueError(
-                f"model: parameter {name!r} is {str(param.layout).removeprefix('torch.')}; expected "
-                "a dense one; leave it out of this optimizer's groups"
+                f"model: parameter {name!r} is {str(param.layout).removeprefix('torch.')}; "
+                "expected a dense one; leave it out of this optimizer's groups"
             )
         pointer = _compat.local_tensor(param).data_ptr()
         owner = owners.setdefault(pointer, name)

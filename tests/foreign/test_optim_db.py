@@ -103,7 +103,7 @@ def test_an_optimizer_of_torch_trains_the_same_weights_sharded(
     ranks = threaded_world(world_size, sharded)
     exact = all(torch.equal(a, b) for ours in ranks for a, b in zip(ours, torchs, strict=True))
     if not exact:
-        assert given.kwargs.get("fused"), [(a - b).abs().max() for a, b in zip(*ranks[:1], torchs)]
+        assert given.kwargs.get("fused"), (ranks, torchs)
         for ours in ranks:
             torch.testing.assert_close(ours, torchs)
     verdicts.append(Verdict(SUITE, case, "passed", "" if exact else TOLERANCE))
