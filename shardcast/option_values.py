@@ -68,6 +68,11 @@ class Option(NamedTuple):
     micro_batches: Callable[[Any, Any], Any] | None = None
 
 
+def load_extension(name: str) -> Any:
+    """A module of :mod:`shardcast.extensions`, imported where something asks for it by ``name``."""
+    return import_module(f"shardcast.extensions.{name}")
+
+
 class Declared(Mapping[str, Any]):
     """The metadata of a field whose option an extension declares; asking for it imports that."""
 
@@ -79,7 +84,7 @@ class Declared(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         if key in self._known:
             return self._known[key]
-        option: Option = import_module(f"shardcast.extensions.{self._module}").OPTION
+        option: Option = load_extension(self._module).OPTION
         return {"option": option, "help": option.help, "range": option.within}[key]
 
     def __iter__(self) -> Iterator[str]:

@@ -26,7 +26,8 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.pack import as_packed
 from shardcast.memory.shard import Shard, build_shard
-from shardcast.plan import probe, validate
+from shardcast.option_values import load_extension
+from shardcast.plan import validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.pack_groups import PackGroups, Tie
@@ -163,7 +164,10 @@ def _elementwise(
     originals: OptimizerList, config: ShardcastConfig, parallel_dims: ParallelDims
 ) -> list[bool]:
     """Whether each optimizer is elementwise; TypeError for one that cannot be sharded."""
-    traits = [known_traits(it) or probe.traits_of(it) for it in originals.optimizers]
+    traits = [
+        known_traits(it) or load_extension("any_optimizer").traits_of(it)
+        for it in originals.optimizers
+    ]
     ranks = max(parallel_dims.world_size, *parallel_dims.sizes.values(), 1)
     for trait in traits:
         if trait.entangled and ranks > 1:

@@ -1,4 +1,4 @@
-"""What the update of an optimizer class needs; of others than torch's see :mod:`.probe`."""
+"""What the update of an optimizer class needs; of others than torch's, ``any_optimizer.probe``."""
 
 from __future__ import annotations
 

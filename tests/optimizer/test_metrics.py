@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardcast
-from shardcast.step.update import any_optimizer, fused
+from shardcast.extensions.any_optimizer import update as any_update
+from shardcast.step.update import fused
 from shardcast.step.update.fusion import Executor
 from shardcast.testing import threaded_world
 
@@ -96,7 +97,7 @@ def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
 ):
     """With an absent gradient, and a skipped step, which keeps those of the step before."""
     if "fuse" not in fields:  # else compiled, which decides there, too
-        for module in (fused, any_optimizer):
+        for module in (fused, any_update):
             monkeypatch.setattr(
                 module, "choose_executor", lambda *_: Executor(False, on_host=False)
             )

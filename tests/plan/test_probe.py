@@ -16,6 +16,7 @@ from oracle import mlp, set_grads, steps
 from torch import Tensor, nn
 
 import shardcast
+from shardcast.extensions.any_optimizer import traits_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld
 
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -205,7 +206,7 @@ def test_the_probe_leaves_optimizer_and_parameters_alone():
     inner.step()
     before = [(p.clone(), p.grad.clone(), inner.state[p]["exp_avg"].clone()) for p in inner.seen]  # type: ignore
     options = dict(inner.param_groups[0])
-    shardcast.plan.probe.traits_of(inner)
+    traits_of(inner)
     after = [(p, p.grad, inner.state[p]["exp_avg"]) for p in inner.seen]  # type: ignore
     assert all(map(torch.equal, sum(before, ()), sum(after, ())))
     assert inner.param_groups[0] == options

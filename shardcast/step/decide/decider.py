@@ -7,7 +7,6 @@ method here waits for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
+from shardcast.option_values import load_extension
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision, Presence
@@ -114,7 +114,7 @@ class Decider:
     def counting(self) -> Any:
         """The signal of counted tokens, which takes its place when a script counts some."""
         if type(self.tokens) is Reserved:
-            module = import_module("shardcast.extensions.tokens")
+            module = load_extension("tokens")
             place = self.signals.index(self.tokens)
             self.tokens = module.TokenCount(self._process_groups, self._divisor, self._device)
             self.signals[place] = self.tokens

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.memory.pack import Pack
+from shardcast.option_values import load_extension
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.update import rules
-from shardcast.step.update.any_optimizer import AnyOptimizerUpdate, Ready
 from shardcast.step.update.epilogues import epilogues_of
 from shardcast.step.update.fused import FusedUpdate
 from shardcast.step.update.state import Update
 
-__all__ = ["Update", "updates_of"]
+__all__ = ["Ready", "Update", "updates_of"]
+
+Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
 
 
 def updates_of(
@@ -46,4 +51,7 @@ def _update_of(
                 f"{type(optimizer).__name__}, which keeps its state itself; use the default "
                 f"{default!r}"
             )
-    return AnyOptimizerUpdate(optimizer, comm, ready, config, epilogues_of(config))
+    update: Update = load_extension("any_optimizer").AnyOptimizerUpdate(
+        optimizer, comm, ready, config, epilogues_of(config)
+    )
+    return update

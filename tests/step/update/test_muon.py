@@ -17,7 +17,7 @@ from models import exact_muon
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.step.update import muon
+from shardcast.extensions.any_optimizer import muon
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)

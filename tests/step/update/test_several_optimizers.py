@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
 from shardcast import checkpoint
+from shardcast.extensions.any_optimizer import muon
 from shardcast.optimizer.stateful import packed_of
-from shardcast.step.update import muon
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,22 +13,20 @@ from shardcast import _compat
 from shardcast._compat import observer
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.extensions.any_optimizer import muon, probe, twins
 from shardcast.memory.codecs import Codec, Encoded, row_of
-from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
-from shardcast.plan import probe, twins
 from shardcast.plan.layout import Fragment
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.traits import ELEMENTWISE, is_known
 from shardcast.step.decide.decision import Decision
-from shardcast.step.update import muon
+from shardcast.step.update import Ready
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import choose_executor
 from shardcast.step.update.rules import AssignRule, NoRule
 from shardcast.step.update.state import OwnMethod, ShardState, Update
 
 PROBATION = 10  # steps in which a class that torch does not have is watched
-Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
 
 
 class AnyOptimizerUpdate(Update):

@@ -11,7 +11,7 @@ the host in place of the model's. It answers four questions at :func:`shardcast.
 
 The classes of torch are known and not measured. A class whose twin cannot run here (it needs a
 closure or an accelerator, or draws random numbers) counts as separable and not elementwise; its
-first steps are watched, see :mod:`shardcast.step.update.any_optimizer`.
+first steps are watched, see :mod:`.update`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast._compat import observer
+from shardcast.extensions.any_optimizer.twins import Samples, Twins, unnoticed
 from shardcast.plan.traits import OptimizerTraits
-from shardcast.plan.twins import Samples, Twins, unnoticed
 
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
 # one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.
