@@ -168,12 +168,7 @@ class ShardcastConfig(ValidatedOptions):
     )
     max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
     guard: Any | None = extension(None, "guard")
-    grads: str = option(
-        "full",
-        "full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
-        "also under no_sync(), and a rank keeps its own part (.grad cannot be read then)",
-        one_of("full", "sharded"),
-    )
+    grads: str = extension("full", "sharded_gradients")
     master: str = option(
         "fp32",
         "how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
@@ -187,9 +182,7 @@ class ShardcastConfig(ValidatedOptions):
         one_of("fp32", "bf16", "int8"),
     )
     metrics: bool | int = extension(False, "metrics")
-    offload: bool = option(
-        False, "keep masters and moments in host memory; the update fetches windows of them"
-    )
+    offload: bool = extension(False, "offload")
     averages: Any = extension((), "averages")
     reduce: str = option(
         "auto",

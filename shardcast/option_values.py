@@ -57,6 +57,9 @@ class Option(NamedTuple):
         signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
         micro_batches: ``micro_batches(config, comm)`` makes :class:`.MicroBatches`, in whose order
             gradients are added.
+        transfers: ``transfers(device)`` gives what fetches, updates and sends back windows beside
+            each other, called with them and three functions; ``None`` where one follows another.
+        gradients: the class of a pack's gradients, a :class:`.Gradients`, on several ranks.
     """
 
     help: str
@@ -66,6 +69,8 @@ class Option(NamedTuple):
     hook: Callable[[Any], Any] | None = None
     signal: Callable[[Any, Any, torch.device], Any] | None = None
     micro_batches: Callable[[Any, Any], Any] | None = None
+    transfers: Callable[[torch.device], Any] | None = None
+    gradients: type[Any] | None = None
 
 
 def load_extension(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.loading import Directory, load
-from shardcast.optimizer.digest import bits_of, values_of
+from shardcast.extensions.digest import bits_of, values_of
 from shardcast.optimizer.stateful import packed_of
 
 Part = tuple[str, int, str]  # parameter, first element, master or name of the state

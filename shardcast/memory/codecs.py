@@ -294,7 +294,7 @@ class Encoded:
         """The pieces of a part, 1-d, on the device: the memory itself, or copies to be sent back.
 
         Copies are ordered by the device: a part is sent back before it is fetched anew (see
-        ``step.update.offload``), and the host reads this memory by a fetch only.
+        ``extensions.offload``), and the host reads this memory by a fetch only.
         """
         pieces = self._parts(part)
         if self._on_host:

@@ -20,7 +20,6 @@ from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
-from shardcast.memory.sharded_gradients import ShardedGradients
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, listed
@@ -61,8 +60,10 @@ class Reducer:
         self.grads: list[Gradients] = []
         self.touched, self.backwards = False, 0
         self.due, self.spent = True, False
-        self.sharded = config.grads == "sharded" and process_groups.shard.size > 1
         options = config.extensions().values()
+        kinds = (it.gradients for it in options if process_groups.shard.size > 1)
+        self._kind: type[Gradients] = next(filter(None, kinds), Gradients)
+        self.sharded = self._kind is not Gradients
         self.micro_batches: MicroBatches | None = next(
             (it.micro_batches(config, process_groups.shard) for it in options if it.micro_batches),
             None,
@@ -113,8 +114,7 @@ class Reducer:
 
         Gradients that its parameters have already are reduced with this step's.
         """
-        kind = ShardedGradients if self.sharded else Gradients
-        grads = kind(pack, grad_dtype(pack.layout.dtype, self._config))
+        grads = self._kind(pack, grad_dtype(pack.layout.dtype, self._config))
         set_grad_dtype(pack, grads.dtype)
         parallel_dims, pack_groups = self.process_groups.parallel_dims, pack.layout.pack_groups
         bucket = self.buckets[pack] = Bucket(

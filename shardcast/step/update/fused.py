@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, choose_executor
-from shardcast.step.update.offload import StreamLanes, through
 from shardcast.step.update.rules import NoRule, Rule, StepNumbers
 from shardcast.step.update.state import ShardState, Update
 
@@ -35,9 +34,11 @@ class _Range(NamedTuple):
     factor: Tensor | None
 
 
-def make_lanes(config: ShardcastConfig, device: torch.device) -> StreamLanes | None:
-    """For transfers beside the update, where there are any."""
-    return StreamLanes(device) if config.offload and device.type == "cuda" else None
+def _transfers(config: ShardcastConfig, device: torch.device) -> Callable[..., None] | None:
+    """How windows travel beside each other, if an option has them do so on this device."""
+    options = config.extensions().values()
+    asked = (it.transfers(device) for it in options if it.transfers is not None)
+    return next(filter(None, asked), None)
 
 
 class FusedUpdate(Update):
@@ -60,14 +61,14 @@ class FusedUpdate(Update):
         self._uniform = True  # whether all histories are equal
         self._step_numbers: dict[GroupId, StepNumbers] = {}
         self._execute = Executor(compiled=False, on_host=True)
-        self._lanes: StreamLanes | None = None
+        self._transfer: Callable[..., None] | None = None
 
     def add(self, shard: Shard) -> None:
         if shard.fragments:
             device = shard.published.device
             if not self._states:
                 self._execute = choose_executor(self._config, device)
-                self._lanes = make_lanes(self._config, device)
+                self._transfer = _transfers(self._config, device)
                 self._steps = self._steps.to(device)
             state = ShardState(shard, self._config, self.epilogues, len(self._histories))
             self._states[shard] = state
@@ -98,8 +99,8 @@ class FusedUpdate(Update):
         def send(one: _Range, operands: list[Tensor]) -> None:
             one.state.send(one.part, one.fusion, operands)
 
-        if self._lanes is not None:
-            through(self._lanes, self._ranges(decision, present), fetch, update, send)
+        if self._transfer is not None:
+            self._transfer(self._ranges(decision, present), fetch, update, send)
             return
         for one in self._ranges(decision, present):
             operands = fetch(one)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardcast.step.update.offload import through
+from shardcast.extensions.offload import through
 
 pytestmark = pytest.mark.timeout(60)
 

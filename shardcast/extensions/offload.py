@@ -1,4 +1,4 @@
-"""Windows of host memory through an accelerator: the next one comes while this one is updated.
+"""``offload``: windows of host memory through an accelerator: one comes while another is updated.
 
 Three lanes work beside each other::
 
@@ -21,9 +21,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
+
+from shardcast.option_values import Option
 
 Window = TypeVar("Window")
 Values = TypeVar("Values")
@@ -95,3 +98,13 @@ def through(
         del values
     if last is not None:
         lanes.join(last)
+
+
+def _transfers(device: torch.device) -> Any:
+    return partial(through, StreamLanes(device)) if device.type == "cuda" else None
+
+
+OPTION = Option(
+    help="keep masters and moments in host memory; the update fetches windows of them",
+    transfers=_transfers,
+)

@@ -1,4 +1,4 @@
-"""The gradients of a pack of which a rank keeps its own span: the option ``grads: sharded``."""
+"""``grads: sharded``: of the gradients of a pack a rank keeps its own span."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardcast import _compat
 from shardcast.memory.gradients import Gradients, check_given, own_part
 from shardcast.memory.pack import Pack
 from shardcast.memory.ungathered import hide
+from shardcast.option_values import Option, one_of
 from shardcast.plan.precision import MASTER_DTYPE
 
 COMING = 1 << 22  # bytes of gradients that are copied in by one call
@@ -182,3 +183,11 @@ class StandIn:
     def is_written(self) -> bool:
         """Whether a script wrote to it."""
         return self.value._version != self._version
+
+
+OPTION = Option(
+    help="full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
+    "also under no_sync(), and a rank keeps its own part (.grad cannot be read then)",
+    within=one_of("full", "sharded"),
+    gradients=ShardedGradients,
+)
