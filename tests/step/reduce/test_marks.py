@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import on_ranks
+from oracle import BATCH, on_ranks
 from torch import Tensor, nn
 
 import shardcast
 from shardcast import _compat
 from shardcast.memory import marks
 from shardcast.optimizer.stateful import packed_of
+from shardcast.step.history import HISTORY
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:step skipped")]
@@ -265,6 +266,10 @@ def clears(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+def clears_to_zeros(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)  # there is a gradient on all ranks still
+
+
 def clears_by_the_model(model: nn.Module, optimizer: Any) -> None:
     model.zero_grad()
 
@@ -299,6 +304,7 @@ def gives_a_loss(model: nn.Module, optimizer: Any) -> None:
     ("act", "told"),
     [
         (clears, r"\.grad of '0.weight' was kept on some ranks"),
+        (clears_to_zeros, r"clears of their gradients differs \(.*rank 1: 1"),
         (clears_by_the_model, r"\.grad of '0.weight' was kept on some ranks"),
         (clears_one, r"'2.weight' was kept on some ranks.*rank 1: cleared"),
         (drops_a_group, "expected the 6 parameters"),
@@ -322,6 +328,21 @@ def test_all_ranks_raise_for_what_one_did_alone(act: Any, told: str, size: int, 
             optimizer.step()
 
     ThreadedWorld(size, timeout=20).run(run)
+
+
+@pytest.mark.parametrize("fact", HISTORY)
+def test_each_number_of_what_was_done_between_two_steps_is_compared(fact: str):
+    """Of backwards, too, of which no script can make another number without a collective more."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        if batch.data_ptr() != BATCH.data_ptr():  # not rank 0
+            packed_of(optimizer).reduce.history[fact] = 7
+        with pytest.raises(RuntimeError, match=f"{fact} differs .*: 7"):
+            optimizer.step()
+
+    for size in (2, 3, 4):
+        on_ranks(script, size)
 
 
 @pytest.mark.parametrize("size", [2, 3])
