@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.plan.precision import MASTER_DTYPE
 
 # In-place methods of torch that compute an element from others; a test looks through all methods.
 MIXING = frozenset({"cumsum_", "cumprod_", "renorm_"})
@@ -207,7 +209,18 @@ def _probe(
     except Exception:
         # There may be no way from that device: .to() of the one where it is.
         twins = {id(grad): torch.zeros_like(grad) for grad in grads}
-        answer = [func(*_twins_of(args, twins), **_twins_of(kwargs, twins))]
+        try:
+            answer = [func(*_twins_of(args, twins), **_twins_of(kwargs, twins))]
+        except Exception:
+            # It may mix bf16 and fp32, which it would not under DDP: to have the means is first.
+            twins = {id(grad): torch.zeros_like(grad, dtype=MASTER_DTYPE) for grad in grads}
+            reads = False
+            with contextlib.suppress(Exception):
+                func(*_twins_of(args, twins), **_twins_of(kwargs, twins))
+                reads = True
+            if reads:
+                raise _error(func, grads[0]) from None
+            raise
         if not any(answer[0] is twin for twin in twins.values()):
             raise _error(func, grads[0]) from None
     if not all(any(_compat.is_alias(t, twin) for twin in twins.values()) for t in answer):

@@ -266,8 +266,9 @@ def stylegan2(variant: Variant) -> Report:
     return variant.report(makers, losses, gan.G_opt)
 
 
-@recipe("BYOLTrainer: SyncBatchNorm, target network", "byol-pytorch", shipped="Accelerator")
+@recipe("BYOLTrainer: target network", "byol-pytorch", shipped="Accelerator, SyncBatchNorm out")
 def byol(variant: Variant) -> Report:
+    from byol_pytorch import byol_pytorch as nets
     from byol_pytorch import trainer as package
 
     class Backbone(nn.Module):
@@ -283,7 +284,8 @@ def byol(variant: Variant) -> Report:
     def build(**options: Any) -> Any:
         return variant.accelerator(**(options if variant.stock else {}))
 
-    with mock.patch.object(package, "Accelerator", build):
+    norm = mock.patch.object(nets, "MaybeSyncBatchnorm", lambda *_: nn.BatchNorm1d)  # no CPU's
+    with norm, mock.patch.object(package, "Accelerator", build):
         trainer = package.BYOLTrainer(
             net, image_size=8, hidden_layer="pool", learning_rate=0.05, dataset=Noised(8),
             optimizer_klass=torch.optim.SGD, num_train_steps=4, batch_size=4,

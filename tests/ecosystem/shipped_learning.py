@@ -235,8 +235,8 @@ def avalanche_gem(variant: Variant) -> Report:
 
 
 @recipe(
-    "SynapticIntelligence.train: path integrals of .grad",
-    "avalanche-lib", shipped="state reset out", error=RuntimeError, match="gather_gradients",
+    "SynapticIntelligence.train: fp32 copies times weights; in fp32 gather_gradients",
+    "avalanche-lib", shipped="state reset out", error=RuntimeError, match="same dtype",
 )  # fmt: skip
 def avalanche_si(variant: Variant) -> Report:
     return continual(variant, "SynapticIntelligence", si_lambda=1.0)

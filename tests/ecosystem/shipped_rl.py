@@ -182,13 +182,21 @@ def transitions(variant: Variant, count: int = 64, discrete: bool = True) -> lis
     return rows
 
 
+class Exact(nn.Module):
+    """The loops make NumPy arrays of values, and NumPy has no bf16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
 @recipe("DoubleDQN.update", "pfrl", shipped="")
 def pfrl_dqn(variant: Variant) -> Report:
     import pfrl
 
     plain = nn.Sequential(
-        nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3), pfrl.q_functions.DiscreteActionValueHead()
-    )
+        nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3), Exact(),
+        pfrl.q_functions.DiscreteActionValueHead(),
+    )  # fmt: skip
     variant.starts(plain)
     model, optimizer = variant.shard(plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
     agent = pfrl.agents.DoubleDQN(
@@ -248,7 +256,9 @@ def pfrl_sac(variant: Variant) -> Report:
 
     policy = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), Squashed())
     critics = [
-        nn.Sequential(pfrl.nn.ConcatObsAndAction(), nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 1))
+        nn.Sequential(
+            pfrl.nn.ConcatObsAndAction(), nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 1), Exact()
+        )
         for _ in range(2)
     ]
     variant.starts(critics[0])

@@ -209,6 +209,22 @@ def test_a_view_that_was_made_before_the_gather_can_be_read_after_it():
     on_ranks(script)
 
 
+def test_a_read_that_mixes_dtypes_is_a_read_and_a_view_of_a_wrong_shape_is_torchs_own_error():
+    """Gradients are fp32 under DDP and bf16 here."""
+
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        model(batch).float().square().mean().backward()
+        grad = model[0].weight.grad.view(-1)
+        with pytest.raises(
+            RuntimeError, match=r"dot reads \.grad of '0\.weight'.*gather_gradients"
+        ):
+            torch.dot(grad, torch.ones(grad.numel()))
+        with pytest.raises(RuntimeError, match=r"invalid for input of size"):
+            grad.view(7, 2)
+
+    on_ranks(script, param_dtype="bf16")
+
+
 @pytest.mark.parametrize("grads", ["full", "sharded"])
 def test_a_gradient_is_not_given_to_another_parameter(grads: str):
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
