@@ -85,7 +85,7 @@ wrong without a word is marked **not noticed**.
 SHIPPED = """## Loops that packages ship
 
 {count} loops of {packages} packages, run where they are installed: nobody of this project wrote
-them. {equal} equal DDP, {refused} are refused by name{rest}. *Changed* is what was replaced in the
+them. {equal} equal DDP, {refused} end with an error{rest}. *Changed* is what was replaced in the
 package's source or objects, all of it the README's diff: *optimizer* is one that the package makes
 itself, and that is then given to `shard()`; *clip* is `optimizer.clip_grad_norm_` for torch's.
 Data are drawn, and the nets are small. Where a loop calls methods of a model other than `forward`,

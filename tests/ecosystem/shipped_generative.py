@@ -266,7 +266,7 @@ def stylegan2(variant: Variant) -> Report:
     return variant.report(makers, losses, gan.G_opt)
 
 
-@recipe("BYOLTrainer: target network", "byol-pytorch", shipped="Accelerator, SyncBatchNorm out")
+@recipe("BYOLTrainer: target network", "byol-pytorch", shipped="Accelerator, unwrapped")
 def byol(variant: Variant) -> Report:
     from byol_pytorch import byol_pytorch as nets
     from byol_pytorch import trainer as package
@@ -285,7 +285,11 @@ def byol(variant: Variant) -> Report:
         return variant.accelerator(**(options if variant.stock else {}))
 
     norm = mock.patch.object(nets, "MaybeSyncBatchnorm", lambda *_: nn.BatchNorm1d)  # no CPU's
-    with norm, mock.patch.object(package, "Accelerator", build):
+    update = "self.byol.update_moving_average()"  # which DDP has not
+    unwrapped = f"self.accelerator.unwrap_model(self.byol){update.removeprefix('self.byol')}"
+    forward = edited(package.BYOLTrainer.forward, (update, unwrapped))
+    loop = mock.patch.object(package.BYOLTrainer, "forward", forward)
+    with norm, loop, mock.patch.object(package, "Accelerator", build):
         trainer = package.BYOLTrainer(
             net, image_size=8, hidden_layer="pool", learning_rate=0.05, dataset=Noised(8),
             optimizer_klass=torch.optim.SGD, num_train_steps=4, batch_size=4,
