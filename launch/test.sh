@@ -61,12 +61,15 @@ if [[ ${1:-} == --versions ]]; then
         if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
             rm -rf "$venv"
             "$found" -m venv "$venv"
-            # Only what the tests are not about is pinned.
-            grep --invert-match --extended-regexp \
-                "^(setuptools|fsspec|huggingface-hub|tokenizers|pytorch-lightning$(printf '|%s' "${@%%==*}"))==" \
-                constraints.txt >"$venv/constraints.txt"
+            # Beside another torch all else is as ever; frameworks choose what they are with.
+            local pinned=()
+            if [[ $1 == torch==* && $# == 1 ]]; then
+                grep --invert-match --extended-regexp "^(setuptools|torch)==" \
+                    constraints.txt >"$venv/constraints.txt"
+                pinned=(--constraint "$venv/constraints.txt")
+            fi
             "$python" -m pip install --disable-pip-version-check --progress-bar off \
-                --constraint "$venv/constraints.txt" "$@" --editable ".[test]"
+                "${pinned[@]}" "$@" --editable ".[test]"
             echo "$wanted" >"$venv/wanted"
         fi
         "$python" -m pytest --numprocesses=auto ${tests:+"$tests"} "${arguments[@]}" ||
