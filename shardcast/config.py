@@ -182,6 +182,7 @@ class ShardcastConfig(ValidatedOptions):
         one_of("fp32", "bf16", "int8"),
     )
     metrics: bool | int = extension(False, "metrics")
+    replica_check: int = extension(0, "replica_check")
     offload: bool = extension(False, "offload")
     averages: Any = extension((), "averages")
     reduce: str = option(

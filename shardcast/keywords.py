@@ -48,6 +48,7 @@ class Keywords(TypedDict, total=False):
     master: str
     moments: str
     metrics: bool | int
+    replica_check: int
     offload: bool
     averages: Mapping[str, Any]
     reduce: str

@@ -99,6 +99,11 @@ class Buffers(StepHook):
             self._warn_of_new()
         self._broadcast(self._places)
 
+    def sent(self) -> list[Tensor] | None:
+        """Return what all ranks have of rank 0 after a step; ``None``: this one has not."""
+        dense = [buffer.data for it in self._places if (buffer := it.buffer()) is not None]
+        return dense if len(dense) == len(self._places) else None
+
     def before(self, root: nn.Module) -> None:
         """Send the buffers of a root before its forward, if they are due. Collective."""
         if self._due.get(root):

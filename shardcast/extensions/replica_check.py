@@ -1,0 +1,279 @@
+"""``replica_check``: every n steps, whether what ranks hold as copies of one another is equal.
+
+After a sync all data-parallel ranks have the same parameters, and the same buffers: no arithmetic
+is left that could tell them apart. Where a collective was torn, or memory failed, each goes on by
+itself, and what they train is worth nothing long before a loss shows it. So each rank hashes what
+it has, and its hash travels in the all-reduce of the next step, in a place of its own. Masters of
+``shard_ranks``, of replicas in a mesh and of tied weights are updated on several ranks, each for
+itself; a small all-reduce more over those ranks compares their hashes.
+
+A hash is the sum, modulo ``2**64``, of the words of a tensor, each multiplied by an odd number that
+belongs to its place (Carter and Wegman, 1979): no order is prescribed, and no single word can
+change unnoticed. It finds errors, not attacks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardcast.comm import Comm, ProcessGroups
+from shardcast.config import ShardcastConfig
+from shardcast.memory.shard import Shard
+from shardcast.messages import SHOWN
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option
+from shardcast.plan.pack_groups import PLAIN
+from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.signal import Signal, known, to_device
+from shardcast.step.step_hook import StepHook
+
+COLUMNS = 1 << 12  # words of a row, each with a factor of its own
+ROWS_ON_HOST, ROWS = 1 << 4, 1 << 10  # hashed at a time: in cache; 32 MiB of temporary memory
+MASTERS = 1 << 20  # masters that are read at a time
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+UNKNOWN = -1.0  # in place of a hash, where a rank has buffers of another kind: it has said so
+KEPT = 52  # bits of a rank's hash that a double holds
+BITS, PARTS = 16, 3  # of the hash of a pack, compared in so many parts of so many bits
+REMEDY = (
+    "A collective did not bring what was sent, or memory of that rank failed: look at its device "
+    "and host (ECC errors, the kernel's log, the network), leave it out, and resume from a "
+    "checkpoint of before"
+)
+
+
+class Hasher:
+    """Hashes of tensors on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)  # alike on all ranks
+
+        def odd(count: int) -> Tensor:
+            bits = torch.iinfo(torch.int64)
+            return torch.randint(bits.min, bits.max, (count,), generator=generator) | 1
+
+        self._rows = ROWS_ON_HOST if device.type == "cpu" else ROWS
+        self._columns, self._of_rows = odd(COLUMNS).to(device), odd(ROWS).to(device)
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The hash of the bits of a dense tensor of any dtype, 0-dim int64."""
+        data = values.detach().reshape(-1).view(torch.uint8)
+        whole = data.numel() // 4 * 4
+        total = self._zero
+        if whole < data.numel():  # 1 to 3 bytes
+            total = (data[whole:].long() * self._columns[: data.numel() - whole]).sum()
+        words = data[:whole].view(torch.int32)
+        for start in range(0, words.numel(), self._rows * COLUMNS):
+            part = words[start : start + self._rows * COLUMNS]
+            rows = part.numel() // COLUMNS
+            if rows:
+                # Of int32 by int64: no two differences of words cancel by their highest bits.
+                sums = (part[: rows * COLUMNS].view(rows, COLUMNS) * self._columns).sum(1)
+                total = total * ODD + (sums * self._of_rows[:rows]).sum()
+            if rest := part[rows * COLUMNS :].numel():
+                total = total * ODD + (part[-rest:] * self._columns[:rest]).sum()
+        return total
+
+    def joined(self, hashes: Sequence[Tensor]) -> Tensor:
+        """One hash of several."""
+        return self(torch.stack([*hashes])) if hashes else self._zero
+
+
+class ReplicaSignal(Signal):
+    """The hashes of all ranks, on every rank.
+
+    Its part has two rows of a place for each data-parallel rank, for parameters and for buffers;
+    whether this rank saw copies of masters, or experts, differ; from rank 0 the step that made all
+    this; and per pack a short digest twice, as of :mod:`.options`, by which a pack is found. It is
+    empty in a step without a check.
+
+    Attributes:
+        part: what is sent with the next decision.
+        packs: the first parameter of each pack that is compared.
+        told: what this rank saw differ among masters.
+    """
+
+    name = "replica_check"
+    skips = (True, True, True)
+
+    def __init__(self, process_groups: ProcessGroups, device: torch.device) -> None:
+        self._groups, self._device = process_groups, device
+        self._ranks = process_groups.dp.size
+        self._nothing = torch.zeros(3, dtype=torch.float64, device=device)
+        self.part = self._none = self._nothing[:0]
+        self.packs: list[str] = []
+        self.told: tuple[Tensor, list[str]] = self._none, []
+        self._seen, self._differed = self._none, self._nothing.any()
+
+    def local(self) -> Tensor:
+        return self.part
+
+    def read(self, total: Tensor) -> Tensor:
+        """Whether parameters, buffers and masters differ."""
+        if not total.numel():
+            return self._nothing
+        by_rank = total[: 2 * self._ranks].view(2, self._ranks)
+        differ = ((by_rank != by_rank.amax(1, keepdim=True)) & (by_rank != UNKNOWN)).any(1)
+        mistakes = torch.cat([differ, total[2 * self._ranks].view(1) > 0]).double()
+        # The next sync may make ranks equal again, before the host has seen that they were not.
+        if self._seen.shape != total.shape:
+            self._seen, self._differed = total, mistakes.any()
+        else:
+            self._seen = torch.where(self._differed, self._seen, total)
+            self._differed = self._differed | mistakes.any()
+        return mistakes
+
+    def clear(self) -> None:
+        """Send nothing more until ranks are compared again."""
+        self.part = self._none
+
+    def error(self, mistakes: Sequence[float]) -> RuntimeError:
+        """Names ranks, and the first pack that differs."""
+        seen, ranks = self._seen.tolist(), self._ranks
+        differing, names = self.told
+        found = [name for name, flag in zip(names, differing.tolist(), strict=True) if flag]
+        known_masters = known(found, self._groups.everyone, self._device)
+        facts = []
+        for kind, row in ("parameters", seen[:ranks]), ("buffers", seen[ranks : 2 * ranks]):
+            there = [value for value in row if value != UNKNOWN]
+            if len({*there}) > 1:
+                usual = Counter(there).most_common(1)[0][0]
+                others = [rank for rank, value in enumerate(row) if value not in (usual, UNKNOWN)]
+                text = f"{kind} of rank {', '.join(map(str, others[:SHOWN]))} differ from those "
+                text += "of the other ranks" if ranks > 2 else "of rank 0"
+                facts.append(text + (self._packs_of(seen) if kind == "parameters" else ""))
+        for rank, packs in known_masters.items():
+            if packs:
+                facts.append(
+                    f"rank {rank} has other masters than its copies, first in the pack that begins "
+                    f"with {packs[0]!r}"
+                )
+        step = int(seen[2 * ranks + 1])
+        text = "; ".join(facts) or "ranks of other model-parallel groups differ, which name it"
+        self._differed = self._nothing.any()
+        return RuntimeError(f"replica_check: after step {step} {text}. {REMEDY}")
+
+    def _packs_of(self, seen: Sequence[float]) -> str:
+        count = len(self.packs)
+        sums, squares = seen[2 * self._ranks + 2 :][:count], seen[2 * self._ranks + 2 + count :]
+        differing = [
+            name
+            for name, of_sum, square in zip(self.packs, sums, squares, strict=True)
+            if of_sum * of_sum + square
+        ]
+        if not differing:  # equal by chance in so few bits
+            return ""
+        first = f", first in the pack that begins with {differing[0]!r}"
+        return first + f" ({len(differing)} of {count} packs)"
+
+
+class ReplicaCheck(StepHook):
+    """Hashes what this rank has, once in so many steps."""
+
+    name = "replica_check"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer, self._period = optimizer, optimizer.config.replica_check
+        self._signal: ReplicaSignal = optimizer.decider.signal_of(self.name)
+        self._hash = Hasher(optimizer.device)
+        ranks = optimizer.comm.size
+        bits = min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)
+        self._mask = (1 << bits) - 1  # (ranks * digest)**2 is an exact double
+        self._is_due, self._made = False, 0
+        own = [rank == optimizer.comm.rank for rank in range(ranks)]
+        self._place = to_device([own], torch.float64, optimizer.device)
+
+    def before_update(self, decision: Decision) -> None:
+        """Note that the hashes were sent."""
+        self._signal.clear()
+
+    def after_sync(self) -> None:
+        """Hash what all have now; under way still, it is hashed before the next reduction."""
+        self._made = self._optimizer.comm.steps + 1
+        is_alone = self._optimizer.process_groups.everyone.size == 1
+        self._is_due = self._made % self._period == 0 and not is_alone
+        if self._optimizer.sync.by is None:
+            self.before_reduce()
+
+    def before_reduce(self) -> None:
+        """Hash what the last step left to be hashed."""
+        if not self._is_due:
+            return
+        self._is_due, optimizer, signal = False, self._optimizer, self._signal
+        optimizer.sync.wait()
+        shards = [shard for shard in optimizer.shards if shard.grads is not None]
+        plain = [shard for shard in shards if shard.pack.layout.pack_groups.shard == PLAIN]
+        hashes = [self._hash(shard.pack.data) for shard in plain]
+        buffers = optimizer.hook_of("broadcast_buffers")
+        sent = [] if buffers is None else buffers.sent()
+        of_buffers = [self._hash(buffer) for buffer in sent or ()]
+        own = torch.stack([self._hash.joined(hashes), self._hash.joined(of_buffers)])
+        rows = ((own >> (64 - KEPT)) & ((1 << KEPT) - 1)).double().view(2, 1) * self._place
+        if sent is None:
+            rows[1] = UNKNOWN * self._place
+        differing, names = self._masters(shards)
+        step = float(self._made if optimizer.comm.rank == 0 else 0)
+        head = torch.stack([differing.any().double(), torch.full_like(rows[0, 0], step)])
+        signal.packs = [shard.pack.layout.slots[0].name for shard in plain]
+        signal.told = differing, names
+        short = self._digests(hashes, 1).view(-1)
+        squares = -optimizer.comm.size * short * short
+        signal.part = torch.cat([rows.view(-1), head, short.double(), squares.double()])
+
+    def _masters(self, shards: Sequence[Shard]) -> tuple[Tensor, list[str]]:
+        """Where masters that several ranks update differ over them, and parameters of experts."""
+        optimizer, names, flags = self._optimizer, list[str](), list[Tensor]()
+        for comm, of_comm in self._copies(shards):
+            hashes = [self._hash(part) for _, part in of_comm]
+            digests = self._digests(hashes, PARTS)
+            pair = torch.stack([digests, -comm.size * digests * digests]).double()
+            comm.all_reduce(pair, "replica_check")
+            flags.append(torch.addcmul(pair[1], pair[0], pair[0]).ne(0).any(0))
+            names += [shard.pack.layout.slots[0].name for shard, _ in of_comm]
+        nothing = torch.zeros(0, dtype=torch.bool, device=optimizer.device)
+        return torch.cat([nothing, *flags]), names
+
+    def _copies(self, shards: Sequence[Shard]) -> Iterator[tuple[Comm, list[tuple[Shard, Tensor]]]]:
+        """Groups of ranks with equal masters, or experts, and what this rank has of these."""
+        process_groups = self._optimizer.process_groups
+        by_name: dict[str, list[tuple[Shard, Tensor]]] = {}
+        for shard in shards:
+            groups = shard.pack.layout.pack_groups
+            if groups.shard != PLAIN:
+                by_name.setdefault(groups.shard, []).append((shard, shard.pack.data))
+            for name in groups.reduce:  # over which gradients are added, in one order for all
+                by_name.setdefault(name, []).append((shard, self._of_masters(shard)))
+        for name, of_name in sorted(by_name.items()):
+            comm = process_groups.comm(name)
+            if comm.size > 1:
+                yield comm, of_name
+
+    def _of_masters(self, shard: Shard) -> Tensor:
+        """One hash of the masters, 0-dim, however they are kept."""
+        starts = range(0, shard.published.numel(), MASTERS)
+        read = (shard.master.read(slice(start, start + MASTERS)) for start in starts)
+        return self._hash.joined([self._hash(part.contiguous()) for part in read])
+
+    def _digests(self, hashes: Sequence[Tensor], parts: int) -> Tensor:
+        """So many parts of each hash, (parts, hashes) int64."""
+        whole = torch.stack([*hashes]) if hashes else self._place.new_zeros(0, dtype=torch.int64)
+        return torch.stack([(whole >> (64 - BITS * n)) & self._mask for n in range(1, parts + 1)])
+
+
+def _signal(
+    _config: ShardcastConfig, process_groups: ProcessGroups, device: torch.device
+) -> ReplicaSignal:
+    return ReplicaSignal(process_groups, device)
+
+
+OPTION = Option(
+    help="compare every so many steps, by hashes, what ranks hold as copies: parameters, buffers, "
+    "masters of replicas; ranks that differ are named by an error on all; 0: never",
+    within=("a number of steps >= 0", lambda steps: steps >= 0),
+    hook=ReplicaCheck,
+    signal=_signal,
+)

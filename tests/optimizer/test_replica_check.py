@@ -1,0 +1,235 @@
+"""``replica_check``: what must be equal on several ranks and is not is named in the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bag import Bag
+from models import CASES, assert_same_bits, everything, job, run_world, sharded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardcast
+from shardcast import _compat
+from shardcast.extensions.replica_check import COLUMNS, ROWS_ON_HOST, Hasher
+from shardcast.testing import threaded_world
+
+pytestmark = pytest.mark.timeout(60)
+Flip = Callable[[Any, nn.Module], None]
+
+
+def inside(optimizer: Any) -> Any:
+    """The packs of an optimizer, and what updates them."""
+    return getattr(optimizer, "_packed", optimizer)
+
+
+def flip(values: Tensor, place: int, bit: int = 0) -> None:
+    """Turn one bit of one element over."""
+    integers = values.detach().view(-1).view({2: torch.int16, 4: torch.int32}[values.itemsize])
+    integers[place] ^= 1 << bit
+
+
+def received(optimizer: Any, _model: nn.Module) -> None:
+    """A bit of the last pack that this rank has from another one."""
+    pack, span = [
+        (shard.pack, span)
+        for shard in inside(optimizer).shards
+        for span in shard.pack.layout.owned_spans
+        if span.owner != shard.pack.own.owner
+    ][-1]
+    flip(pack.data, span.start, 3)
+
+
+def buffer(_optimizer: Any, model: nn.Module) -> None:
+    flip(model.get_buffer("statistics"), 1)
+
+
+def master(optimizer: Any, _model: nn.Module) -> None:
+    """The lowest bit of a master, which no published value shows."""
+    for shard in inside(optimizer).shards:
+        for fragment in shard.fragments[:1]:
+            exact = shard.exact(fragment).clone()
+            flip(exact, 0)
+            shard.set_exact(fragment, exact)
+
+
+def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) -> None:
+    """Have something change after the sync of a step, before anything looks at it."""
+    packed = inside(optimizer)
+    hook = packed.hook_of("replica_check")
+    overlaps = packed.hook_of("overlap_sync") is not None
+    name = "before_reduce" if overlaps else "after_sync"
+    look, done = getattr(hook, name), []
+
+    def spoiled() -> None:
+        if packed.comm.steps + (not overlaps) == step and not done:
+            packed.sync.wait()
+            change(optimizer, model)
+            done.append(step)
+        look()
+
+    setattr(hook, name, spoiled)
+
+
+def outcome(group: Any, bad_rank: int, change: Flip, spoiled: int, **fields: Any) -> str:
+    """What is raised, and in which step; empty if seven steps are made."""
+    model = CASES["mlp"].build()
+    model.register_buffer("statistics", torch.zeros(3))
+    optimizer = sharded(model, group, **{"replica_check": 1, "pack_params": 2, **fields})
+    if group.rank() == bad_rank:
+        spoil_after_sync(optimizer, model, change, spoiled)
+    for step in range(1, 8):
+        try:
+            CASES["mlp"].loss(model, CASES["mlp"].batch(group.rank())).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            return f"step {step}: {error}"
+        optimizer.zero_grad()
+    return ""
+
+
+FORMS = [
+    {"param_dtype": torch.bfloat16}, {"param_dtype": torch.float16}, {"partition": "whole"},
+    {"param_dtype": torch.bfloat16, "master": "split16"}, {"grads": "sharded"},
+    {"overlap_sync": True}, {"max_grad_norm": 0.1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("fields", FORMS, ids=str)
+def test_a_bit_that_one_rank_received_wrong_is_named_on_all_in_the_next_step(
+    size: int, fields: dict[str, Any]
+):
+    bad = size - 1
+    results, _ = run_world(size, lambda group: outcome(group, bad, received, 3, **fields))
+    assert len(set(results)) == 1
+    text = results[0]
+    assert text.startswith("step 4: replica_check: after step 3 parameters of rank")
+    assert f"parameters of rank {bad} differ" in text and "1 of 3 packs" in text, text
+
+
+def test_a_buffer_that_differs_is_named():
+    for text in run_world(3, lambda group: outcome(group, 1, buffer, 2))[0]:
+        assert text.startswith("step 3: replica_check: after step 2 buffers of rank 1 differ"), text
+
+
+def test_a_buffer_that_one_rank_made_another_is_told_by_its_warning_alone():
+    def other(_optimizer: Any, model: nn.Module) -> None:
+        model.statistics = torch.zeros(3, dtype=torch.float64)
+
+    with pytest.warns(UserWarning, match="broadcast_buffers: 'statistics' was"):
+        results, _ = run_world(3, lambda group: outcome(group, 1, other, 2))
+    assert results == [""] * 3
+
+
+def test_masters_of_copies_that_differ_are_named_before_a_parameter_shows_it():
+    fields = {"shard_ranks": "all", "param_dtype": torch.bfloat16}
+
+    def run(mesh: DeviceMesh) -> str:
+        model = CASES["mlp"].build()
+        optimizer = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters()), mesh=mesh, dp=("copies", "dp"),
+            replica_check=2, fuse="eager", **fields,
+        )  # fmt: skip
+        if mesh.get_rank() == 3:
+            spoil_after_sync(optimizer, model, master, 2)
+        for step in range(1, 6):
+            try:
+                CASES["mlp"].loss(model, CASES["mlp"].batch(mesh.get_rank())).backward()
+                optimizer.step()
+            except RuntimeError as error:
+                return f"step {step}: {error}"
+            optimizer.zero_grad()
+        return ""
+
+    for text in threaded_world({"copies": 2, "dp": 2}, run):
+        assert text.startswith("step 3: replica_check: after step 2 rank "), text
+        assert "rank 3 has other masters" in text and "rank 1 has other masters" in text
+        assert "rank 0 has" not in text and "'a.weight'" in text
+
+
+def test_tied_weights_of_two_stages_are_compared():
+    def run(mesh: DeviceMesh) -> str:
+        name = ("embed", "head")[mesh.get_local_rank("pp")]
+        model = Bag(**{name: (6, 5)})
+        optimizer = shardcast.shard(
+            [model], torch.optim.AdamW(model.parameters()), mesh=mesh, tied=[("embed", "head")],
+            replica_check=1,
+        )  # fmt: skip
+        if mesh.get_local_rank("pp"):
+            spoil_after_sync(optimizer, model, master, 2)
+        for step in range(1, 5):
+            try:
+                model({name: torch.ones(6, 5)}).backward()
+                optimizer.step()
+            except RuntimeError as error:
+                return f"step {step}: {error}"
+            optimizer.zero_grad()
+        return ""
+
+    for text in threaded_world({"pp": 2, "dp": 2}, run):
+        assert text.startswith("step 3: replica_check: after step 2 "), text
+        assert "other masters than its copies" in text
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("fields", [{}, *FORMS], ids=str)
+def test_equal_ranks_train_to_the_same_bits_with_the_check_and_without(
+    size: int, fields: dict[str, Any]
+):
+    def run(group: Any) -> None:
+        with_check, without = (
+            everything(*job(group, 6, "gpt", replica_check=n, **fields)) for n in (2, 0)
+        )
+        assert_same_bits(with_check, without)
+
+    run_world(size, run)
+
+
+def test_between_two_checks_nothing_is_hashed_or_sent():
+    def sent(group: Any, every: int) -> None:
+        job(group, 6, replica_check=every)
+
+    def reduced(every: int) -> list[int]:
+        _, world = run_world(2, lambda group: sent(group, every))
+        return [call.shape[0] for call in world.logs[0] if call.op == "all_reduce"]
+
+    plain, checked = reduced(0), reduced(3)
+    more = [b - a for a, b in zip(plain, checked, strict=True)]
+    assert more[0] == more[1] == more[2] == 0 < more[3], more
+
+
+def test_on_an_accelerator_steps_are_skipped_until_the_host_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    for text in run_world(3, lambda group: outcome(group, 2, received, 3))[0]:
+        assert "replica_check: after step 3 parameters of rank 2 differ" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float64])
+def test_a_hash_changes_with_every_bit_and_place(dtype: torch.dtype):
+    hasher = Hasher(torch.device("cpu"))
+    count = 4 * ROWS_ON_HOST * COLUMNS // dtype.itemsize + 3 * COLUMNS + 5
+    data = torch.randint(0, 255, (count * dtype.itemsize,), dtype=torch.uint8)
+    values, seen = data.view(dtype), set()
+    seen.add(int(hasher(values)))
+    places = [0, 1, 3, 4 * COLUMNS, 8 * COLUMNS + 1, data.numel() - 1, data.numel() - 6]
+    for place in places:
+        for bit in (0, 6, 7):
+            data[place] ^= 1 << bit
+            seen.add(int(hasher(values)))
+            data[place] ^= 1 << bit
+    assert len(seen) == 1 + 3 * len(places)
+    before = int(hasher(values))
+    # Two signs, which a sum of products by odd numbers alone would lose.
+    data[3] ^= 128
+    data[7] ^= 128
+    assert int(hasher(values)) != before
+    data[3] ^= 128
+    data[7] ^= 128
+    data[:8], data[8:16] = data[8:16].clone(), data[:8].clone()  # two places changed
+    assert int(hasher(values)) != before
