@@ -33,8 +33,6 @@ class FullState:
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
         self._begun = False  # only to be shown inside ``as_plain()``
-        # Inside it, of all ranks: what stands for the state, of which DCP asks for names alone.
-        self.names: dict[nn.Parameter, dict[str, None]] | None = None
 
     def gather(self, place: int | None = None) -> dict[str, Any]:
         """The full state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
@@ -71,10 +69,10 @@ class FullState:
     @contextmanager
     def as_plain(self) -> Iterator[None]:
         """See :meth:`shardcast.ShardedOptimizer.as_plain`. Collective at its beginning."""
-        if self.names is not None:  # inside another one
+        optimizer = self._optimizer
+        if optimizer.plain_names is not None:  # inside another one
             yield
             return
-        optimizer = self._optimizer
         everyone, device = optimizer.process_groups.everyone, optimizer.device
         everyone.together(partial(self._check_gathers, "as_plain"), device, "as_plain")
         names = self._gathered_names()
@@ -82,19 +80,19 @@ class FullState:
         if self._begun:
             everyone.together(self._begin, device, "as_plain")
             names = self._gathered_names()
-        self.names = names
+        optimizer.plain_names = names
         try:
             yield
         finally:
-            self.names = None
+            optimizer.plain_names = None
             if self._begun:
                 self._forget()
 
     def note_loaded(self) -> None:
         """A state was loaded on all ranks, which stays."""
-        if self.names is not None:
+        if self._optimizer.plain_names is not None:
             self._begun = False
-            self.names = self._gathered_names()
+            self._optimizer.plain_names = self._gathered_names()
 
     def _gathered_names(self) -> dict[nn.Parameter, dict[str, None]]:
         optimizer = self._optimizer

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
@@ -63,10 +63,13 @@ class PackedOptimizer:
         step_hooks: of the options, in their order.
         tree: the modules, to see one that a rank replaced.
         average_in_model: name of the average that the model has, inside ``averaged()``.
+        plain_names: inside ``as_plain()``, what stands for the state of all ranks, of which DCP
+            asks for names alone.
     """
 
     _closed = False
     average_in_model: str | None = None
+    plain_names: dict[nn.Parameter, dict[str, None]] | None = None
 
     def __init__(
         self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,

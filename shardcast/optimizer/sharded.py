@@ -98,7 +98,7 @@ class ShardedOptimizer(StatefulOptimizer):
             check_stepped(self._handles)
         if packed.average_in_model is not None:
             packed.refuse_averaged("step")
-        if self._full.names is not None:
+        if packed.plain_names is not None:
             raise RuntimeError("step: leave `with optimizer.as_plain():` first")
         if options:
             raise TypeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,11 +35,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def __init__(self, packed: PackedOptimizer) -> None:
         self._packed = packed
-        self._states, self._full = StateDict(packed), FullState(packed)
         originals = packed.originals
         several = len(originals.optimizers) > 1
         super().__init__(originals.groups, {} if several else originals.optimizers[0].defaults)
         self._ready = True
+
+    @cached_property
+    def _states(self) -> StateDict:
+        return StateDict(self._packed)
+
+    @cached_property
+    def _full(self) -> FullState:
+        return FullState(self._packed)
 
     @property
     def config(self) -> ShardcastConfig:
@@ -130,8 +138,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Read-only; :meth:`load_state_dict` replaces. Edits of a tensor in place, on every rank,
         count where moments are kept in fp32 on the device, and are refused elsewhere.
         """
-        if self._full.names is not None:
-            return self._full.names
+        if self._packed.plain_names is not None:
+            return self._packed.plain_names
         if called_by_dcp("state"):
             raise outside_as_plain("state")
         return StateView(self._packed.shards, self._packed.update_of)
@@ -172,11 +180,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: ``torch.distributed.checkpoint`` calls it outside of :meth:`as_plain`.
         """
-        if self._full.names is None and called_by_dcp("state_dict"):
+        if self._packed.plain_names is None and called_by_dcp("state_dict"):
             raise outside_as_plain("state_dict")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        if self._full.names is not None:
+        if self._packed.plain_names is not None:
             result = self._full.gather_on_all()
         else:
             self._warn_of_a_part(caller_of("state_dict"))
