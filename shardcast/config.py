@@ -303,6 +303,13 @@ class ShardcastConfig(ValidatedOptions):
             )
         return self
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the options ask for a loss scale."""
+        if self.loss_scale is None:
+            return self.param_dtype == torch.float16
+        return self.loss_scale != 1
+
     def extensions(self, stages: Iterable[torch.nn.Module] = ()) -> dict[str, Option]:
         """What the options ask for of :mod:`shardcast.extensions`, imported now, by their names.
 

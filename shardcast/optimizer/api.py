@@ -24,7 +24,8 @@ from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.outside import warn_of_lowered_copies
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stages import called_by_script, joined
+from shardcast.optimizer.stages import joined
+from shardcast.optimizer.tree import called_by_script
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.products import warn_of_slow_products
 from shardcast.step.compiling import compiles
@@ -158,7 +159,7 @@ def shard(
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
-        if process_groups.everyone.rank == 0:
+        if plan.outside and process_groups.everyone.rank == 0:
             warn_of_lowered_copies(plan)
         setup.convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
@@ -173,7 +174,7 @@ def shard(
         sharded = ShardedOptimizer(packed)
         if divisor is not None:
             sharded.divisor = divisor
-        if process_groups.everyone.rank == 0:
+        if process_groups.everyone.rank == 0 and LOGGER.isEnabledFor(logging.INFO):
             LOGGER.info(_summary(packed))
         return sharded
 

@@ -30,8 +30,7 @@ from shardcast.optimizer.setup import (
     plan_for,
     restore_rest,
 )
-from shardcast.optimizer.stages import called_by_script
-from shardcast.optimizer.tree import Tree
+from shardcast.optimizer.tree import Tree, called_by_script
 from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import GroupId, Layout
 from shardcast.plan.precision import MASTER_DTYPE, Precision

@@ -52,15 +52,6 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
     return root
 
 
-def called_by_script(module: nn.Module) -> list[nn.Module]:
-    """``module``, or the modules in it where it has no forward, as a list of models has not."""
-    children = list(module.children())
-    owns = any(True for _ in module.parameters(recurse=False))
-    if type(module).forward is not nn.Module.forward or owns or not children:
-        return [module]
-    return [inner for child in children for inner in called_by_script(child)]
-
-
 def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """The buffers that ``state_dict`` saves, each under its first name.
 

@@ -1,4 +1,4 @@
-"""Where parameters are in the model: a layer that is replaced takes its own along."""
+"""The modules of a model: what a script calls, and where parameters are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+
+def called_by_script(module: nn.Module) -> list[nn.Module]:
+    """``module``, or the modules in it where it has no forward, as a list of models has not."""
+    children = list(module.children())
+    owns = any(True for _ in module.parameters(recurse=False))
+    if type(module).forward is not nn.Module.forward or owns or not children:
+        return [module]
+    return [inner for child in children for inner in called_by_script(child)]
 
 
 class Tree:

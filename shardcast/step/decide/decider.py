@@ -65,9 +65,7 @@ class Decider:
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._originals, self._divisor = originals, divisor
         self._clip_value: float | None = None  # of the coming step
-        self.loss_scale = (
-            LossScale(config, process_groups, device) if LossScale.used_by(config) else None
-        )
+        self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
         self._micro_batches, self._alignment = micro_batches, config.alignment
         norm = PNorm if micro_batches is None else micro_batches.norm
         self._norm: PNorm = norm(config.norm_type, device)

@@ -41,13 +41,6 @@ class LossScale(Signal):
         self._applied = False  # a loss was scaled since the last step
         self._needed = False  # a backward brought gradients without it
 
-    @staticmethod
-    def used_by(config: ShardcastConfig) -> bool:
-        """Whether the options ask for a loss scale."""
-        if config.loss_scale is None:
-            return config.param_dtype == torch.float16
-        return config.loss_scale != 1
-
     def apply(self, loss: Tensor) -> Tensor:
         """``loss`` times the scale."""
         self._applied = True
