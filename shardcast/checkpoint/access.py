@@ -20,6 +20,7 @@ from shardcast.checkpoint.region import Region, ShardView
 from shardcast.checkpoint.source import StateSource, model_path, state_path
 from shardcast.memory.codecs import row_of
 from shardcast.memory.shard import Shard
+from shardcast.optimizer.growing import activate_packs
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import saved_buffers
 from shardcast.optimizer.state_dict import load_groups
@@ -253,7 +254,7 @@ class Snapshot:
             for pack, slot in self._packed.layout.slots()
             if source.state.get(self.inventory.stored(slot.name))
         }
-        self._packed.activate_packs(packs)
+        activate_packs(self._packed, packs)
         if source.groups is not None:
             load_groups(self._packed.originals.groups, source.groups)
         if source.scaler is not None:

@@ -14,6 +14,7 @@ from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.memory.codecs import CODECS, Codec
 from shardcast.memory.shard import Shard, take_moved
+from shardcast.optimizer.growing import activate_together
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stages import saved_buffers
 from shardcast.option_values import (
@@ -192,7 +193,7 @@ class Averages(StepHook):
         frozen = [shard for shard in optimizer.shards if shard.grads is None]
         others = [any(_differs(shard, *part) for part in parts(shard)) for shard in frozen]
         if frozen:
-            optimizer.activate_together(frozen, others)
+            activate_together(optimizer, frozen, others)
         for shard in optimizer.shards:
             for number, (_, values) in enumerate(parts(shard)):
                 optimizer.update_of(shard).load_average(shard, number, name, values, steps)

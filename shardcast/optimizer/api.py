@@ -20,6 +20,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases, tie
 from shardcast.optimizer import hints, setup
+from shardcast.optimizer.memory_report import report_of
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.outside import warn_of_lowered_copies
 from shardcast.optimizer.packed import PackedOptimizer
@@ -186,7 +187,7 @@ def _summary(packed: PackedOptimizer) -> str:
     for pack in packs:
         numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
     dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
-    nbytes = packed.memory_report().total
+    nbytes = report_of(packed).total
     size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
     return (
         f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.step.decide.signal import Signal
+from shardcast.step.step_hook import StepHook
+
 
 class MemoryReport(dict[str, int]):
     """Bytes that this rank holds, by kind; ``print`` shows them in one line, with the total."""
@@ -15,3 +19,18 @@ class MemoryReport(dict[str, int]):
         scale, unit = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
         rows = [*self.items(), ("total", self.total)]
         return ", ".join(f"{kind} {nbytes / scale:.3f} {unit}" for kind, nbytes in rows)
+
+
+def report_of(packed: PackedOptimizer) -> MemoryReport:
+    """Add up what this rank holds. Local."""
+    report = MemoryReport(parameters=0, gradients=0, masters=0, state=0)
+    for shard in packed.shards:
+        report["parameters"] += shard.pack.data.nbytes
+        if shard.grads is not None:
+            report["gradients"] += packed.reduce.nbytes(shard.pack)
+        if not shard.in_place:
+            report["masters"] += shard.master.nbytes
+    report["state"] = sum(update.nbytes() for update in packed.updates)
+    kept: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
+    report.update({it.name: nbytes for it in kept if (nbytes := it.nbytes()) is not None})
+    return report

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardcast.messages import called_by_dcp, outside_as_plain
+from shardcast.optimizer.growing import add_group
 from shardcast.optimizer.state_view import StateView, refuse_write
 
 if TYPE_CHECKING:  # it imports this module
@@ -124,7 +125,7 @@ class OptimizerHandle(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
         if self._ready:
-            self._packed.add_group(self._place, param_group)
+            add_group(self._packed, self._place, param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count as stepped; the last handle makes the step. Every rank must call all of them."""

@@ -1,4 +1,4 @@
-"""An optimizer over packs, from ``shard()`` to ``close()``: what is sharded, and how it grows.
+"""An optimizer over packs, from ``shard()`` to ``close()``: what is sharded.
 
 Scripts see :class:`shardcast.ShardedOptimizer`, which holds it; options, checkpoints and adapters
 of this library work with this one.
@@ -6,10 +6,8 @@ of this library work with this one.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +15,18 @@ from torch import Tensor, nn
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.aliases import Alias, tie
+from shardcast.memory.aliases import Alias
 from shardcast.memory.shard import Shard, take_moved
-from shardcast.messages import warn
-from shardcast.optimizer.memory_report import MemoryReport
-from shardcast.optimizer.model_hooks import ModelHooks, mark, unmark
+from shardcast.optimizer.model_hooks import ModelHooks, mark
 from shardcast.optimizer.outside import watch_outside
 from shardcast.optimizer.setup import (
     Plan,
-    agreed,
-    allocate,
-    plan_for,
-    restore_rest,
 )
 from shardcast.optimizer.tree import Tree, called_by_script
 from shardcast.plan.activations import install_casts
-from shardcast.plan.layout import GroupId, Layout
-from shardcast.plan.precision import MASTER_DTYPE, Precision
+from shardcast.plan.layout import Layout
+from shardcast.plan.precision import Precision
 from shardcast.step.decide.decider import Decider
-from shardcast.step.decide.signal import Signal
-from shardcast.step.history import STALE
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.step_hook import StepHook
 from shardcast.step.sync.sync import Sync
@@ -44,7 +34,7 @@ from shardcast.step.update import Update, updates_of
 
 
 class PackedOptimizer:
-    """What is sharded, and how it is set up, grows and ends; its step is in :mod:`.sharded`.
+    """What is sharded; its step is in :mod:`.sharded`, its end in :mod:`.closing`.
 
     Attributes:
         config: the options that hold.
@@ -59,14 +49,17 @@ class PackedOptimizer:
         called: the modules that the script calls.
         buffers_of_training: inside ``averaged()``, what the model's buffers were before, by name.
         device: of the packs.
+        given_dtypes: of parameters and buffers by name, for each stage, as the model was given.
+        aliases: views of parameters that modules hold.
         step_hooks: of the options, in their order.
+        is_closed: ``close()`` was called.
         tree: the modules, to see one that a rank replaced.
         average_in_model: name of the average that the model has, inside ``averaged()``.
         plain_names: inside ``as_plain()``, what stands for the state of all ranks, of which DCP
             asks for names alone.
     """
 
-    _closed = False
+    is_closed = False
     average_in_model: str | None = None
     plain_names: dict[nn.Parameter, dict[str, None]] | None = None
 
@@ -74,7 +67,7 @@ class PackedOptimizer:
         self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
         dtypes: Sequence[Mapping[str, torch.dtype]], aliases: Sequence[Alias],
     ) -> None:  # fmt: skip
-        self._given_dtypes, self._aliases = dtypes, aliases
+        self.given_dtypes, self.aliases = dtypes, aliases
         originals = self.originals = plan.originals
         self.model, self.stages = plan.model, plan.stages
         self.called = [root for stage in self.stages for root in called_by_script(stage)]
@@ -94,55 +87,22 @@ class PackedOptimizer:
         self.sync = Sync()
         self.buffers_of_training: dict[str, Tensor] = {}
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
-        self._add(shards)
+        self.add(shards)
         self._hooks_by_option: dict[str, StepHook] = {}
-        self._end_watch_outside: Callable[[], None] = lambda: None
+        self.end_watch_outside: Callable[[], None] = lambda: None
         if self.comm.size > 1 and plan.outside:
-            self._end_watch_outside = watch_outside(plan.outside)
-            weakref.finalize(self, self._end_watch_outside)
+            self.end_watch_outside = watch_outside(plan.outside)
+            weakref.finalize(self, self.end_watch_outside)
         low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
         for module in {*self.stages, *self.called}:
             mark(module, low)
             self.reduce.watch(module)
-        self._hook()
+        self.install_hooks()
 
     # -- groups -----------------------------------------------------------------------------
 
-    def add_group(self, place: int, group: dict[str, Any]) -> None:
-        """Add a group to the original optimizer at ``place``. Collective."""
-        self.refuse_averaged("add_param_group")
-        with torch.no_grad(), self.originals.added(place, group) as number:
-            self._extend(number)
-
-    def _extend(self, added: GroupId) -> None:
-        plan = agreed(
-            lambda: plan_for(
-                self.model, self.originals, self.config, self.process_groups.parallel_dims,
-                self.stages, self.layout, added,
-            ),
-            self.process_groups, self.device, "add_param_group",
-        )  # fmt: skip
-        shards = allocate(plan, self.process_groups)
-        self.resync_masters()
-        self._unhook()  # modules that the model got since take part too
-        self.layout, self.precision = plan.layout, plan.precision
-        tie(self._aliases)
-        self._note_stale(shards)
-        self._add(shards)
-        self._hook()
-
-    def _note_stale(self, added: Sequence[Shard]) -> None:
-        """Have the step compare how many gradients the added parameters have over the ranks."""
-        count = sum(param.grad is not None for shard in added for param in shard.pack.params)
-        self.reduce.history[STALE] += count
-        if count and self.reduce.micro_batches is not None:
-            with self.decider.refusal.held():
-                raise RuntimeError(
-                    "add_param_group: expected no gradient of the added parameters yet, which "
-                    "belongs to a micro-batch (reproducible); clear them before you add the group"
-                )
-
-    def _add(self, shards: Sequence[Shard]) -> None:
+    def add(self, shards: Sequence[Shard]) -> None:
+        """Hold these too."""
         self.shards += shards
         for shard in shards:
             if shard.pack.layout.requires_grad:
@@ -157,41 +117,6 @@ class PackedOptimizer:
     def update_of(self, shard: Shard) -> Update:
         """The update of the optimizer that has the parameters of ``shard``."""
         return self.updates[shard.pack.layout.group.optimizer]
-
-    def activate_packs(self, indices: Collection[int]) -> None:
-        """Activate those of these packs that are frozen still."""
-        for shard in self.shards:
-            if shard.grads is None and shard.pack.layout.index in indices:
-                self.activate(shard)
-
-    def wake(self, frozen: Sequence[Shard]) -> list[Shard]:
-        """Activate, and return, those of the ``frozen`` that have a gradient on some rank now.
-
-        One more small all-reduce, whose result the host waits for, in models that have such
-        packs; parameters that stay frozen are better left out of the optimizer.
-        """
-        has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
-        return self.activate_together(frozen, has_gradient)
-
-    def activate_together(self, frozen: Sequence[Shard], wanted: Sequence[bool]) -> list[Shard]:
-        """Activate, and return, those of the ``frozen`` that some rank wants. Collective."""
-        flags = torch.tensor(wanted, dtype=torch.float32).to(self.device)
-        for number, shard in enumerate(frozen):
-            pack_groups = shard.pack.layout.pack_groups
-            if pack_groups.sums_replicas:  # copies must be active on all ranks alike
-                for comm in self.process_groups.comms(pack_groups.reduce):
-                    comm.all_reduce(flags[number])
-        self.comm.all_reduce(flags)
-        woken = [shard for shard, n in zip(frozen, flags.tolist(), strict=True) if n]
-        if woken and self.reduce.micro_batches is not None:
-            raise RuntimeError(
-                f"step: {woken[0].pack.layout.slots[0].name!r}, or a parameter packed with it, "
-                "was frozen at shard() and has a gradient now, of which reproducible knows no "
-                "micro-batches; have it trained at shard(), and freeze it after"
-            )
-        for shard in woken:
-            self.activate(shard)
-        return woken
 
     # -- averages ---------------------------------------------------------------------------
 
@@ -251,7 +176,7 @@ class PackedOptimizer:
         their full precision. The update does the same.
         """
         self.sync.wait()
-        if self._closed or self.average_in_model is not None:  # the model goes its own way
+        if self.is_closed or self.average_in_model is not None:  # the model goes its own way
             return
         take_moved(self.shards)
         for shard in self.shards:
@@ -265,72 +190,12 @@ class PackedOptimizer:
                 f"`with optimizer.averaged({self.average_in_model!r}):` first"
             )
 
-    def memory_report(self) -> MemoryReport:
-        """See :meth:`shardcast.ShardedOptimizer.memory_report`."""
-        report = MemoryReport(parameters=0, gradients=0, masters=0, state=0)
-        for shard in self.shards:
-            report["parameters"] += shard.pack.data.nbytes
-            if shard.grads is not None:
-                report["gradients"] += self.reduce.nbytes(shard.pack)
-            if not shard.in_place:
-                report["masters"] += shard.master.nbytes
-        report["state"] = sum(update.nbytes() for update in self.updates)
-        kept: list[StepHook | Signal] = [*self.step_hooks, *self.decider.signals]
-        report.update({it.name: nbytes for it in kept if (nbytes := it.nbytes()) is not None})
-        return report
-
     def hook_of(self, name: str) -> Any:
         """The step hook of an option; ``None`` where it has none."""
         return self._hooks_by_option.get(name)
 
-    def close(self, restore: bool) -> None:
-        """See :meth:`shardcast.ShardedOptimizer.close`."""
-        self.refuse_averaged("close")
-        try:
-            if not self._closed:
-                self._end()
-            if restore and sys.exc_info()[0] is None:
-                self._restore()
-        finally:
-            self.process_groups.end_watch()
-
-    def _end(self) -> None:
-        """Let go of the model, whose masters wait to be given back."""
-        self._closed = True
-        later = partial(self._restore, MASTER_DTYPE)
-        for module in {*self.stages, *self.called}:
-            mark(module, restore=later)
-        self._end_watch_outside()
-        try:
-            self._unhook()
-        finally:
-            self.reduce.close()
-
-    def _restore(self, dtype: torch.dtype | None = None) -> None:
-        """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
-        for module in {*self.stages, *self.called}:
-            unmark(module)
-        if not all(shard.pack.comm.is_alive for shard in self.shards):
-            warn(
-                "the process group of a sharded model was destroyed before its masters were "
-                "gathered, so that its weights stay in low precision: call optimizer.close() first"
-            )
-            return
-        # Those of a group that was added later were made low by shard() already.
-        given = {
-            param: of_stage.get(name, param.dtype)
-            for stage, of_stage in zip(self.stages, self._given_dtypes, strict=True)
-            for name, param in stage.named_parameters()
-        }
-        for shard in self.shards:
-            params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
-            shard.restore([dtype or given.get(param, low) for param, low in params])
-        self.shards.clear()
-        self.updates.clear()  # operands and state, which a script that keeps this would keep
-        restore_rest(self.stages, self._given_dtypes)
-        tie(self._aliases)
-
-    def _hook(self) -> None:
+    def install_hooks(self) -> None:
+        """Have the model and the options take part; again after each added group."""
         options = self.config.extensions(self.stages)
         makers = {name: it.hook for name, it in options.items() if it.hook is not None}
         made = self._hooks_by_option
@@ -353,7 +218,8 @@ class PackedOptimizer:
             handle for root in self.called for handle in install_casts(root, self.precision)
         ]
 
-    def _unhook(self) -> None:
+    def remove_hooks(self) -> None:
+        """Undo :meth:`install_hooks`."""
         for step_hook in self.step_hooks:
             step_hook.close()
         self.hooks.close()

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
+from shardcast.optimizer.growing import wake
 from shardcast.optimizer.original import (
     OptimizerHandle,
     check_stepped,
@@ -147,7 +148,7 @@ class ShardedOptimizer(StatefulOptimizer):
         packed.decider.left = packed.tree.left() if several else ""
         frozen = [shard for shard in packed.shards if shard.grads is None]
         if frozen and packed.reduce.micro_batches is not None:  # a tree has all of them
-            packed.wake(frozen)
+            wake(packed, frozen)
         scale, touched = packed.decider.loss_scale, packed.reduce.touched
         if scale is not None:
             scale.look(packed.reduce.grads, touched)
@@ -155,7 +156,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if frozen and packed.reduce.micro_batches is None:
             # Behind the reduction, which other ranks have begun in their backward; what wakes is
             # reduced then.
-            woken = packed.wake(frozen)
+            woken = wake(packed, frozen)
             if scale is not None:
                 scale.look([s.grads for s in woken if s.grads is not None], touched, more=True)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.memory.shard import Shard
+from shardcast.optimizer.growing import activate_packs
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_view import check_numel, check_sizes
 from shardcast.plan.layout import Fragment
@@ -172,7 +173,7 @@ class StateDict:
         """Write what was planned. Every rank must call it, for a plan of the same kind."""
         optimizer = self._optimizer
         optimizer.resync_masters()  # those that the state does not have are published below, too
-        optimizer.activate_packs(plan.active)
+        activate_packs(optimizer, plan.active)
         optimizer.forget_averages()
         for shard, number, values, master in plan.fragments:
             if master is not None:

@@ -13,8 +13,10 @@ from torch import Tensor
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.messages import called_by_dcp, caller_of, outside_as_plain
+from shardcast.optimizer.closing import close
 from shardcast.optimizer.full_state import FullState
-from shardcast.optimizer.memory_report import MemoryReport
+from shardcast.optimizer.growing import add_group
+from shardcast.optimizer.memory_report import MemoryReport, report_of
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import StateView, refuse_write
@@ -88,14 +90,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 f"add_param_group: {originals.name} are sharded together; add the group to "
                 "one of optimizer.optimizers"
             )
-        self._packed.add_group(0, param_group)
+        add_group(self._packed, 0, param_group)
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds, by kind: parameters, gradients, masters, state, averages.
 
         A dictionary; ``print(optimizer.memory_report())`` shows a table, ``.total`` is the sum.
         """
-        return self._packed.memory_report()
+        return report_of(self._packed)
 
     def close(self, restore: bool = True) -> None:
         """End the training: give the model back as it was given, in fp32 from the masters.
@@ -109,7 +111,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 this rank keeps until then. So it is, whatever is said, while an exception is
                 handled, as in a ``finally:`` after it.
         """
-        self._packed.close(restore)
+        close(self._packed, restore)
 
     def digest(self) -> str:
         """A hash of all masters and optimizer state, 16 hexadecimal digits; all ranks must call it.

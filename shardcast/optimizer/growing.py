@@ -1,0 +1,92 @@
+"""What is added to a sharded optimizer: groups, and packs that were frozen until now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from shardcast.memory.aliases import tie
+from shardcast.memory.shard import Shard
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.setup import agreed, allocate, plan_for
+from shardcast.plan.layout import GroupId
+from shardcast.step.history import STALE
+
+
+def add_group(packed: PackedOptimizer, place: int, group: dict[str, Any]) -> None:
+    """Add a group to the original optimizer at ``place``. Collective."""
+    packed.refuse_averaged("add_param_group")
+    with torch.no_grad(), packed.originals.added(place, group) as number:
+        _extend(packed, number)
+
+
+def _extend(packed: PackedOptimizer, added: GroupId) -> None:
+    plan = agreed(
+        lambda: plan_for(
+            packed.model, packed.originals, packed.config, packed.process_groups.parallel_dims,
+            packed.stages, packed.layout, added,
+        ),
+        packed.process_groups, packed.device, "add_param_group",
+    )  # fmt: skip
+    shards = allocate(plan, packed.process_groups)
+    packed.resync_masters()
+    packed.remove_hooks()  # modules that the model got since take part too
+    packed.layout, packed.precision = plan.layout, plan.precision
+    tie(packed.aliases)
+    _note_stale(packed, shards)
+    packed.add(shards)
+    packed.install_hooks()
+
+
+def _note_stale(packed: PackedOptimizer, added: Sequence[Shard]) -> None:
+    """Have the step compare how many gradients the added parameters have over the ranks."""
+    count = sum(param.grad is not None for shard in added for param in shard.pack.params)
+    packed.reduce.history[STALE] += count
+    if count and packed.reduce.micro_batches is not None:
+        with packed.decider.refusal.held():
+            raise RuntimeError(
+                "add_param_group: expected no gradient of the added parameters yet, which "
+                "belongs to a micro-batch (reproducible); clear them before you add the group"
+            )
+
+
+def activate_packs(packed: PackedOptimizer, indices: Collection[int]) -> None:
+    """Activate those of these packs that are frozen still."""
+    for shard in packed.shards:
+        if shard.grads is None and shard.pack.layout.index in indices:
+            packed.activate(shard)
+
+
+def wake(packed: PackedOptimizer, frozen: Sequence[Shard]) -> list[Shard]:
+    """Activate, and return, those of the ``frozen`` that have a gradient on some rank now.
+
+    One more small all-reduce, whose result the host waits for, in models that have such
+    packs; parameters that stay frozen are better left out of the optimizer.
+    """
+    has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
+    return activate_together(packed, frozen, has_gradient)
+
+
+def activate_together(
+    packed: PackedOptimizer, frozen: Sequence[Shard], wanted: Sequence[bool]
+) -> list[Shard]:
+    """Activate, and return, those of the ``frozen`` that some rank wants. Collective."""
+    flags = torch.tensor(wanted, dtype=torch.float32).to(packed.device)
+    for number, shard in enumerate(frozen):
+        pack_groups = shard.pack.layout.pack_groups
+        if pack_groups.sums_replicas:  # copies must be active on all ranks alike
+            for comm in packed.process_groups.comms(pack_groups.reduce):
+                comm.all_reduce(flags[number])
+    packed.comm.all_reduce(flags)
+    woken = [shard for shard, n in zip(frozen, flags.tolist(), strict=True) if n]
+    if woken and packed.reduce.micro_batches is not None:
+        raise RuntimeError(
+            f"step: {woken[0].pack.layout.slots[0].name!r}, or a parameter packed with it, "
+            "was frozen at shard() and has a gradient now, of which reproducible knows no "
+            "micro-batches; have it trained at shard(), and freeze it after"
+        )
+    for shard in woken:
+        packed.activate(shard)
+    return woken
