@@ -35,9 +35,9 @@ COLUMNS = 1 << 12  # words of a row, each with a factor of its own
 ROWS_ON_HOST, ROWS = 1 << 4, 1 << 10  # hashed at a time: in cache; 32 MiB of temporary memory
 MASTERS = 1 << 20  # masters that are read at a time
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-UNKNOWN = -1.0  # in place of a hash, where a rank has buffers of another kind: it has said so
 KEPT = 52  # bits of a rank's hash that a double holds
-BITS, PARTS = 16, 3  # of the hash of a pack, compared in so many parts of so many bits
+BITS, PARTS = 16, 3  # of a hash that are compared: so many parts of so many bits
+KINDS = ("parameters", "buffers")
 REMEDY = (
     "A collective did not bring what was sent, or memory of that rank failed: look at its device "
     "and host (ECC errors, the kernel's log, the network), leave it out, and resume from a "
@@ -84,21 +84,24 @@ class Hasher:
 
 
 class ReplicaSignal(Signal):
-    """The hashes of all ranks, on every rank.
+    """Whether hashes differ over the ranks, and on which.
 
-    Its part has two rows of a place for each data-parallel rank, for parameters and for buffers;
-    whether this rank saw copies of masters, or experts, differ; from rank 0 the step that made all
-    this; and per pack a short digest twice, as of :mod:`.options`, by which a pack is found. It is
-    empty in a step without a check.
+    Its part, 1-d fp64, is empty in a step without a check, and else consists of::
+
+        rows     (2, ranks)     hashes of parameters and buffers, each rank's in its own place
+        digests  (2, PARTS) * 2 parts of them, compared as in :mod:`.options`
+        head     3              whether masters differ here; whether buffers are of another kind
+                                here; from rank 0 the step that made all this
+        packs    packs * 2      one part of the hash of each pack
 
     Attributes:
         part: what is sent with the next decision.
         packs: the first parameter of each pack that is compared.
-        told: what this rank saw differ among masters.
+        told: which masters this rank saw differ, and the names of all it compared.
     """
 
     name = "replica_check"
-    skips = (True, True, True)
+    skips = (True, True, True)  # for parameters, buffers, masters
 
     def __init__(self, process_groups: ProcessGroups, device: torch.device) -> None:
         self._groups, self._device = process_groups, device
@@ -112,13 +115,18 @@ class ReplicaSignal(Signal):
     def local(self) -> Tensor:
         return self.part
 
+    def _split(self, total: Tensor) -> list[Tensor]:
+        """Rows, digests, head and packs."""
+        sizes = 2 * self._ranks, 4 * PARTS, 3, 2 * len(self.packs)
+        return [*total.split(sizes)]
+
     def read(self, total: Tensor) -> Tensor:
-        """Whether parameters, buffers and masters differ."""
         if not total.numel():
             return self._nothing
-        by_rank = total[: 2 * self._ranks].view(2, self._ranks)
-        differ = ((by_rank != by_rank.amax(1, keepdim=True)) & (by_rank != UNKNOWN)).any(1)
-        mistakes = torch.cat([differ, total[2 * self._ranks].view(1) > 0]).double()
+        _, digests, head, _ = self._split(total)
+        differ = _differing(digests).view(2, PARTS).any(1)
+        differ[1] &= head[1] == 0
+        mistakes = torch.cat([differ, head[:1] > 0]).double()
         # The next sync may make ranks equal again, before the host has seen that they were not.
         if self._seen.shape != total.shape:
             self._seen, self._differed = total, mistakes.any()
@@ -133,42 +141,45 @@ class ReplicaSignal(Signal):
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError:
         """Names ranks, and the first pack that differs."""
-        seen, ranks = self._seen.tolist(), self._ranks
+        rows, _, head, packs = self._split(self._seen)
         differing, names = self.told
         found = [name for name, flag in zip(names, differing.tolist(), strict=True) if flag]
-        known_masters = known(found, self._groups.everyone, self._device)
+        masters = known(found, self._groups.everyone, self._device)
         facts = []
-        for kind, row in ("parameters", seen[:ranks]), ("buffers", seen[ranks : 2 * ranks]):
-            there = [value for value in row if value != UNKNOWN]
-            if len({*there}) > 1:
-                usual = Counter(there).most_common(1)[0][0]
-                others = [rank for rank, value in enumerate(row) if value not in (usual, UNKNOWN)]
+        for kind, row, differ in zip(KINDS, rows.view(2, -1).tolist(), mistakes, strict=False):
+            if differ:
+                usual = Counter(row).most_common(1)[0][0]
+                others = [rank for rank, value in enumerate(row) if value != usual]
                 text = f"{kind} of rank {', '.join(map(str, others[:SHOWN]))} differ from those "
-                text += "of the other ranks" if ranks > 2 else "of rank 0"
-                facts.append(text + (self._packs_of(seen) if kind == "parameters" else ""))
-        for rank, packs in known_masters.items():
-            if packs:
-                facts.append(
-                    f"rank {rank} has other masters than its copies, first in the pack that begins "
-                    f"with {packs[0]!r}"
+                facts.append(text + ("of the other ranks" if self._ranks > 2 else "of rank 0"))
+        if mistakes[0]:
+            flags = zip(self.packs, _differing(packs).tolist(), strict=True)
+            if first := [name for name, flag in flags if flag]:  # equal by chance else
+                facts[0] += (
+                    f", first in the pack that begins with {first[0]!r} ({len(first)} of "
+                    f"{len(self.packs)} packs)"
                 )
-        step = int(seen[2 * ranks + 1])
+        facts += [
+            f"rank {rank} has other masters than its copies, first in the pack that begins with "
+            f"{packs[0]!r}"
+            for rank, packs in masters.items()
+            if packs
+        ]
         text = "; ".join(facts) or "ranks of other model-parallel groups differ, which name it"
         self._differed = self._nothing.any()
-        return RuntimeError(f"replica_check: after step {step} {text}. {REMEDY}")
+        return RuntimeError(f"replica_check: after step {int(head[2])} {text}. {REMEDY}")
 
-    def _packs_of(self, seen: Sequence[float]) -> str:
-        count = len(self.packs)
-        sums, squares = seen[2 * self._ranks + 2 :][:count], seen[2 * self._ranks + 2 + count :]
-        differing = [
-            name
-            for name, of_sum, square in zip(self.packs, sums, squares, strict=True)
-            if of_sum * of_sum + square
-        ]
-        if not differing:  # equal by chance in so few bits
-            return ""
-        first = f", first in the pack that begins with {differing[0]!r}"
-        return first + f" ({len(differing)} of {count} packs)"
+
+def _compared(digests: Tensor, ranks: int) -> Tensor:
+    """What is added up of digests, of any shape, to be compared by :func:`_differing`."""
+    flat = digests.view(-1)
+    return torch.cat([flat, -ranks * flat * flat]).double()
+
+
+def _differing(sums: Tensor) -> Tensor:
+    """Which digests differ over the ranks, by sums of what :func:`_compared` gave."""
+    of_digests, of_squares = sums.chunk(2)
+    return torch.addcmul(of_squares, of_digests, of_digests) != 0
 
 
 class ReplicaCheck(StepHook):
@@ -184,6 +195,7 @@ class ReplicaCheck(StepHook):
         bits = min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)
         self._mask = (1 << bits) - 1  # (ranks * digest)**2 is an exact double
         self._is_due, self._made = False, 0
+        self._of_buffers: Tensor | None = None  # of the last check
         own = [rank == optimizer.comm.rank for rank in range(ranks)]
         self._place = to_device([own], torch.float64, optimizer.device)
 
@@ -192,12 +204,20 @@ class ReplicaCheck(StepHook):
         self._signal.clear()
 
     def after_sync(self) -> None:
-        """Hash what all have now; under way still, it is hashed before the next reduction."""
+        """Hash what all have now; parameters on their way are hashed before the next reduction."""
         self._made = self._optimizer.comm.steps + 1
         is_alone = self._optimizer.process_groups.everyone.size == 1
         self._is_due = self._made % self._period == 0 and not is_alone
+        if self._is_due:
+            self._hash_buffers()  # before the next forward writes them
         if self._optimizer.sync.by is None:
             self.before_reduce()
+
+    def _hash_buffers(self) -> None:
+        buffers = self._optimizer.hook_of("broadcast_buffers")
+        sent = [] if buffers is None else buffers.sent()
+        joined = self._hash.joined([self._hash(buffer) for buffer in sent or ()])
+        self._of_buffers = None if sent is None else joined
 
     def before_reduce(self) -> None:
         """Hash what the last step left to be hashed."""
@@ -207,32 +227,33 @@ class ReplicaCheck(StepHook):
         optimizer.sync.wait()
         shards = [shard for shard in optimizer.shards if shard.grads is not None]
         plain = [shard for shard in shards if shard.pack.layout.pack_groups.shard == PLAIN]
-        hashes = [self._hash(shard.pack.data) for shard in plain]
-        buffers = optimizer.hook_of("broadcast_buffers")
-        sent = [] if buffers is None else buffers.sent()
-        of_buffers = [self._hash(buffer) for buffer in sent or ()]
-        own = torch.stack([self._hash.joined(hashes), self._hash.joined(of_buffers)])
-        rows = ((own >> (64 - KEPT)) & ((1 << KEPT) - 1)).double().view(2, 1) * self._place
-        if sent is None:
-            rows[1] = UNKNOWN * self._place
-        differing, names = self._masters(shards)
-        step = float(self._made if optimizer.comm.rank == 0 else 0)
-        head = torch.stack([differing.any().double(), torch.full_like(rows[0, 0], step)])
+        hashes, ranks = [self._hash(shard.pack.data) for shard in plain], optimizer.comm.size
+        of_buffers, zero = self._of_buffers, self._hash.joined(())
+        both = [self._hash.joined(hashes), zero if of_buffers is None else of_buffers]
+        rows = torch.stack([hash_ >> (64 - KEPT) for hash_ in both]) & ((1 << KEPT) - 1)
         signal.packs = [shard.pack.layout.slots[0].name for shard in plain]
-        signal.told = differing, names
-        short = self._digests(hashes, 1).view(-1)
-        squares = -optimizer.comm.size * short * short
-        signal.part = torch.cat([rows.view(-1), head, short.double(), squares.double()])
+        signal.told = differing, _ = self._masters(shards)
+        head = zero.new_zeros(3, dtype=torch.float64)
+        head[0] = differing.any()
+        head[1].fill_(of_buffers is None)
+        head[2].fill_(self._made if optimizer.comm.rank == 0 else 0)
+        signal.part = torch.cat(
+            [
+                (rows.double().view(2, 1) * self._place).view(-1),
+                _compared(self._digests(both, PARTS).T.reshape(-1), ranks),
+                head,
+                _compared(self._digests(hashes, 1), ranks),
+            ]
+        )
 
     def _masters(self, shards: Sequence[Shard]) -> tuple[Tensor, list[str]]:
         """Where masters that several ranks update differ over them, and parameters of experts."""
         optimizer, names, flags = self._optimizer, list[str](), list[Tensor]()
         for comm, of_comm in self._copies(shards):
             hashes = [self._hash(part) for _, part in of_comm]
-            digests = self._digests(hashes, PARTS)
-            pair = torch.stack([digests, -comm.size * digests * digests]).double()
-            comm.all_reduce(pair, "replica_check")
-            flags.append(torch.addcmul(pair[1], pair[0], pair[0]).ne(0).any(0))
+            sums = _compared(self._digests(hashes, PARTS), comm.size)
+            comm.all_reduce(sums, "replica_check")
+            flags.append(_differing(sums).view(PARTS, -1).any(0))
             names += [shard.pack.layout.slots[0].name for shard, _ in of_comm]
         nothing = torch.zeros(0, dtype=torch.bool, device=optimizer.device)
         return torch.cat([nothing, *flags]), names
