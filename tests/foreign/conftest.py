@@ -33,7 +33,7 @@ def verdicts(request: pytest.FixtureRequest) -> list[Verdict]:
     return request.config.stash[VERDICTS]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sources(request: pytest.FixtureRequest) -> Path | None:
     given = request.config.getoption("--sources")
     return None if given is None else Path(given).resolve()

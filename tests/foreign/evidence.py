@@ -157,6 +157,15 @@ and no assertion is.
 its words. *Not applicable* asks for what shardcast does not claim. Every test of a file is counted.
 
 """
+NOT_YET = """## Not run yet
+
+Nothing is known from these: DeepSpeed's `tests/unit/v1/zero/test_zero.py`,
+`test_zero2_gradient_safety.py` and `test_zero_user_backward.py`; FSDP2's
+`test_fully_shard_{training,mixed_precision,clip_grad_norm_,frozen,grad_dtype,state_dict}.py`;
+DCP's `test_state_dict.py`; timm's `tests/test_optim.py`, of which some cases were seen to be
+refused by name, since they extend `param_groups` by itself; the `*_cpu.py` of Emerging-Optimizers;
+nanoGPT's published loss of 1.88.
+"""
 HEAD = ("suite", "from", "cases", *OUTCOMES)
 
 
@@ -168,6 +177,7 @@ def page_of(verdicts: Sequence[Verdict], page: str, failed: Collection[str]) -> 
     """
     rows = {_name(line): line for line in page.splitlines() if line.startswith("| [")}
     parts = {part.partition("\n")[0]: part.strip() for part in page.split("\n## ")[1:]}
+    parts.pop("Not run yet", None)
     suites = dict.fromkeys(verdict.suite.name for verdict in verdicts)
     for name in {*suites, *failed}:
         mine = [verdict for verdict in verdicts if verdict.suite.name == name]
@@ -179,7 +189,7 @@ def page_of(verdicts: Sequence[Verdict], page: str, failed: Collection[str]) -> 
     table = [f"| {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
     table += [rows[name] for name in sorted(rows)]
     sections = [f"## {parts[name]}" for name in sorted(parts)]
-    return PREAMBLE + "\n\n".join(["\n".join(table), *sections]) + "\n"
+    return PREAMBLE + "\n\n".join(["\n".join(table), *sections, NOT_YET])
 
 
 def _name(line: str) -> str:
