@@ -16,6 +16,7 @@ from torch import Tensor
 
 import shardcast
 from shardcast.extensions.averages import Average, AverageOptions
+from shardcast.extensions.chance import random_bits
 from shardcast.extensions.metrics import SquareSums
 from shardcast.memory.codecs import CODECS, ROW, moment_codec
 from shardcast.step.update import rules
@@ -91,7 +92,7 @@ def fused(
     state = tuple(moment_codec(config, name) for name in rule.state)
     state += tuple(epilogue.codec for epilogue in epilogues for name in epilogue.state)
     codec = CODECS[master]()
-    fusion = Fusion(rule, codec, state, not codec.has_published, row, epilogues)
+    fusion = Fusion(rule, codec, state, not codec.has_published, row, epilogues, random_bits)
     weights = torch.randn(elements // row, row)
     pieces = [weights.bfloat16()] if fusion.casts else []
     for each, values in zip(

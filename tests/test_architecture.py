@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,13 +27,10 @@ FLOORS: tuple[frozenset[str], ...] = (
 # theirs is looked at in one folder.
 ALLOWED = {"_compat"}
 LONGEST = 310  # lines of code; docstrings, comments and empty lines aside
-# The border: what every user runs knows nothing of what is optional. `optimizer/api.py` puts both
-# together; the modules named here are optional and in the core's folders still.
+# The border: what every user runs imports nothing of what is optional. `optimizer/api.py` puts both
+# together; what no option asks for but a call, a class or a codec is loaded by one of these names.
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
-OPTIONAL = {
-    "shardcast.memory.chance",
-}  # fmt: skip
-CROSSINGS = 2  # of the border, by imports; it may only go down, to 0
+BY_NAME = {"any_optimizer", "chance", "digest", "tokens"}
 
 
 def modules() -> dict[str, Path]:
@@ -78,9 +77,9 @@ def crossings() -> list[str]:
         f"{name} imports {other}"
         for name, path in modules().items()
         if name.split(".")[1:2] and name.split(".")[1] in CORE
-        if name not in OPTIONAL and name != "shardcast.optimizer.api"
+        if name != "shardcast.optimizer.api"
         for other in dict.fromkeys(imports(path, everywhere=True))
-        if other in OPTIONAL or other.startswith("shardcast.extensions")
+        if other.startswith("shardcast.extensions")
     ]
 
 
@@ -156,10 +155,11 @@ def test_imports_go_round_nowhere():
     assert cycles() == []
 
 
-def test_imports_of_what_is_optional_from_the_core_become_fewer():
-    found = crossings()
-    assert len(found) <= CROSSINGS, found
-    assert len(found) == CROSSINGS, f"there are {len(found)}: lower CROSSINGS to that"
+def test_the_core_imports_nothing_of_what_is_optional():
+    assert crossings() == []
+    core = [path for name, path in modules().items() if name.split(".")[1:2] != ["extensions"]]
+    asked = [re.findall(r'load_extension\("(\w+)"\)', path.read_text()) for path in core]
+    assert {*itertools.chain(*asked)} == BY_NAME
 
 
 def test_private_members_are_read_in_their_own_module_only():
@@ -196,8 +196,8 @@ def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
     """Negative controls: an arrow upwards, a cycle, a private member of another object."""
     monkeypatch.setattr("test_architecture.FLOORS", FLOORS[::-1])
     assert any(arrow.startswith("shardcast.step") for arrow in upward_arrows())
-    monkeypatch.setattr("test_architecture.OPTIONAL", {"shardcast.memory.pack"})
-    assert "shardcast.step.sync.sync imports shardcast.memory.pack" in crossings()
+    monkeypatch.setattr("test_architecture.CORE", ("extensions",))
+    assert "shardcast.extensions.digest imports shardcast.extensions.chance" in crossings()
     assert private_reads("def f(x):\n    return x._secret") == ["line 2: x._secret"]
     assert private_reads("class A:\n    def f(self, o):\n        self._a = o._a") == []
     arrows = {"a": ["b"], "b": ["a"]}

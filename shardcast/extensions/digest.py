@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast.memory.chance import global_index
+from shardcast.extensions.chance import global_index
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.plan.layout import Fragment

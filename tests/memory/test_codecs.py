@@ -22,7 +22,7 @@ from models import (
 from torch import Tensor, nn
 
 from shardcast import checkpoint
-from shardcast.memory.chance import INDEX, name_hash, random_bits
+from shardcast.extensions.chance import INDEX, name_hash, random_bits
 from shardcast.memory.codecs import Bf16, Codec, Encoded, Int8, Split16
 from shardcast.memory.shard import FILL
 from shardcast.step.update import fused as update
