@@ -53,7 +53,9 @@ def memory_over_ranks(records: list[Record]) -> dict[int, float]:
         return {size: share * peers(numel, 2, size)["DDP + autocast"] for size in SIZES}
     optimizer = torch.optim.AdamW(model.parameters())
     config = shardcast.ShardcastConfig(**run["config"])
-    return {size: float(estimate(model, optimizer, size, config).total) for size in SIZES}
+    on_cpu = run["arguments"]["device"] == "cpu" or not torch.cuda.is_available()
+    backend = "gloo" if on_cpu else "nccl"
+    return {size: float(estimate(model, optimizer, size, config, backend).total) for size in SIZES}
 
 
 def table(
