@@ -111,7 +111,8 @@ def test_a_rank_keeps_its_share_and_a_window_of_packs(size: int):
     assert after == 4 * numel // size, "fp32, once means are added up"
     assert most <= WINDOW + 2
     after, most, _ = ThreadedWorld(size).run(lambda group: held(group, "full", 1))[0]
-    assert (after, most) == (2 * numel, 12), "the control"
+    assert 2 * numel <= after < 2.01 * numel, "the control, with the places of NaN"
+    assert most == 12
 
 
 def test_a_pack_is_not_held_twice_while_its_gradients_come():
