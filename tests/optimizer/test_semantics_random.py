@@ -1,7 +1,7 @@
 """A state machine: what training scripts do, in random orders, against plain torch.
 
 A story is a training in one world or several, of the acts of ``stories.py``, under options that are
-drawn too. An ordinary run draws the same stories each time; SHARDCAST_STORIES, a number, draws
+drawn too. An ordinary run draws the same stories each time; STORIES_SEED, a number, draws
 others, as CI does each week.
 """
 
@@ -23,7 +23,7 @@ from stories import AVERAGES, COMPUTED, EDITS, KINDS, NUMBERS, SHAPES, Seen, Sid
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(300)
-SEED = int(os.environ.get("SHARDCAST_STORIES", "0"))
+SEED = int(os.environ.get("STORIES_SEED", "0"))
 FUSED = "AdamW", "SGD"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Action = tuple[Callable[..., None], tuple[Any, ...]]
@@ -176,7 +176,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.worlds.append((self.size, self.actions, Way()))
-        note(f"SHARDCAST_STORIES={SEED}")
+        note(f"STORIES_SEED={SEED}")
         plain, saved = Side(self.start, self.size), list[Any]()
         way = Way()
         with tempfile.TemporaryDirectory() as folder:
