@@ -66,11 +66,12 @@ def test_each_rank_holds_one_part_of_so_many(ranks: int | str):
     numel = sum(param.numel() for param in model.parameters())
     options = {"shard_ranks": ranks, "pack_params": 4}
     found = estimate(model, adamw(model), 4, options, "strict", 4)
+    most = estimate(model, adamw(model), 4, options, "gloo", 4).total  # on a CPU, as here
     for trained in threaded_world(WORLD, train, {"shard_ranks": ranks}):
         assert trained.held["masters"] == pytest.approx(4 * numel / shared, rel=0.35)
         assert f"world size {shared}" in trained.layout
         assert any(call.group == COPIES for call in trained.calls) == (shared < 4)
-        assert sum(trained.held.values()) <= found.total, "of the rank that holds most"
+        assert sum(trained.held.values()) <= most, "of the rank that holds most"
         assert found.collectives == len({(call.group, call.launch) for call in trained.calls})
     assert found.layout.world_size == shared and found.copies == 4 // shared
 
