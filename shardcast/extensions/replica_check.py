@@ -62,11 +62,11 @@ class Hasher:
     def __call__(self, values: Tensor) -> Tensor:
         """The hash of the bits of a dense tensor of any dtype, 0-dim int64."""
         data = values.detach().reshape(-1).view(torch.uint8)
-        whole = data.numel() // 4 * 4
+        aligned = data.numel() // 4 * 4  # bytes of words
         total = self._zero
-        if whole < data.numel():  # 1 to 3 bytes
-            total = (data[whole:].long() * self._columns[: data.numel() - whole]).sum()
-        words = data[:whole].view(torch.int32)
+        if aligned < data.numel():  # 1 to 3 bytes
+            total = (data[aligned:].long() * self._columns[: data.numel() - aligned]).sum()
+        words = data[:aligned].view(torch.int32)
         for start in range(0, words.numel(), self._rows * COLUMNS):
             part = words[start : start + self._rows * COLUMNS]
             rows = part.numel() // COLUMNS
@@ -74,8 +74,8 @@ class Hasher:
                 # Of int32 by int64: no two differences of words cancel by their highest bits.
                 sums = (part[: rows * COLUMNS].view(rows, COLUMNS) * self._columns).sum(1)
                 total = total * ODD + (sums * self._of_rows[:rows]).sum()
-            if rest := part[rows * COLUMNS :].numel():
-                total = total * ODD + (part[-rest:] * self._columns[:rest]).sum()
+            if tail := part[rows * COLUMNS :].numel():
+                total = total * ODD + (part[-tail:] * self._columns[:tail]).sum()
         return total
 
     def joined(self, hashes: Sequence[Tensor]) -> Tensor:
@@ -97,7 +97,8 @@ class ReplicaSignal(Signal):
     Attributes:
         part: what is sent with the next decision.
         packs: the first parameter of each pack that is compared.
-        told: which masters this rank saw differ, and the names of all it compared.
+        masters: which of the masters that it compared this rank saw differ, and the first
+            parameter of the pack of each.
     """
 
     name = "replica_check"
@@ -109,7 +110,7 @@ class ReplicaSignal(Signal):
         self._nothing = torch.zeros(3, dtype=torch.float64, device=device)
         self.part = self._none = self._nothing[:0]
         self.packs: list[str] = []
-        self.told: tuple[Tensor, list[str]] = self._none, []
+        self.masters: tuple[Tensor, list[str]] = self._none, []
         self._seen, self._differed = self._none, self._nothing.any()
 
     def local(self) -> Tensor:
@@ -142,19 +143,19 @@ class ReplicaSignal(Signal):
     def error(self, mistakes: Sequence[float]) -> RuntimeError:
         """Names ranks, and the first pack that differs."""
         rows, _, head, packs = self._split(self._seen)
-        differing, names = self.told
-        found = [name for name, flag in zip(names, differing.tolist(), strict=True) if flag]
-        masters = known(found, self._groups.everyone, self._device)
+        flags, names = self.masters
+        differing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        masters = known(differing, self._groups.everyone, self._device)
         facts = []
         for kind, row, differ in zip(KINDS, rows.view(2, -1).tolist(), mistakes, strict=False):
             if differ:
                 usual = Counter(row).most_common(1)[0][0]
-                others = [rank for rank, value in enumerate(row) if value != usual]
-                text = f"{kind} of rank {', '.join(map(str, others[:SHOWN]))} differ from those "
+                outliers = [rank for rank, value in enumerate(row) if value != usual]
+                text = f"{kind} of rank {', '.join(map(str, outliers[:SHOWN]))} differ from those "
                 facts.append(text + ("of the other ranks" if self._ranks > 2 else "of rank 0"))
         if mistakes[0]:
-            flags = zip(self.packs, _differing(packs).tolist(), strict=True)
-            if first := [name for name, flag in flags if flag]:  # equal by chance else
+            of_packs = zip(self.packs, _differing(packs).tolist(), strict=True)
+            if first := [name for name, flag in of_packs if flag]:  # equal by chance else
                 facts[0] += (
                     f", first in the pack that begins with {first[0]!r} ({len(first)} of "
                     f"{len(self.packs)} packs)"
@@ -232,7 +233,7 @@ class ReplicaCheck(StepHook):
         both = [self._hash.joined(hashes), zero if of_buffers is None else of_buffers]
         rows = torch.stack([hash_ >> (64 - KEPT) for hash_ in both]) & ((1 << KEPT) - 1)
         signal.packs = [shard.pack.layout.slots[0].name for shard in plain]
-        signal.told = differing, _ = self._masters(shards)
+        signal.masters = differing, _ = self._masters(shards)
         head = zero.new_zeros(3, dtype=torch.float64)
         head[0] = differing.any()
         head[1].fill_(of_buffers is None)
@@ -281,8 +282,8 @@ class ReplicaCheck(StepHook):
 
     def _digests(self, hashes: Sequence[Tensor], parts: int) -> Tensor:
         """So many parts of each hash, (parts, hashes) int64."""
-        whole = torch.stack([*hashes]) if hashes else self._place.new_zeros(0, dtype=torch.int64)
-        return torch.stack([(whole >> (64 - BITS * n)) & self._mask for n in range(1, parts + 1)])
+        stacked = torch.stack([*hashes]) if hashes else self._place.new_zeros(0, dtype=torch.int64)
+        return torch.stack([(stacked >> (64 - BITS * n)) & self._mask for n in range(1, parts + 1)])
 
 
 def _signal(

@@ -15,15 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast import _compat
 from shardcast.extensions.replica_check import COLUMNS, ROWS_ON_HOST, Hasher
+from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 Flip = Callable[[Any, nn.Module], None]
-
-
-def inside(optimizer: Any) -> Any:
-    """The packs of an optimizer, and what updates them."""
-    return getattr(optimizer, "_packed", optimizer)
 
 
 def flip(values: Tensor, place: int, bit: int = 0) -> None:
@@ -36,7 +32,7 @@ def received(optimizer: Any, _model: nn.Module) -> None:
     """A bit of the last pack that this rank has from another one."""
     pack, span = [
         (shard.pack, span)
-        for shard in inside(optimizer).shards
+        for shard in packed_of(optimizer).shards
         for span in shard.pack.layout.owned_spans
         if span.owner != shard.pack.own.owner
     ][-1]
@@ -49,7 +45,7 @@ def buffer(_optimizer: Any, model: nn.Module) -> None:
 
 def master(optimizer: Any, _model: nn.Module) -> None:
     """The lowest bit of a master, which no published value shows."""
-    for shard in inside(optimizer).shards:
+    for shard in packed_of(optimizer).shards:
         for fragment in shard.fragments[:1]:
             exact = shard.exact(fragment).clone()
             flip(exact, 0)
@@ -58,7 +54,7 @@ def master(optimizer: Any, _model: nn.Module) -> None:
 
 def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) -> None:
     """Have something change after the sync of a step, before anything looks at it."""
-    packed = inside(optimizer)
+    packed = packed_of(optimizer)
     hook = packed.hook_of("replica_check")
     overlaps = packed.hook_of("overlap_sync") is not None
     name = "before_reduce" if overlaps else "after_sync"
@@ -74,21 +70,27 @@ def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) 
     setattr(hook, name, spoiled)
 
 
-def outcome(group: Any, bad_rank: int, change: Flip, spoiled: int, **fields: Any) -> str:
-    """What is raised, and in which step; empty if seven steps are made."""
-    model = CASES["mlp"].build()
-    model.register_buffer("statistics", torch.zeros(3))
-    optimizer = sharded(model, group, **{"replica_check": 1, "pack_params": 2, **fields})
-    if group.rank() == bad_rank:
-        spoil_after_sync(optimizer, model, change, spoiled)
-    for step in range(1, 8):
+def first_error(optimizer: Any, backward: Callable[[], Any], steps: int) -> str:
+    """What is raised, and in which step; empty if all are made."""
+    for step in range(1, steps + 1):
         try:
-            CASES["mlp"].loss(model, CASES["mlp"].batch(group.rank())).backward()
+            backward()
             optimizer.step()
         except RuntimeError as error:
             return f"step {step}: {error}"
         optimizer.zero_grad()
     return ""
+
+
+def outcome(group: Any, bad_rank: int, change: Flip, spoiled: int, **fields: Any) -> str:
+    """The first error of seven steps, of which one is spoiled on one rank."""
+    model = CASES["mlp"].build()
+    model.register_buffer("statistics", torch.zeros(3))
+    optimizer = sharded(model, group, **{"replica_check": 1, "pack_params": 2, **fields})
+    if group.rank() == bad_rank:
+        spoil_after_sync(optimizer, model, change, spoiled)
+    case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
+    return first_error(optimizer, lambda: case.loss(model, batch).backward(), 7)
 
 
 FORMS = [
@@ -136,14 +138,8 @@ def test_masters_of_copies_that_differ_are_named_before_a_parameter_shows_it():
         )  # fmt: skip
         if mesh.get_rank() == 3:
             spoil_after_sync(optimizer, model, master, 2)
-        for step in range(1, 6):
-            try:
-                CASES["mlp"].loss(model, CASES["mlp"].batch(mesh.get_rank())).backward()
-                optimizer.step()
-            except RuntimeError as error:
-                return f"step {step}: {error}"
-            optimizer.zero_grad()
-        return ""
+        case, batch = CASES["mlp"], CASES["mlp"].batch(mesh.get_rank())
+        return first_error(optimizer, lambda: case.loss(model, batch).backward(), 5)
 
     for text in threaded_world({"copies": 2, "dp": 2}, run):
         assert text.startswith("step 3: replica_check: after step 2 rank "), text
@@ -161,14 +157,7 @@ def test_tied_weights_of_two_stages_are_compared():
         )  # fmt: skip
         if mesh.get_local_rank("pp"):
             spoil_after_sync(optimizer, model, master, 2)
-        for step in range(1, 5):
-            try:
-                model({name: torch.ones(6, 5)}).backward()
-                optimizer.step()
-            except RuntimeError as error:
-                return f"step {step}: {error}"
-            optimizer.zero_grad()
-        return ""
+        return first_error(optimizer, lambda: model({name: torch.ones(6, 5)}).backward(), 4)
 
     for text in threaded_world({"pp": 2, "dp": 2}, run):
         assert text.startswith("step 3: replica_check: after step 2 "), text
