@@ -14,6 +14,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
+from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
 from shardcast.optimizer.growing import wake
 from shardcast.optimizer.original import (
     OptimizerHandle,
@@ -24,7 +25,6 @@ from shardcast.optimizer.original import (
 )
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stateful import StatefulOptimizer
-from shardcast.plan import validate
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update.state import OwnMethod
 
@@ -320,7 +320,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def clip_grad_norm_(
         self,
-        parameters: validate.Parameters | float | None = None,
+        parameters: Parameters | float | None = None,
         max_norm: float | Tensor | None = None,
         norm_type: float | None = None,
         error_if_nonfinite: bool = False,
@@ -347,8 +347,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
         call, packed = "clip_grad_norm_", self._packed
-        bound = validate.clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
-        validate.check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
+        bound = clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
+        check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
         clip = self._pending_clip()
         self._reduce()
         decision = packed.decider.decide(bound, clip)
@@ -357,7 +357,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def clip_grad_value_(
         self,
-        parameters: validate.Parameters | float | None = None,
+        parameters: Parameters | float | None = None,
         clip_value: float | Tensor | None = None,
         foreach: bool | None = None,
     ) -> None:
@@ -366,7 +366,7 @@ class ShardedOptimizer(StatefulOptimizer):
         Args and errors are those of :meth:`clip_grad_norm_`, with ``clip_value`` for ``max_norm``.
         Non-finite gradients still skip the step.
         """
-        bound = validate.clip_bound(
+        bound = clip_bound(
             "clip_grad_value_", self._packed.originals, parameters, "clip_value", clip_value
         )
         clip = self._pending_clip()

@@ -18,7 +18,6 @@ from shardcast.plan.pack_groups import Tie
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.precision import PACKABLE
 
-Parameters = Iterable[Tensor] | Tensor
 ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
 OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of Muon's rates
@@ -117,67 +116,7 @@ def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: G
     """
     limit = group.get("max_grad_norm")
     if limit is not None and "max_grad_norm" not in defaults:
-        _bound(f"max_grad_norm of parameter group {number}", limit)
-
-
-def check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterable[Tensor]) -> None:
-    """Raise ValueError unless ``given`` are the trained parameters of ``groups``, all and alone."""
-    own, params = {param for group in groups for param in group["params"]}, set(given)
-    left_out = sum(param.requires_grad for param in own - params)
-    if left_out:
-        raise ValueError(
-            f"{call}: expected all trained parameters, got all but {left_out} of {len(own)}; "
-            "pass model.parameters(), or clip a group by itself with a max_grad_norm key in its "
-            "optimizer group"
-        )
-    foreign = sum(param.requires_grad for param in params - own)
-    if foreign:
-        raise ValueError(
-            f"{call}: expected the optimizer's own parameters, got {foreign} others that require "
-            "gradients, which nobody averages over the ranks; add them to the optimizer, or "
-            "freeze them with requires_grad_(False)"
-        )
-
-
-def clip_bound(
-    call: str,
-    originals: OptimizerList,
-    parameters: Parameters | float | None,
-    name: str,
-    bound: Any,
-) -> float:
-    """The bound of a clip of all trained parameters, which may be called with a bound alone.
-
-    Args:
-        name: of the bound, for errors.
-
-    Raises:
-        TypeError, ValueError: a bound, or one of a group, is not a number above 0.
-        ValueError: ``parameters`` are not all trained ones.
-    """
-    is_value = isinstance(parameters, Tensor) and not isinstance(parameters, nn.Parameter)
-    if bound is None and (is_value or isinstance(parameters, (Real, str))):
-        parameters, bound = None, parameters
-    for number, optimizer, group in originals.numbered():
-        check_limit(group, optimizer.defaults, number)
-    if parameters is not None:
-        params: Any = [parameters] if isinstance(parameters, Tensor) else parameters
-        check_clipped(call, originals.groups, params)
-    return _bound(name, bound)
-
-
-def check_norm(call: str, asked: float | None, norm_type: float, error_if_nonfinite: bool) -> None:
-    """Raise ValueError for a clip by another norm, or one that is to raise for NaN."""
-    if asked not in (None, norm_type):
-        raise ValueError(
-            f"{call}: expected norm_type {norm_type}, got {asked}; set norm_type: {asked} in the "
-            "shardcast configuration"
-        )
-    if error_if_nonfinite:
-        raise ValueError(
-            f"{call}: expected error_if_nonfinite=False, got True; a step with a non-finite "
-            "gradient is skipped on all ranks, and max_skipped_steps of them in a row raise"
-        )
+        bound_of(f"max_grad_norm of parameter group {number}", limit)
 
 
 def check_groups(
@@ -328,7 +267,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _bound(name: str, value: Any) -> float:
+def bound_of(name: str, value: Any) -> float:
     """A bound of norms or values, as a float; inf bounds nothing.
 
     A negative one would turn gradients around, and NaN would reach the weights.
