@@ -1,4 +1,4 @@
-"""Counts skipped steps, and says why they were skipped, without waiting for the device.
+"""Counts skipped steps, and has it said why they were skipped, without waiting for the device.
 
 The host reads the numbers when they have arrived: at once on CPU, a step or two later on an
 accelerator.
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm, warn_once_for
+from shardcast.comm import Comm
 from shardcast.memory.gradients import Gradients
+from shardcast.step.decide import skip_reasons
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, to_device
-
-ELSEWHERE = "on other model-parallel ranks, which name it"
 
 
 class HostCopy:
@@ -158,32 +157,13 @@ class SkipReport:
             self._refuse(mistakes)
         if not is_news:
             return
-        raising = in_row >= self._bound
-        for signal, of_signal in self._noted(totals):
-            if (told := signal.reason(of_signal)) is not None:
-                reason, remedy = told
-                if raising:
-                    raise RuntimeError(
-                        f"{int(in_row)} steps in a row were skipped (max_skipped_steps), the last "
-                        f"one {reason}. {remedy}"
-                    )
-                warn_once_for(self._everyone, f"step skipped {reason}")
-                return
-        if self._usual and not raising:
-            return
-        packs = {owner: self._grads[-int(n)] for owner, n in enumerate(nonfinite) if n}
-        where = "; ".join(self._locate(packs)) or ELSEWHERE
-        if raising:
-            raise RuntimeError(
-                f"{int(in_row)} steps in a row were skipped because of non-finite gradients "
-                f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
-                "or look at the data of these steps; a script that reads .grad needs "
-                "optimizer.gather_gradients() before"
-            )
-        reads = "; a script that reads .grad needs optimizer.gather_gradients() before"
-        warn_once_for(
-            self._comm, f"step skipped, non-finite gradient: {where}{reads * (self._comm.size > 1)}"
-        )
+        too_many = int(in_row) if in_row >= self._bound else 0
+        reasons = (signal.reason(of_signal) for signal, of_signal in self._noted(totals))
+        if (told := next(filter(None, reasons), None)) is not None:
+            skip_reasons.tell_of_signal(self._everyone, *told, too_many)
+        elif too_many or not self._usual:
+            packs = {owner: self._grads[-int(n)] for owner, n in enumerate(nonfinite) if n}
+            skip_reasons.tell_of_gradients(self._comm, packs, self._device, too_many)
 
     @property
     def skipped_steps(self) -> int:
@@ -206,49 +186,3 @@ class SkipReport:
         self._skipped.fill_(state["skipped"])
         self._in_row.fill_(state["in_row"])
         self._reported = state["skipped"]
-
-    def _locate(self, packs: Mapping[int, Gradients]) -> list[str]:
-        """Name each owner's first non-finite element, and the ranks it came from.
-
-        Outside its own span a rank still has its own gradients; of sharded ones the owner noted
-        whose they were, where it added them up itself. All ranks are here in the same step on CPU,
-        so they can ask each other; on an accelerator the owner's span is named.
-
-        Args:
-            packs: by owner, of each that has such an element.
-        """
-        if not _compat.is_host(self._device):
-            return [
-                f"in the span of rank {owner} of the pack that begins with parameter "
-                f"{grads.pack.layout.slots[0].name!r}"
-                for owner, grads in packs.items()
-            ]
-        own = packs.get(self._comm.rank)
-        elements = self._comm.exchange(None if own is None else _element(own), self._device)
-        culprits: dict[int, list[int]] = {}  # by owner, the ranks that this one knows of
-        for owner, grads in packs.items():
-            if owner == self._comm.rank:
-                culprits[owner] = list(grads.culprits)
-            elif grads.allocated and not bool(grads.own_before(elements[owner][0]).isfinite()):
-                culprits[owner] = [self._comm.rank]
-        exchanged = self._comm.exchange(culprits, self._device)
-        return [
-            f"{_who(owner, [n for row in exchanged for n in row.get(owner, ())], grads)}, "
-            f"{elements[owner][1]}"
-            for owner, grads in packs.items()
-        ]
-
-
-def _element(grads: Gradients) -> tuple[int, str]:
-    """The first non-finite element of an own span: its offset in the pack, and its name."""
-    offset = grads.pack.own.start + int((~grads.own.isfinite()).to(torch.uint8).argmax())
-    slot = next(slot for slot in grads.pack.layout.slots if offset < slot.end)
-    return offset, f"parameter {slot.name!r}, element {offset - slot.offset}"
-
-
-def _who(owner: int, culprits: list[int], grads: Gradients) -> str:
-    if culprits:
-        return f"rank {', '.join(map(str, culprits))}"
-    if grads.allocated:  # full ones, of which the owner's own are the mean by now
-        return f"rank {owner}"
-    return f"the sum over ranks, at its owner {owner}"
