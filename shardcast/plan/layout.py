@@ -49,6 +49,17 @@ class GroupId(NamedTuple):
         )
 
 
+class PackKey(NamedTuple):
+    """What parameters of one pack have in common; see :class:`PackLayout`, which has it too."""
+
+    device: str
+    dtype: torch.dtype
+    requires_grad: bool
+    group: GroupId
+    key: str
+    pack_groups: PackGroups
+
+
 class ParamInfo(NamedTuple):
     """What planning needs to know of one parameter, in model order.
 
@@ -71,6 +82,12 @@ class ParamInfo(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def pack_key(self) -> PackKey:
+        return PackKey(
+            self.device, self.dtype, self.requires_grad, self.group, self.key, self.pack_groups
+        )
 
 
 class Slot(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from torch import nn
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.algorithms import Algorithms, Topology, choose
-from shardcast.plan.layout import GroupId, Layout, PackLayout, ParamInfo
+from shardcast.plan.layout import GroupId, Layout, PackKey, PackLayout, ParamInfo
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
@@ -109,29 +110,29 @@ def plan_packs(
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
     grown = min(max(PACK, PIECE * parallel_dims.world_size), MOST)
     most = grown if pack_mb is None else int(pack_mb * MIB)
-    open_bins: dict[tuple[object, ...], list[ParamInfo]] = {}  # the last pack of each kind
-    filled: dict[tuple[object, ...], int] = {}  # its bytes
-    remaining: dict[tuple[object, ...], int] = {}  # of parameters that are in no pack yet
+    open_bins: dict[PackKey, list[ParamInfo]] = {}  # the last pack of each kind
+    filled: dict[PackKey, int] = {}  # its bytes
+    remaining: dict[PackKey, int] = defaultdict(int)  # of parameters that are in no pack yet
 
     def aligned(param: ParamInfo) -> int:
         itemsize = param.dtype.itemsize
         return itemsize * round_up(param.numel, max(1, config.alignment // itemsize))
 
-    for param in params[alone:]:
-        remaining[param[2:8]] = remaining.get(param[2:8], 0) + aligned(param)
-    for param in params[alone:]:
-        kind = param[2:8]  # all but name, shape and cost
-        full = kind not in open_bins or len(open_bins[kind]) == pack_params
+    keyed = [(param, param.pack_key) for param in params[alone:]]
+    for param, key in keyed:
+        remaining[key] += aligned(param)
+    for param, key in keyed:
+        full = key not in open_bins or len(open_bins[key]) == pack_params
         if not full and pack_mb is not None:
-            full = filled[kind] + param.numel * param.dtype.itemsize > most
+            full = filled[key] + param.numel * param.dtype.itemsize > most
         elif not full:  # what follows, if it is less than a pack, joins this one
-            full = filled[kind] >= most and (pack_params is not None or remaining[kind] >= most)
+            full = filled[key] >= most and (pack_params is not None or remaining[key] >= most)
         if full:
-            open_bins[kind], filled[kind] = [], 0
-            bins.append(open_bins[kind])
-        open_bins[kind].append(param)
-        filled[kind] += aligned(param)
-        remaining[kind] -= aligned(param)
+            open_bins[key], filled[key] = [], 0
+            bins.append(open_bins[key])
+        open_bins[key].append(param)
+        filled[key] += aligned(param)
+        remaining[key] -= aligned(param)
     bins.sort(key=lambda members: parallel_dims.set_up_order(members[0].pack_groups))
     by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
     owners: dict[str, int] = {}
@@ -141,18 +142,17 @@ def plan_packs(
         owners |= assign_owners(of_group, parallel_dims.ranks(of_group[0].pack_groups))
     packs = []
     for index, members in enumerate(bins, first):
-        first_param = members[0]
-        size, mode = parallel_dims.ranks(first_param.pack_groups), by_group[first_param.group]
-        align = max(1, config.alignment // first_param.dtype.itemsize)
+        key = members[0].pack_key
+        size, mode = parallel_dims.ranks(key.pack_groups), by_group[key.group]
+        align = max(1, config.alignment // key.dtype.itemsize)
         if mode == "whole":
             slots, spans = plan_whole(members, size, align, owners)
         else:
             slots, spans = plan_even(members, size, align)
         packs.append(
             PackLayout(
-                index, first_param.device, first_param.dtype, first_param.requires_grad,
-                first_param.group, first_param.key, spans[-1].stop, slots, spans, partition=mode,
-                pack_groups=first_param.pack_groups,
+                index, key.device, key.dtype, key.requires_grad, key.group, key.key,
+                spans[-1].stop, slots, spans, partition=mode, pack_groups=key.pack_groups,
             )
         )  # fmt: skip
     return Layout(parallel_dims.world_size, tuple(packs))
