@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm.waiting import Watch, last_known
+from shardcast.comm.watch import Watch
 from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
 
@@ -40,7 +40,7 @@ class TensorCollectives:
 
     Attributes:
         steps: optimizer steps made so far, for that error.
-        watch: what tells of long waits.
+        watch: of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -272,7 +272,7 @@ class Work:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return
         comm.watch.gave_up = True
-        known = last_known(comm)
+        known = "" if Watch.lookout is None else Watch.lookout.last_known(comm)
         seen = f"Where they were seen last: {known}. " if known else ""
         raise RuntimeError(
             f"rank {comm.rank} of {comm.size} waited for the other ranks in {self}, "

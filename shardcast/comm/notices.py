@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardcast import _compat
 from shardcast.comm.group import TensorCollectives
-from shardcast.comm.waiting import Watch
+from shardcast.comm.watch import Watch
 from shardcast.messages import warn
 
 SAID = "shardcast/said/{}"  # a key in the store of the group

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.comm.mesh import groups_of
+from shardcast.comm.watch import Watch
 from shardcast.config import ShardcastConfig
+from shardcast.extensions.waiting import Lookout
 from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases, tie
 from shardcast.optimizer import hints, setup
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
 
 LOGGER = logging.getLogger("shardcast")
+Watch.lookout = Lookout()
 
 
 def shard(

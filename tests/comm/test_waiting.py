@@ -19,7 +19,8 @@ from models import CASES, sharded
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.comm import Comm, waiting
+from shardcast.comm import Comm
+from shardcast.extensions.waiting import places
 from shardcast.messages import LOG
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import FakeGroup, SpawnedWorld, ThreadedWorld
@@ -139,7 +140,7 @@ def telling(patience: float) -> Iterator[list[str]]:
             messages.append(f"{record.levelname} {record.getMessage()}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "PATIENCE", patience)
+        patch.setattr(places, "PATIENCE", patience)
         LOG.addHandler(handler := Handler())
         try:
             yield messages

@@ -1,0 +1,150 @@
+"""Where ranks are: written into the store by those that are silent, told by those that wait.
+
+A rank that came to no collective for nearly :data:`PATIENCE` puts a line into the store of its
+process groups: the call it is in, and the line of the script that its thread has reached. One that
+waits longer than that in a collective reads the lines of the others, and logs which of them are
+elsewhere, and where.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import textwrap
+from typing import Any
+
+from shardcast import _compat
+from shardcast.comm.group import TensorCollectives, Work
+from shardcast.comm.watch import Watch
+from shardcast.messages import LOG, by_rank
+
+PATIENCE = 30.0  # seconds that a rank waits for the others without a word
+LOOKS = 6  # in that time
+WRITES_AT = 4  # of those, so that what is read then is there
+PLACE, TOLD = "shardcast/waiting/{}", "shardcast/waiting"  # keys in the store of a group
+# Whose frames lie between the line of a script and a collective; the others run scripts.
+INSIDE = {"shardcast", "torch"} | sys.stdlib_module_names - {"__main__"}
+RUNS_SCRIPTS = ("shardcast.run", "shardcast.cli", "shardcast.testing")
+
+
+class Silence:
+    """A rank of this process that came to no collective for long, until it goes on."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._written_at = self._next = 0.0  # of the silence, in seconds; when to tell (again)
+        self._told_in: Any = None  # the store, where this rank is the one that tells
+
+    def look(self, silent: float) -> None:
+        """Write, or tell, where it is due.
+
+        Args:
+            silent: for how many seconds it has been.
+        """
+        work = self._watch.waits
+        if silent - self._written_at >= PATIENCE * (1 if self._written_at else WRITES_AT / LOOKS):
+            self._written_at = silent
+            self._write(json.dumps(self._place(work)))
+        if work is not None and silent >= max(PATIENCE, self._next):
+            self._next = max(2 * self._next, 2 * PATIENCE)
+            self._tell(work, silent)
+
+    def end(self) -> None:
+        """Take back what was written and told: the rank goes on.
+
+        What was told stays for the errors of other ranks where a collective gave up.
+        """
+        if self._written_at:
+            self._write("")
+        if self._told_in is not None and not self._watch.gave_up:
+            self._told_in.delete_key(f"{TOLD}/told")
+            self._told_in.delete_key(TOLD)
+
+    def _write(self, place: str) -> None:
+        for comm in list(self._watch.comms):
+            if (store := comm.store) is not None:
+                store.set(PLACE.format(comm.rank), place)
+
+    def _tell(self, work: Work, silent: float) -> None:
+        """Log who waits for whom; one of the ranks that wait does it for all."""
+        comm = work.comm
+        store = comm.store
+        first = store is None or self._told_in is not None or store.add(f"{TOLD}/told", 1) == 1
+        if not first:
+            return
+        self._told_in = store
+        report = self._report(comm, self._place(work))
+        if store is not None:
+            store.set(TOLD, report)
+        LOG.warning(
+            "rank %d of %d has waited %.3g s for the other ranks in %s, after %d steps. %s. It "
+            "ends with the time-out of the process group unless all ranks come to the same call "
+            "(`if rank == 0:` around it?)",
+            *(comm.rank, comm.size, silent, work, comm.steps, report),
+        )
+
+    def _report(self, comm: TensorCollectives, own: dict[str, Any]) -> str:
+        """Where each rank is, those that are in the same call apart."""
+        facts, store = [], comm.store
+        for rank in range(comm.size) if store is not None else ():
+            key = PLACE.format(rank)
+            place = own if rank == comm.rank else None
+            if place is None and store.check([key]):
+                place = json.loads(store.get(key) or "null")
+            facts.append((rank, _told(place)))
+        return by_rank(facts) or _told(own)
+
+    def _place(self, work: Work | None) -> dict[str, Any]:
+        """Where this rank is: values of JSON."""
+        watch = self._watch
+        frame = _compat.frame_of_thread(watch.thread)
+        try:
+            call, line = _place_of(frame)
+        finally:
+            del frame
+        waits = str(work) if work else ""
+        return {"call": call, "line": line, "waits": waits, "steps": watch.steps}
+
+
+def last_known(comm: TensorCollectives) -> str:
+    """See :meth:`.Lookout.last_known`."""
+    store = comm.store
+    try:
+        return store.get(TOLD).decode() if store is not None and store.check([TOLD]) else ""
+    except Exception:  # the store went with its process: the caller has an error to raise
+        return ""
+
+
+def _told(place: dict[str, Any] | None) -> str:
+    if not place:
+        return "unknown, it may have ended"
+    where = f"in {place['call']}" if place["call"] else "in no call of shardcast"
+    line = f" at {place['line']}" if place["line"] else ""
+    waits = f", waiting in {place['waits']}" if place["waits"] else ""
+    return f"{where}{line}{waits}, after {place['steps']} steps"
+
+
+def _place_of(frame: Any) -> tuple[str, str]:
+    """The call of this library that a thread is in, and the line of the script it is at.
+
+    Args:
+        frame: the innermost one.
+    """
+    calls, inside = [], False
+    while frame is not None:
+        module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        package = module.split(".")[0]
+        if package not in INSIDE or (inside and module.startswith(RUNS_SCRIPTS)):
+            break
+        inside = inside or (package == "shardcast" and not module.startswith(RUNS_SCRIPTS))
+        if name == "backward" or (package == "shardcast" and name[0] not in "_<"):
+            calls.append(name)
+        frame = frame.f_back
+    call = calls[-1] if inside and calls else ""
+    if frame is None:
+        return call, ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    source = textwrap.shorten(linecache.getline(file, number), 80)
+    return call, f"{os.path.basename(file)}:{number}{f' `{source}`' if source else ''}"
