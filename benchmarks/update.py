@@ -16,9 +16,8 @@ from torch import Tensor
 
 import shardcast
 from shardcast.extensions.averages import Average, AverageOptions
-from shardcast.extensions.chance import random_bits
 from shardcast.extensions.metrics import SquareSums
-from shardcast.memory.codecs import CODECS, ROW, moment_codec
+from shardcast.memory.codecs import ROW, master_codec, moment_codec
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
@@ -88,11 +87,11 @@ def fused(
     row = SUM_ROW if any(epilogue.sums for epilogue in epilogues) else ROW
     elements -= elements % row
     rule = rules.rule_of(torch.optim.AdamW, GROUP, by_torch)
-    config = shardcast.ShardcastConfig(moments=moments)
+    config = shardcast.ShardcastConfig(master=master, moments=moments)
     state = tuple(moment_codec(config, name) for name in rule.state)
     state += tuple(epilogue.codec for epilogue in epilogues for name in epilogue.state)
-    codec = CODECS[master]()
-    fusion = Fusion(rule, codec, state, not codec.has_published, row, epilogues, random_bits)
+    codec = master_codec(config, torch.bfloat16)
+    fusion = Fusion(rule, codec, state, not codec.has_published, row, epilogues)
     weights = torch.randn(elements // row, row)
     pieces = [weights.bfloat16()] if fusion.casts else []
     for each, values in zip(

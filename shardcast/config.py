@@ -42,8 +42,6 @@ from shardcast.option_values import (
     read_yaml,
 )
 
-# Codecs of masters, with the param_dtype that a codec needs because it has the published parameter.
-MASTERS = {"fp32": None, "split16": torch.bfloat16}
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = "SHARDCAST_CONFIG"
 PRESETS = ("lean",)  # by name in place of a file
@@ -169,18 +167,8 @@ class ShardcastConfig(ValidatedOptions):
     max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
     guard: Any | None = extension(None, "guard")
     grads: str = extension("full", "sharded_gradients")
-    master: str = option(
-        "fp32",
-        "how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
-        "exact too",
-        one_of(*MASTERS),
-    )
-    moments: str = option(
-        "fp32",
-        "how Adam's moments and SGD's momentum are kept: fp32, bf16 (rounded stochastically) or "
-        "int8 (with a scale per block)",
-        one_of("fp32", "bf16", "int8"),
-    )
+    master: str = extension("fp32", "split_masters")
+    moments: str = extension("fp32", "low_moments")
     metrics: bool | int = extension(False, "metrics")
     replica_check: int = extension(0, "replica_check")
     offload: bool = extension(False, "offload")
@@ -218,11 +206,9 @@ class ShardcastConfig(ValidatedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (needed := MASTERS[self.master]) not in (None, self.param_dtype):
-            raise ValueError(
-                f"master: {self.master} needs param_dtype {needed}, which is a part of the master, "
-                f"got {self.param_dtype}; use master 'fp32'"
-            )
+        for asked in self.extensions().values():
+            if asked.check is not None:
+                asked.check(self)
         if self.sync == "all_gather" and self.partition == "whole":
             raise ValueError(
                 "sync: all_gather needs equal spans, got partition 'whole'; use sync 'broadcast'"

@@ -60,6 +60,13 @@ class Option(NamedTuple):
         transfers: ``transfers(device)`` gives what fetches, updates and sends back windows beside
             each other, called with them and three functions; ``None`` where one follows another.
         gradients: the class of a pack's gradients, a :class:`.Gradients`, on several ranks.
+        codec: ``codec(config, name)`` gives the :class:`.Codec` of masters, or of the state tensor
+            that ``torch.optim`` calls ``name``.
+        check: ``check(config)`` raises ValueError for other options that it does not go with.
+        fits: ``fits(config, parallel_dims, draws)`` raises ValueError for ranks that it does not go
+            with, or for the class ``draws`` of an optimizer that draws random numbers, or may
+            (empty: none does).
+        fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
     """
 
     help: str
@@ -71,6 +78,10 @@ class Option(NamedTuple):
     micro_batches: Callable[[Any, Any], Any] | None = None
     transfers: Callable[[torch.device], Any] | None = None
     gradients: type[Any] | None = None
+    codec: Callable[[Any, str], Any] | None = None
+    check: Callable[[Any], None] | None = None
+    fits: Callable[[Any, Any, str], None] | None = None
+    fused: bool = False
 
 
 def load_extension(name: str) -> Any:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import warn_first
-from shardcast.memory.codecs import CODECS, Codec
+from shardcast.extensions.low_moments import Bf16
+from shardcast.memory.codecs import Codec
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.optimizer.growing import activate_together
 from shardcast.optimizer.packed import PackedOptimizer
@@ -61,7 +62,7 @@ class Average(Epilogue):
 
     @property
     def codec(self) -> Codec:
-        return CODECS[self.options.stored]()
+        return Bf16() if self.options.stored == "bf16" else Codec()
 
     def numbers(self, step: Any) -> tuple[Any, ...]:
         decay: Any = self.options.decay

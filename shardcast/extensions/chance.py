@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast._compat import dtensor
-from shardcast.memory.codecs import lanes
 from shardcast.memory.shard import Shard
 
 KEY = 4  # bytes of a row's key
@@ -59,6 +58,11 @@ def global_index(param: Tensor, index: Tensor) -> Tensor:
         index = index // len(where)
         stride *= param.shape[dim]
     return found
+
+
+def lanes(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """0, 1, 2, ... for the elements of a row."""
+    return torch.arange(like.shape[-1], dtype=dtype, device=like.device)
 
 
 def random_bits(keys: Tensor, like: Tensor, step: Tensor, number: int) -> Tensor:

@@ -107,4 +107,5 @@ def _transfers(device: torch.device) -> Any:
 OPTION = Option(
     help="keep masters and moments in host memory; the update fetches windows of them",
     transfers=_transfers,
+    fused=True,
 )

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, check_given, own_part
 from shardcast.memory.pack import Pack
 from shardcast.memory.ungathered import hide
 from shardcast.option_values import Option, one_of
+from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.precision import MASTER_DTYPE
 
 COMING = 1 << 22  # bytes of gradients that are copied in by one call
@@ -185,9 +187,18 @@ class StandIn:
         return self.value._version != self._version
 
 
+def _fits(_config: ShardcastConfig, parallel_dims: ParallelDims, _draws: str) -> None:
+    if parallel_dims.in_pipeline:
+        raise ValueError(
+            "grads: expected 'full' in a pipeline, whose backwards accumulate locally until "
+            "step(), got 'sharded'"
+        )
+
+
 OPTION = Option(
     help="full: every rank keeps storage for all gradients; sharded: every backward is reduced, "
     "also under no_sync(), and a rank keeps its own part (.grad cannot be read then)",
     within=one_of("full", "sharded"),
     gradients=ShardedGradients,
+    fits=_fits,
 )

@@ -8,13 +8,14 @@ The update works on the pieces of :class:`Encoded`; all else reads and writes it
 Values that were decoded and are encoded unchanged stay the same in every codec, so state dicts
 and checkpoints hold fp32 values, whatever codec they come from or go to.
 
-To add a codec: a class here, its name in :data:`CODECS`, and the name in ``config``.
+The only codec that every run has is the plain one; others are those of options, which give them
+as :attr:`.Option.codec`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE
 
+if TYPE_CHECKING:  # it imports this module
+    from shardcast.memory.shard import Shard
+
 ROW = 64  # most elements in a row: one word of 64 bits has a bit for each
-TIE = 1 << 15  # half of the distance between neighbours in bf16, in steps of fp32
-UPPER = -1 << 16  # mask of the half of the bits of an fp32 value that bf16 has
 
 Pieces = tuple[Tensor, ...]
 
@@ -38,7 +40,7 @@ class Codec:
         signed: whether values may be below zero; a second moment's are not.
         plain: whether the values themselves are the only piece.
         has_published: whether the first piece is the published parameter.
-        by_chance: whether :meth:`encode` rounds by random bits.
+        by_chance: whether :meth:`encode` rounds by its :meth:`random_bits`.
         encoding_bytes: per element, of the temporary tensors of :meth:`encode` without a compiler.
     """
 
@@ -66,116 +68,21 @@ class Codec:
         """
         return (values,)
 
+    def row_keys(self, shard: Shard, row: int) -> Tensor:
+        """What random bits depend on for each row of the own span, 1-d int32, kept for all steps.
 
-@dataclass(frozen=True)
-class Split16(Codec):
-    """The exact values in 2 1/8 bytes beside the published bf16 parameter, their upper half.
+        As :meth:`random_bits` only of a codec ``by_chance``.
+        """
+        raise NotImplementedError
 
-    The idea of keeping the 16 bits that the cast drops is that of "Revisiting BFloat16 Training"
-    (arXiv:2010.06192). A value is its bf16 cast (nearest, ties to even) plus a signed distance
-    that fits 16 bits, as integers of the bit pattern. One pattern is missing: an even bf16 value
-    has 65,537 fp32 values that round to it, its two ties among them. A bit per element, in one
-    word per row, says of the lower tie that it is the upper one. One weight in 131,072 is a tie,
-    but one in 16 of weights that were fp16 once, so that a list of them would have no useful
-    bound. NaN stays NaN but loses its payload.
-    """
+    def random_bits(self, keys: Tensor, like: Tensor, step: Tensor, number: int) -> Tensor:
+        """Bits to encode ``like``, of shape ``(rows, row)``, the ``number``-th state tensor, with.
 
-    plain = False
-    has_published = True
-    encoding_bytes = 29
-
-    def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
-        return ((torch.bfloat16, row), (torch.int16, row), (_word(row), 1))
-
-    def decode(self, pieces: Pieces) -> Tensor:
-        published, distance, ties = pieces
-        upper = published.to(MASTER_DTYPE).view(torch.int32)
-        tie = (ties[:, None] >> lanes(distance, ties.dtype)) & 1
-        bits = upper + distance + tie.to(torch.int32) * (2 * TIE)
-        # The sign can change only where a weight was set to zero by hand: it would be a NaN.
-        wrong = (bits ^ upper) >> 31  # all ones there, else zero
-        return (bits - (wrong & (bits - upper))).view(MASTER_DTYPE)
-
-    def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
-        pattern = values.view(torch.int32)
-        # The cast in integers: a compiler takes a cast to bf16 and back for nothing.
-        even = (pattern >> 16) & 1
-        nan = (pattern & 0x7FFFFFFF) > 0x7F800000
-        upper = torch.where(nan, 0x7FC00000, (pattern + (TIE - 1) + even) & UPPER)
-        distance = pattern - upper
-        word = _word(values.shape[-1])
-        ties = ((distance == TIE).to(word) << lanes(distance, word)).sum(-1, dtype=word)
-        # The upper tie wraps to the lower one.
-        return upper.view(MASTER_DTYPE).to(torch.bfloat16), distance.to(torch.int16), ties
-
-
-@dataclass(frozen=True)
-class Bf16(Codec):
-    """2 bytes: rounded to bf16, by chance up or down, so that the mean is the value.
-
-    Rounded to nearest a second moment would stand still: it changes by a thousandth per step, and
-    bf16 has steps of a 128th.
-    """
-
-    plain = False
-    by_chance = True
-
-    def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
-        return ((torch.bfloat16, row),)
-
-    def decode(self, pieces: Pieces) -> Tensor:
-        return pieces[0].to(MASTER_DTYPE)
-
-    def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
-        if bits is not None:
-            # The sum carries into the upper half as often as the lower half is large.
-            values = ((values.view(torch.int32) + bits) & UPPER).view(MASTER_DTYPE)
-        return (values.to(torch.bfloat16),)
-
-
-@dataclass(frozen=True)
-class Int8(Codec):
-    """1 byte and an fp32 scale per row, the row's largest finite absolute value.
-
-    Rounded to nearest as in "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861),
-    with powers in place of a table: a signed value is kept as its root, an unsigned one as its
-    fourth root, in whole steps of the scale. That is fine where values are small, for a second
-    moment that became zero would make the next step explode, and one above zero never becomes it.
-    The code above the last step is infinity, as the square of a large gradient may be.
-    """
-
-    plain = False
-
-    @property
-    def steps(self) -> int:
-        """Steps from zero to the scale."""
-        return 126 if self.signed else 254
-
-    def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
-        return ((torch.int8 if self.signed else torch.uint8, row), (MASTER_DTYPE, 1))
-
-    def decode(self, pieces: Pieces) -> Tensor:
-        codes, scales = pieces
-        root = codes.to(MASTER_DTYPE) / self.steps
-        values = root * root.abs() if self.signed else root.square().square()
-        infinite = root * torch.inf  # NaN of a zero is not taken
-        return torch.where(root.abs() > 1, infinite, values * scales[:, None])
-
-    def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
-        size = values.abs()
-        # NaN stays in the scale, so that it is not lost.
-        scale = torch.where(size == torch.inf, 0.0, size).amax(dim=-1)
-        root = (size / scale.clamp_min(torch.finfo(MASTER_DTYPE).tiny)[:, None]).sqrt()
-        if self.signed:
-            steps = (root * self.steps).round().clamp(max=self.steps + 1)
-            return steps.copysign(values).to(torch.int8), scale
-        root = root.sqrt()
-        least = (root * 1e30).clamp(max=1)  # 1 for all but zeros
-        steps = torch.maximum((root * self.steps).round(), least).clamp(max=self.steps + 1)
-        return steps.to(torch.uint8), scale
-
-
-CODECS: dict[str, type[Codec]] = {"fp32": Codec, "split16": Split16, "bf16": Bf16, "int8": Int8}
+        Args:
+            keys: of the rows.
+            step: 0-dim, this step's number.
+        """
+        raise NotImplementedError
 
 
 def row_of(config: ShardcastConfig, dtype: torch.dtype) -> int:
@@ -185,17 +92,19 @@ def row_of(config: ShardcastConfig, dtype: torch.dtype) -> int:
 
 def master_codec(config: ShardcastConfig, dtype: torch.dtype) -> Codec:
     """The codec of masters of a pack of ``dtype``; a pack in fp32 is its own master."""
-    return Codec() if dtype == MASTER_DTYPE else CODECS[config.master]()
+    return Codec() if dtype == MASTER_DTYPE else _codec(config, "master", "master")
 
 
 def moment_codec(config: ShardcastConfig, name: str) -> Codec:
     """The codec of the state tensor that ``torch.optim`` calls ``name``."""
-    return CODECS[config.moments](signed=not name.endswith("_sq"))
+    return _codec(config, "moments", name)
 
 
-def lanes(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """0, 1, 2, ... for the elements of a row."""
-    return torch.arange(like.shape[-1], dtype=dtype, device=like.device)
+def _codec(config: ShardcastConfig, option: str, name: str) -> Codec:
+    """What the option gives, if it was asked for."""
+    asked = config.extensions().get(option)
+    codec: Codec = Codec() if asked is None or asked.codec is None else asked.codec(config, name)
+    return codec
 
 
 def shown(masters: Tensor, published: Tensor) -> Tensor:
@@ -220,11 +129,6 @@ def take_shown_(masters: Tensor, published: Tensor) -> None:
         if torch.equal(masters.to(published.dtype).view(word), published.view(word)):
             return
     masters.copy_(shown(masters, published))
-
-
-def _word(row: int) -> torch.dtype:
-    """The integer with a bit for each element of a row."""
-    return {16: torch.int16, 32: torch.int32, 64: torch.int64}.get(row, torch.uint8)
 
 
 class Encoded:

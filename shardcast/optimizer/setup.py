@@ -33,9 +33,9 @@ from shardcast.plan.originals import OptimizerList
 from shardcast.plan.pack_groups import PackGroups, Tie
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import ParallelDims
-from shardcast.plan.partition import partition_of, update_cost
+from shardcast.plan.partition import partition_of
 from shardcast.plan.precision import Precision
-from shardcast.plan.traits import known_traits
+from shardcast.plan.traits import OptimizerTraits, known_traits
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ def plan_for(
     validate.check_kinds(params)
     optimized = (param for group in originals.groups for param in group["params"])
     precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
-    elementwise = _elementwise(originals, config, parallel_dims)
+    traits = _traits(originals, config, parallel_dims)
+    declared = config.elementwise
+    elementwise = [it.elementwise if declared is None else declared for it in traits]
     partitions = {
         number: partition_of(owner, elementwise[number.optimizer], config)
         for number, owner, _ in originals.numbered()
@@ -140,7 +142,7 @@ def plan_for(
     for name, param in params.items():
         if _compat.is_dtensor(param) and not elementwise[groups[name].optimizer]:
             validate.check_whole(name, param, originals.owner(groups[name]))
-    costs = _costs(params, groups, originals, config)
+    costs = _costs(params, groups, originals, traits, config)
     infos = describe(params, config, groups, precision.storage_dtype, costs, pack_groups_by_name)
     begun = (
         name
@@ -160,10 +162,15 @@ def plan_for(
     )  # fmt: skip
 
 
-def _elementwise(
+def _traits(
     originals: OptimizerList, config: ShardcastConfig, parallel_dims: ParallelDims
-) -> list[bool]:
-    """Whether each optimizer is elementwise; TypeError for one that cannot be sharded."""
+) -> list[OptimizerTraits]:
+    """What each optimizer needs.
+
+    Raises:
+        TypeError: one cannot be sharded.
+        ValueError: an option does not go with the optimizers, or with the ranks.
+    """
     traits = [
         known_traits(it) or load_extension("any_optimizer").traits_of(it)
         for it in originals.optimizers
@@ -174,29 +181,27 @@ def _elementwise(
             raise TypeError(trait.entangled)
     names = [type(optimizer).__name__ for optimizer in originals.optimizers]
     draws = next((name for name, t in zip(names, traits, strict=True) if t.draws), "")
-    validate.check_options(config, parallel_dims, draws)
-    declared = config.elementwise
-    return [trait.elementwise if declared is None else declared for trait in traits]
+    for option in config.extensions().values():
+        if option.fits is not None:
+            option.fits(config, parallel_dims, draws)
+    return traits
 
 
 def _costs(
     params: Mapping[str, nn.Parameter],
     groups: Mapping[str, GroupId],
     originals: OptimizerList,
+    traits: Sequence[OptimizerTraits],
     config: ShardcastConfig,
 ) -> dict[str, float]:
     """Of the updates that cost something else than the parameter's elements."""
-    muon = any(isinstance(optimizer, torch.optim.Muon) for optimizer in originals.optimizers)
-    if not muon and config.cost_fn is None:
-        return {}
     costs = {}
     for name, param in params.items():
-        number, shape = groups[name], _compat.local_tensor(param).shape
-        optimizer, group = originals.owner(number), originals.group(number)
-        validate.check_matrices(name, shape, optimizer, group)
-        if config.cost_fn is None:
-            costs[name] = update_cost(optimizer, group, shape)
-        else:
+        number = groups[name]
+        cost = traits[number.optimizer].cost
+        if cost is not None:
+            costs[name] = cost(name, _compat.local_tensor(param).shape, originals.group(number))
+        if config.cost_fn is not None:
             costs[name] = float(config.cost_fn(name, param))
     return costs
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -36,30 +34,6 @@ def partition_of(
             "element depends on nothing but that element's gradient and state"
         )
     return partition
-
-
-def update_cost(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: Sequence[int]
-) -> float:
-    """About how many floating-point operations the update of one parameter takes."""
-    return ELEMENT * math.prod(shape) + matrix_products(optimizer, group, shape)
-
-
-def matrix_products(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: Sequence[int]
-) -> float:
-    """How many of them are in matrix products: those of Muon's Newton-Schulz iterations.
-
-    Of an m x n matrix, m <= n, each multiplies m x n by n x m, m x m by m x m and m x m by m x n.
-    """
-    if not isinstance(optimizer, torch.optim.Muon):
-        return 0.0
-    *stack, rows, columns = shape
-    products = 0
-    for block in group.get("row_splits") or [rows]:
-        small, large = sorted((block, columns))
-        products += 4 * small * small * large + 2 * small**3
-    return float(group["ns_steps"]) * products * math.prod(stack)
 
 
 def round_up(value: int, multiple: int) -> int:

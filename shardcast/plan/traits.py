@@ -1,9 +1,10 @@
-"""What the update of an optimizer class needs; of others than torch's, ``any_optimizer.probe``."""
+"""What the update of an optimizer class needs; of others than these, ``any_optimizer.probe``."""
 
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,11 +32,15 @@ class OptimizerTraits(NamedTuple):
         elementwise: the update of an element needs nothing but that element.
         entangled: why several ranks cannot share its parameters; empty if they can.
         draws: it draws random numbers, or may: it could not be measured.
+        cost: ``cost(name, shape, group)`` gives about how many floating-point operations the update
+            of a parameter takes, where it is not so many for each element, and raises ValueError
+            for one that the class cannot update.
     """
 
     elementwise: bool
     entangled: str = ""
     draws: bool = False
+    cost: Callable[[str, Sequence[int], Mapping[str, Any]], float] | None = None
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -44,13 +49,13 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def known_traits(optimizer: torch.optim.Optimizer) -> OptimizerTraits | None:
-    """Those of a class of ``torch.optim``; ``None`` for any other. Local.
+    """Those of an elementwise class of ``torch.optim``; ``None`` for any other. Local.
 
     Raises:
         TypeError: the class cannot be sharded over any number of ranks; names the remedy.
     """
     _refuse_kind(optimizer)
-    return OptimizerTraits(type(optimizer) in ELEMENTWISE) if is_known(optimizer) else None
+    return OptimizerTraits(elementwise=True) if type(optimizer) in ELEMENTWISE else None
 
 
 def _refuse_kind(optimizer: torch.optim.Optimizer) -> None:

@@ -11,16 +11,13 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast._compat import dtensor
-from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.pack_groups import Tie
-from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.precision import PACKABLE
 
 ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
 OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
-ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of Muon's rates
 
 
 def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
@@ -69,32 +66,6 @@ def check_memory(
                 "which packing would untie; tie the Parameter itself, as in b.weight = a.weight "
                 "rather than b.weight.data = a.weight.data, before the optimizer is built"
             )
-
-
-def check_matrices(
-    name: str, shape: Sequence[int], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
-) -> None:
-    """Raise ValueError for what Muon cannot update; torch's class looks at one group only."""
-    if not isinstance(optimizer, torch.optim.Muon):
-        return
-    if len(shape) < 2:
-        raise ValueError(
-            f"optimizer: parameter {name!r} of shape {tuple(shape)} is no matrix, which Muon "
-            "needs; give it to another optimizer, such as AdamW"
-        )
-    adjust = group.get("adjust_lr_fn")
-    if adjust not in ADJUSTMENTS:  # a later torch may know more
-        raise ValueError(
-            f"adjust_lr_fn: expected one of {ADJUSTMENTS}, got {adjust!r}; scale the lr of the "
-            "group instead"
-        )
-    splits, rows = group.get("row_splits"), shape[-2]
-    if splits and (sum(splits) != rows or min(splits) < 1):
-        raise ValueError(
-            f"row_splits: expected sizes above 0 that add up to the {rows} rows of parameter "
-            f"{name!r} of shape {tuple(shape)}, got {list(splits)}; put parameters with other rows "
-            "into another group"
-        )
 
 
 def check_whole(name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
@@ -200,44 +171,6 @@ def check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
                 f"got {fact} and {unlike}; put both into the same group of the optimizer or leave "
                 "both out, freeze neither or both, and name both or none in keep_fp32"
             )
-
-
-def check_options(config: ShardcastConfig, parallel_dims: ParallelDims, draws: str) -> None:
-    """Raise ValueError for what a pipeline, or the same bits at any number of ranks, cannot have.
-
-    Args:
-        draws: the class of an optimizer that draws random numbers, or may; empty if none does.
-    """
-    ranks, total = parallel_dims.world_size, config.reproducible
-    if parallel_dims.in_pipeline and config.grads == "sharded":
-        raise ValueError(
-            "grads: expected 'full' in a pipeline, whose backwards accumulate locally until "
-            "step(), got 'sharded'"
-        )
-    if not total:
-        return
-    in_mesh = parallel_dims != ParallelDims(ranks)
-    refused = {
-        f"{ranks} ranks do not divide its {total} micro-batches; use a number of ranks that does, "
-        "or another number of micro-batches": total is not True and total % ranks > 0,
-        "a mesh, a pipeline and shard_ranks sum over other ranks too; shard over plain "
-        "data-parallel ranks, all of them": in_mesh or isinstance(config.shard_ranks, int),
-        f"reduce {config.reduce!r} leaves the order of sums to others; use 'all_to_all'": (
-            config.reduce not in ("auto", "all_to_all")
-        ),
-        "grads 'sharded' has no room for sums of micro-batches; use grads 'full'": (
-            config.grads == "sharded"
-        ),
-        f"norm_type {config.norm_type} is not summed exactly; use 2 or inf": (
-            config.norm_type not in (2.0, float("inf"))
-        ),
-        f"{draws} draws random numbers in its step, or may; use an optimizer that does not": (
-            bool(draws)
-        ),
-    }
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(f"reproducible: {reason}, or leave it out")
 
 
 def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str]:

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from shardcast import checkpoint
 from shardcast.extensions.chance import INDEX, name_hash, random_bits
-from shardcast.memory.codecs import Bf16, Codec, Encoded, Int8, Split16
+from shardcast.extensions.low_moments import Bf16, Int8
+from shardcast.extensions.split_masters import Split16
+from shardcast.memory.codecs import Codec, Encoded
 from shardcast.memory.shard import FILL
 from shardcast.step.update import fused as update
 from shardcast.step.update.fusion import Executor

@@ -20,7 +20,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast.plan.partition import ELEMENT
+
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of learning rates
 BATCH = 1 << 26  # elements that are orthogonalised at a time, which bounds the memory of it
+
+
+def update_cost(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> float:
+    """About how many floating-point operations the update of one parameter takes.
+
+    Of an m x n matrix, m <= n, each of the Newton-Schulz iterations multiplies m x n by n x m,
+    m x m by m x m and m x m by m x n.
+
+    Raises:
+        ValueError: the parameter is no matrix, or an option of the group does not fit it; torch's
+            class looks at one group only.
+    """
+    _check(name, shape, group)
+    *stack, rows, columns = shape
+    products = 0
+    for block in group.get("row_splits") or [rows]:
+        small, large = sorted((block, columns))
+        products += 4 * small * small * large + 2 * small**3
+    return ELEMENT * math.prod(shape) + float(group["ns_steps"]) * products * math.prod(stack)
+
+
+def _check(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> None:
+    if len(shape) < 2:
+        raise ValueError(
+            f"optimizer: parameter {name!r} of shape {tuple(shape)} is no matrix, which Muon "
+            "needs; give it to another optimizer, such as AdamW"
+        )
+    adjust = group.get("adjust_lr_fn")
+    if adjust not in ADJUSTMENTS:  # a later torch may know more
+        raise ValueError(
+            f"adjust_lr_fn: expected one of {ADJUSTMENTS}, got {adjust!r}; scale the lr of the "
+            "group instead"
+        )
+    splits, rows = group.get("row_splits"), shape[-2]
+    if splits and (sum(splits) != rows or min(splits) < 1):
+        raise ValueError(
+            f"row_splits: expected sizes above 0 that add up to the {rows} rows of parameter "
+            f"{name!r} of shape {tuple(shape)}, got {list(splits)}; put parameters with other rows "
+            "into another group"
+        )
 
 
 @torch.no_grad()

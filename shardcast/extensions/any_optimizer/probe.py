@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcast._compat import observer
+from shardcast.extensions.any_optimizer.muon import update_cost
 from shardcast.extensions.any_optimizer.twins import Samples, Twins, unnoticed
-from shardcast.plan.traits import OptimizerTraits
+from shardcast.plan.traits import OptimizerTraits, is_known
 
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
 # one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.
@@ -47,11 +48,14 @@ class _RefusedError(TypeError):
 def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     """Measure ``optimizer``, which stays as it is. Local; equal on ranks with equal optimizers.
 
-    Those of torch's own classes are known, see :mod:`.traits`.
+    Classes of torch's need no measurement.
 
     Raises:
         TypeError: its class cannot be sharded over any number of ranks; names the remedy.
     """
+    if is_known(optimizer):
+        of_muon = isinstance(optimizer, torch.optim.Muon)
+        return OptimizerTraits(elementwise=False, cost=update_cost if of_muon else None)
     _refuse_holder(optimizer)
     _refuse_common_state(optimizer)
     if not _can_be_copied(optimizer):

@@ -43,13 +43,12 @@ def _update_of(
 ) -> Update:
     if type(optimizer) in rules.STATE_NAMES:
         return FusedUpdate(optimizer, config, epilogues_of(config))
-    for name in ("master", "moments", "offload"):
-        value, default = getattr(config, name), getattr(ShardcastConfig(), name)
-        if value != default:
+    for name, option in config.extensions().items():
+        if option.fused:
             raise ValueError(
-                f"{name}: {value!r} needs Adam, AdamW or SGD of torch.optim, got "
+                f"{name}: {getattr(config, name)!r} needs Adam, AdamW or SGD of torch.optim, got "
                 f"{type(optimizer).__name__}, which keeps its state itself; use the default "
-                f"{default!r}"
+                f"{getattr(ShardcastConfig(), name)!r}"
             )
     update: Update = load_extension("any_optimizer").AnyOptimizerUpdate(
         optimizer, comm, ready, config, epilogues_of(config)

@@ -79,7 +79,6 @@ class Fusion:
     Attributes:
         state: codecs of the rule's state, then of the epilogues'.
         casts: whether there is a published parameter beside the masters' pieces.
-        random_bits: :func:`.chance.random_bits`, where a codec rounds by chance.
     """
 
     rule: Rule
@@ -88,7 +87,6 @@ class Fusion:
     casts: bool
     row: int
     epilogues: tuple[Epilogue, ...] = ()
-    random_bits: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None
 
     @property
     def by_chance(self) -> bool:
@@ -190,11 +188,11 @@ def update_(
         if number:
             bits = None
             if codec.by_chance:
-                assert keys is not None and fusion.random_bits is not None
+                assert keys is not None
                 # An average has the same bits whatever rule, or none, runs in a step.
                 of_epilogue = number - 1 - len(state)
                 chance = number - 1 if of_epilogue < 0 else RULE_STATES + of_epilogue
-                bits = fusion.random_bits(keys, news[number], steps[number], chance)
+                bits = codec.random_bits(keys, news[number], steps[number], chance)
             encoded = codec.encode(news[number], bits)
         for memory, values in zip(pieces, encoded, strict=True):
             _write_(memory, values, skip)

@@ -14,7 +14,6 @@ from torch import Tensor
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.shard import Shard
-from shardcast.option_values import load_extension
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import to_device
@@ -89,13 +88,10 @@ class ShardState:
         master, casts = self.shard.master.codec, self.shard.casts
         sums = sum(len(epilogue.sums) for epilogue in epilogues)
         row = self._sum_row if sums else self._row
-        bits = None
-        if any(codec.by_chance for codec in state):
-            chance = load_extension("chance")
-            bits = chance.random_bits
-            if self._keys is None:
-                self._keys = chance.row_keys(self.shard, self._row)
-        fusion = Fusion(rule, master, state, casts, row, epilogues, bits)
+        fusion = Fusion(rule, master, state, casts, row, epilogues)
+        if fusion.by_chance and self._keys is None:
+            rounding = next(codec for codec in state if codec.by_chance)
+            self._keys = rounding.row_keys(self.shard, self._row)
         if sums and not self.row_sums.numel():
             rows, device = -(-self.shard.pack.own.numel // row), self.shard.published.device
             self.row_sums = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)

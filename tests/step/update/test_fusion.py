@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardcast
-from shardcast.extensions.chance import random_bits
-from shardcast.memory.codecs import Codec, Split16, moment_codec
+from shardcast.extensions.split_masters import Split16
+from shardcast.memory.codecs import Codec, moment_codec
 from shardcast.step.update import fusion, rules
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 from shardcast.testing import threaded_world
@@ -49,7 +49,7 @@ class Range:
         config = shardcast.ShardcastConfig(moments=moments)
         state = tuple(moment_codec(config, name) for name in rule.state)
         casts = not MASTERS[master].has_published
-        self.fusion = Fusion(rule, MASTERS[master], state, casts, row, (), random_bits)
+        self.fusion = Fusion(rule, MASTERS[master], state, casts, row)
         torch.manual_seed(0)
         exact = torch.randn(NUMEL)
         exact[:640] = (exact[:640].view(torch.int32) & -65536 | 0x8000).view(FP32)  # ties
