@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
-from shardcast._compat import dtensor, inductor, observer, serialization
+from shardcast._compat import dtensor, groups, inductor, observer, serialization
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 from shardcast.testing import _compat as mocks
 from shardcast.testing.fake import FakeGroup
@@ -76,11 +76,11 @@ def gathers(group: Any) -> tuple[Tensor, Tensor]:
     work = _compat.all_gather_flat(torch.empty(4), mine, group, async_op=True)
     work.wait()
     for async_op in (False, True):  # gloo knows no launch of several: they are made one by one
-        with _compat.coalesced(group, mine.device, async_op) as launch:
+        with groups.coalesced(group, mine.device, async_op) as launch:
             pass
         launch.wait()
         several = torch.empty(4), torch.empty(4)
-        launch = _compat.all_gather_several([(t, mine) for t in several], group, async_op)
+        launch = groups.all_gather_several([(t, mine) for t in several], group, async_op)
         assert (launch is not None) == async_op
         if launch is not None:
             launch.wait()
@@ -111,7 +111,7 @@ def test_a_scheduler_knows_that_a_step_was_made():
 
 
 def meets(group: Any) -> bytes:
-    store = _compat.default_store()
+    store = groups.default_store()
     _compat.store_of(group).set(f"of_group/{group.rank()}", "here")
     assert _compat.store_of(group).get(f"of_group/{1 - group.rank()}") == b"here"
     store.set(f"met/{group.rank()}", "here")
@@ -251,8 +251,8 @@ def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
         assert dtensor.mesh_line(mesh["dp"], "dp") == (1, 5)
         assert dtensor.mesh_group(mesh, ["dp"]) is mesh.get_group("dp")
         assert dtensor.mesh_group(mesh, ["dp", "tp"]).size() == 8
-        pair = _compat.group_of([1, 5], "pair")
-        assert pair.size() == 2 and _compat.group_of([1, 5], "pair") is pair, "made once"
+        pair = groups.group_of([1, 5], "pair")
+        assert pair.size() == 2 and groups.group_of([1, 5], "pair") is pair, "made once"
 
         local = torch.ones(2, 3)
         param = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False))

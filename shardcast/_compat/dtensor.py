@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardcast._compat import group_of, is_dtensor
+from shardcast._compat import is_dtensor
+from shardcast._compat.groups import group_of
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor.placement_types import Placement as Placement

@@ -1,10 +1,13 @@
 """The collectives of shardcast, and nothing else that talks to other ranks."""
 
+from collections.abc import Mapping
+
 from .group import Work, copy_strided_, is_dense
 from .notices import warn_first, warn_once_for
 from .objects import Comm
 from .process_groups import ProcessGroups
-from .reduction import REDUCTIONS, Reduction, ReplicaSumReduction
+from .reduction import AllToAllReduction, ReduceScatterReduction, Reduction
+from .two_parts import ReplicaSumReduction, TwoLevelReduction
 
 __all__ = [
     "REDUCTIONS",
@@ -18,3 +21,9 @@ __all__ = [
     "warn_first",
     "warn_once_for",
 ]
+
+REDUCTIONS: Mapping[str, type[Reduction]] = {
+    "all_to_all": AllToAllReduction,
+    "reduce_scatter": ReduceScatterReduction,
+    "two_level": TwoLevelReduction,
+}

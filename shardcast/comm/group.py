@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import groups
 from shardcast.comm.watch import Watch
 from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
@@ -125,7 +126,7 @@ class TensorCollectives:
         ]
         with work:
             if len(pieces) > 1 and self.backend(device := pieces[0][1].device) in GROUPED:
-                with _compat.coalesced(self.group, device, async_op) as launch:
+                with groups.coalesced(self.group, device, async_op) as launch:
                     for call in calls:
                         call()
                 work.launched += [launch] * async_op
@@ -147,7 +148,7 @@ class TensorCollectives:
         with work:
             for of_dtype in by_dtype.values():
                 if len(of_dtype) > 1 and self.backend(of_dtype[0][0].device) in GROUPED:
-                    work.launched += [_compat.all_gather_several(of_dtype, self.group, async_op)]
+                    work.launched += [groups.all_gather_several(of_dtype, self.group, async_op)]
                 else:
                     work.launched += [
                         _compat.all_gather_flat(*pair, self.group, async_op) for pair in of_dtype

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardcast import _compat
 from shardcast._compat import dtensor
+from shardcast._compat.groups import group_of
 from shardcast.comm.objects import Comm
 from shardcast.comm.process_groups import ProcessGroups
 from shardcast.messages import by_rank
@@ -196,7 +196,7 @@ def _ties(
     stages = line.exchange((pairs, own), device)  # nothing raises before it
     _check_pairs([pairs_of_stage for pairs_of_stage, _ in stages])
     ranks = dist.get_process_group_ranks(line.group)
-    groups: dict[Tie, Comm] = {}
+    comms: dict[Tie, Comm] = {}
     for tie in (Tie(*pair) for pair in pairs):
         held = [
             (n, name)
@@ -223,10 +223,10 @@ def _ties(
             # Each rank makes one group for each tie, those between the holders an idle one: torch
             # names a group by how many the rank has, and ranks that differ in it would hang.
             members = [rank for stage, rank in enumerate(ranks) if (stage in holders) == side]
-            group = Comm(_compat.group_of(members, "tied"))
+            group = Comm(group_of(members, "tied"))
         if side:
-            groups[tie] = group
-    return groups
+            comms[tie] = group
+    return comms
 
 
 def _check_pairs(by_stage: Sequence[Sequence[tuple[str, ...]]]) -> None:

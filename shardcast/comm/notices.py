@@ -10,7 +10,7 @@ import hashlib
 
 import torch.distributed as dist
 
-from shardcast import _compat
+from shardcast._compat import groups
 from shardcast.comm.group import TensorCollectives
 from shardcast.comm.watch import Watch
 from shardcast.messages import warn
@@ -29,7 +29,7 @@ def warn_first(message: str, key: str = "") -> None:
     if comm is not None:
         store, rank, steps = comm.store, comm.rank, comm.watch.steps
     elif dist.is_available() and dist.is_initialized():
-        store, rank = _compat.default_store(), dist.get_rank()
+        store, rank = groups.default_store(), dist.get_rank()
     if store is not None:
         said = hashlib.sha256((key or message).encode()).hexdigest()[:16]
         try:

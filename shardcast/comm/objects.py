@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import groups
 from shardcast.comm.group import TensorCollectives, Work
 from shardcast.messages import by_rank
 from shardcast.plan.algorithms import Topology
@@ -83,7 +84,7 @@ class Comm(TensorCollectives):
                 f"'all', or in tests ThreadedWorld({{'dp': {self.size}}}) without process_group="
             ) from None
         backend = dist.get_backend_config(group)
-        return Comm(_compat.group_of([members[rank] for rank in ranks], name, backend))
+        return Comm(groups.group_of([members[rank] for rank in ranks], name, backend))
 
     def topology(self, device: torch.device) -> Topology:
         """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""

@@ -10,12 +10,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardcast import _compat
+from shardcast._compat import groups
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
 
 PATIENCE = timedelta(seconds=60)  # for other ranks that may be in a call, too
+
+
+def following(
+    config: ShardcastConfig, option: str, value: str, dtype: torch.dtype, *, mixed: bool | None
+) -> ShardcastConfig:
+    """The configuration beside a framework whose own ``option`` asks for ``dtype``.
+
+    A ``param_dtype`` that was not named is ``dtype``. One that was named wins over fp32, which
+    is the default of every framework, and must equal any other. Likewise ``autocast`` is
+    ``mixed``: whether the framework's word means autocast; ``None``: it says nothing of it.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if mixed is not None and "autocast" not in config.named:
+        config = config.replace(autocast=mixed)
+    if "param_dtype" not in config.named:
+        return config.replace(param_dtype=dtype)
+    if dtype not in (torch.float32, config.param_dtype):
+        raise ValueError(
+            f"{option} is {value!r} but the shardcast configuration has param_dtype "
+            f"{config.to_dict()['param_dtype']!r}; give one of them, or equal ones"
+        )
+    return config
 
 
 class Cluster(NamedTuple):
@@ -131,7 +155,7 @@ def called_on_all_ranks(call: str) -> bool:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
-    store, rank = _compat.default_store(), dist.get_rank()
+    store, rank = groups.default_store(), dist.get_rank()
     place = f"shardcast/{call}"
     store.set(f"{place}/{rank}", "")
     if rank == 0:
