@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardcast.comm import ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
+from shardcast.memory.codecs import Encoded, master_codec, row_of, take_shown_
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.plan.layout import Fragment, PackLayout
@@ -150,36 +150,6 @@ class Shard:
                 masters = self.master.read(part)  # plain ones are the memory itself
                 take_shown_(masters, self.published[part])
                 self.master.write(part, masters)
-
-    @torch.no_grad()
-    def restore(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Give the parameters back, out of the pack, from all ranks' masters. Collective.
-
-        Every rank of the pack must call it. Parameters that the script changed since the last
-        step, also by moving or converting them, keep their values.
-        """
-        pack, low = self.pack, self.pack.layout.dtype
-        full = pack.data
-        if not self.in_place:
-            full = torch.zeros(pack.layout.numel, dtype=MASTER_DTYPE, device=pack.data.device)
-            full[pack.own.start : pack.own.stop] = self.master.read(slice(None))
-            pieces = [
-                (span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans
-            ]
-            if pack.comm.size > 1 and pieces:
-                pack.comm.broadcast_all(pieces, pack.layout)
-        for param, view, dtype in zip(pack.params, pack.views(full), dtypes, strict=True):
-            values, exact = param.data, view.to(param.device)
-            if values.dtype == low and not self.in_place:
-                values = shown(exact, values)
-            elif not self.in_place:  # it was converted since
-                same = exact.to(low).to(values.dtype) == values
-                values = torch.where(same, exact, values.to(MASTER_DTYPE))
-            param.data = values.to(dtype)
-            param.grad = None
-            if param.grad_dtype != dtype:
-                param.grad_dtype = dtype
-        pack.data = pack.own_data = pack.data[:0]
 
 
 def take_moved(shards: Sequence[Shard]) -> None:

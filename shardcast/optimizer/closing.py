@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from shardcast.memory.aliases import tie
+from shardcast.memory.codecs import shown
+from shardcast.memory.convert import convert_tensor_
+from shardcast.memory.pack import as_packed
+from shardcast.memory.shard import Shard
 from shardcast.messages import warn
 from shardcast.optimizer.model_hooks import mark, unmark
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.setup import restore_rest
 from shardcast.plan.precision import MASTER_DTYPE
 
 
@@ -58,8 +63,52 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
     }
     for shard in packed.shards:
         params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
-        shard.restore([dtype or given.get(param, low) for param, low in params])
+        _restore_shard(shard, [dtype or given.get(param, low) for param, low in params])
     packed.shards.clear()
     packed.updates.clear()  # operands and state, which a script that keeps this would keep
-    restore_rest(packed.stages, packed.given_dtypes)
+    _restore_rest(packed.stages, packed.given_dtypes)
     tie(packed.aliases)
+
+
+@torch.no_grad()
+def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
+    """Give parameters back, out of their pack, from all ranks' masters. Collective.
+
+    Every rank of the pack must call it. Parameters that the script changed since the last
+    step, also by moving or converting them, keep their values.
+    """
+    pack, low = shard.pack, shard.pack.layout.dtype
+    full = pack.data
+    if not shard.in_place:
+        full = torch.zeros(pack.layout.numel, dtype=MASTER_DTYPE, device=pack.data.device)
+        full[pack.own.start : pack.own.stop] = shard.master.read(slice(None))
+        pieces = [(span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans]
+        if pack.comm.size > 1 and pieces:
+            pack.comm.broadcast_all(pieces, pack.layout)
+    for param, view, dtype in zip(pack.params, pack.views(full), dtypes, strict=True):
+        values, exact = param.data, view.to(param.device)
+        if values.dtype == low and not shard.in_place:
+            values = shown(exact, values)
+        elif not shard.in_place:  # it was converted since
+            same = exact.to(low).to(values.dtype) == values
+            values = torch.where(same, exact, values.to(MASTER_DTYPE))
+        param.data = values.to(dtype)
+        param.grad = None
+        if param.grad_dtype != dtype:
+            param.grad_dtype = dtype
+    pack.data = pack.own_data = pack.data[:0]
+
+
+def _restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torch.dtype]]) -> None:
+    """Undo the casts of :func:`.setup.convert_rest`, whose rounding stays. Local.
+
+    Args:
+        dtypes: of :func:`.setup.dtypes_of`, before.
+    """
+    for stage, dtype_of in zip(stages, dtypes, strict=True):
+        for name, param in stage.named_parameters():
+            convert_tensor_(as_packed(param), dtype_of.get(name, param.dtype))
+        for prefix, module in stage.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                own_name = name.rpartition(".")[2]
+                module._buffers[own_name] = buffer.to(dtype_of.get(name, buffer.dtype))

@@ -346,21 +346,6 @@ def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:
     ]
 
 
-def restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torch.dtype]]) -> None:
-    """Undo the casts of :func:`convert_rest`, whose rounding stays. Local.
-
-    Args:
-        dtypes: of :func:`dtypes_of`, before.
-    """
-    for stage, dtype_of in zip(stages, dtypes, strict=True):
-        for name, param in stage.named_parameters():
-            convert_tensor_(as_packed(param), dtype_of.get(name, param.dtype))
-        for prefix, module in stage.named_modules():
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                own_name = name.rpartition(".")[2]
-                module._buffers[own_name] = buffer.to(dtype_of.get(name, buffer.dtype))
-
-
 def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:
     """Rank 0's buffer; a sparse or quantised one is another object then, on the other ranks."""
     local = _compat.local_tensor(buffer)

@@ -1,16 +1,13 @@
-"""Who owns which elements of a pack: equal spans, or whole parameters."""
+"""Who owns which elements of a pack: equal spans; whole parameters are for :mod:`.whole`."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import ParamInfo, Slot, Span
-
-ELEMENT = 20.0  # floating-point operations per element of an elementwise update, about
 
 
 def partition_of(
@@ -40,7 +37,8 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _place(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[Slot], int]:
+def placed(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[Slot], int]:
+    """The slots of ``members`` from ``offset`` on, and where they end."""
     slots = []
     for param in members:
         offset, numel = round_up(offset, align), param.numel
@@ -52,52 +50,8 @@ def _place(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[
 def plan_even(
     members: Sequence[ParamInfo], world_size: int, align: int
 ) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
-    slots, end = _place(members, 0, align)
+    slots, end = placed(members, 0, align)
     if world_size == 1:  # nothing to cut: a pack of one keeps its exact size
         return tuple(slots), (Span(0, 0, end),)
     size = round_up(-(-end // world_size), align)
     return tuple(slots), tuple(Span(r, r * size, (r + 1) * size) for r in range(world_size))
-
-
-def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int]:
-    """The rank that updates each of ``params``, by name: the costliest first, to the least loaded.
-
-    Longest processing time first (Graham, 1969): at most 4/3 of the best balance. Ranks of equal
-    cost are told apart by the elements that they hold, so that memory is balanced too. Of what
-    other model-parallel ranks hold as well the owners are found from that alone, since these
-    ranks must find the same and have other parameters beside it; the rest evens the loads out.
-    """
-    costs = {p.name: ELEMENT * p.numel if p.cost is None else p.cost for p in params}
-    classes: dict[tuple[str, ...], list[ParamInfo]] = {}
-    for param in params:
-        classes.setdefault(param.pack_groups.replicate, []).append(param)
-    loads = [(0.0, 0)] * world_size  # cost, elements
-    owners = {}
-    for copies, names in sorted(classes.items(), reverse=True):  # what has no copies last
-        heap = [(*((0.0, 0) if copies else loads[rank]), rank) for rank in range(world_size)]
-        heapq.heapify(heap)
-        for param in sorted(names, key=lambda p: (-costs[p.name], -p.numel)):
-            cost, elements, rank = heapq.heappop(heap)
-            heapq.heappush(heap, (cost + costs[param.name], elements + param.numel, rank))
-            loads[rank] = loads[rank][0] + costs[param.name], loads[rank][1] + param.numel
-            owners[param.name] = rank
-    return owners
-
-
-def plan_whole(
-    members: Sequence[ParamInfo], world_size: int, align: int, owners: Mapping[str, int]
-) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
-    """Slots sorted by owner, one span each."""
-    slots: list[Slot] = []
-    spans: list[Span] = []
-    offset = 0
-    owned: list[list[ParamInfo]] = [[] for _ in range(world_size)]
-    for param in members:
-        owned[owners[param.name]].append(param)
-    for owner, owned_slots in enumerate(owned):
-        placed, end = _place(owned_slots, offset, align)
-        end = end if world_size == 1 else round_up(end, align)
-        slots += placed
-        spans.append(Span(owner, offset, end))
-        offset = end
-    return tuple(slots), tuple(spans)

@@ -22,8 +22,8 @@ from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision, Presence
 from shardcast.step.decide.loss_scale import LossScale
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
-from shardcast.step.decide.options import LEFT, OptionCheck
-from shardcast.step.decide.signal import Refusal, Reserved, Signal, Verdict, to_device
+from shardcast.step.decide.options import OptionCheck
+from shardcast.step.decide.signal import LEFT, Refusal, Reserved, Signal, Verdict, to_device
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.reduce.mean import Divisor
 from shardcast.step.reduce.micro_batches import MicroBatches

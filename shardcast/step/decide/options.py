@@ -17,34 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast.comm import ProcessGroups, warn_first
-from shardcast.messages import by_rank
+from shardcast.comm import ProcessGroups
 from shardcast.plan.validate import ON_DEVICE, plain
-from shardcast.step.decide.signal import COUNT, Signal, known, to_device
-from shardcast.step.history import HISTORY
+from shardcast.step.decide import option_differences
+from shardcast.step.decide.signal import Signal, to_device
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
 DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
-REMEDY = (
-    "Every owner would update its part of the model in its own way: give all ranks the same value, "
-    "for example average what a scheduler such as ReduceLROnPlateau is given over the ranks first."
-)
-LEFT = "trained parameters that are no longer in the model"
-LEFT_REMEDY = (
-    "A layer was replaced after shardcast.shard, and what is in its place is not trained there: "
-    "replace layers before shardcast.shard, on every rank"
-)
-COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
-HISTORY_REMEDY = (
-    "Some ranks would train other gradients than the others: call backward, zero_grad() and step() "
-    "on all ranks alike, and decide what is to be skipped from numbers that are equal on all ranks"
-)
-UNTRAINED = (
-    "The gradient of a parameter is zero on the ranks that do not train it; freeze and unfreeze on "
-    "all ranks alike"
-)
-
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -157,18 +137,7 @@ class OptionCheck(Signal):
             for name in self._names
         }
         values.update({name: repr(plain(value)) for name, value in self._arguments.items()})
-        text = _differences(known(values, self._process_groups.everyone, self._device), "None")
-        if not text:  # they are known of this rank alone
-            shown = ", ".join(f"{name} {value}" for name, value in values.items())
-            rank = self._process_groups.everyone.rank
-            text = f"the ranks differ in options; rank {rank} has {shown}"
-        if any(text.startswith(fact) for fact in HISTORY):
-            remedy = HISTORY_REMEDY
-        else:
-            remedies = {COUNT: COUNT_REMEDY, LEFT: LEFT_REMEDY}
-            starts = (remedy for fact, remedy in remedies.items() if text.startswith(fact))
-            remedy = next(starts, REMEDY)
-        return RuntimeError(f"step: {text}. {remedy}")
+        return option_differences.error_of(values, self._process_groups.everyone, self._device)
 
     def _warn_of_training(self, groups: Groups) -> None:
         """Warn once of parameters that some ranks do not train; on a CPU all ranks call it."""
@@ -181,20 +150,7 @@ class OptionCheck(Signal):
             for param in group["params"]
             if not param.requires_grad
         }
-        text = _differences(known(untrained, self._process_groups.dp, self._device), "True")
-        warn_first(
-            f"step: {text or 'the ranks train different parameters'}. {UNTRAINED}", UNTRAINED
-        )
-
-
-def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) -> str:
-    """Those names whose values differ, with the values by rank; ``usual`` where one has none."""
-    texts = []
-    for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
-        facts = [(rank, values.get(name, usual)) for rank, values in values_by_rank.items()]
-        if len({value for _, value in facts}) > 1:
-            texts.append(f"{name} differs ({by_rank(facts)})")
-    return "; ".join(texts)
+        option_differences.warn_of_training(untrained, self._process_groups.dp, self._device)
 
 
 def _on_device(value: Any) -> Iterator[Tensor]:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shardcast.step.reduce.mean import Divisor
 
 T = TypeVar("T")
-COUNT = "optimizer.count"  # the argument that says whether it was called
+# Facts that ranks must have alike: whether count was called, and what Decider.left names.
+COUNT, LEFT = "optimizer.count", "trained parameters that are no longer in the model"
 
 
 @dataclass(frozen=True)
