@@ -14,13 +14,13 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from shardcast.launched import is_first_process
 from shardcast.messages import warn
+from shardcast.option_files import CONFIG_VARIABLE, parse_yaml, read_config
 from shardcast.option_values import (
     ABOVE_0,
     COUNT,
@@ -31,25 +31,15 @@ from shardcast.option_values import (
     Option,
     ValidatedOptions,
     as_yaml,
-    check_file,
     check_names,
     extension,
     nearest,
     one_of,
     option,
-    parse_yaml,
     read_option,
-    read_yaml,
 )
 
 ENV_PREFIX = "SHARDCAST_"
-CONFIG_VARIABLE = "SHARDCAST_CONFIG"
-PRESETS = ("lean",)  # by name in place of a file
-
-
-def preset(name: str) -> Path:
-    """The file of a preset."""
-    return Path(__file__).parent / "presets" / f"{name}.yaml"
 
 
 @dataclass(frozen=True)
@@ -223,7 +213,7 @@ class ShardcastConfig(ValidatedOptions):
         """Resolve the configuration of this process.
 
         Args:
-            source: path of a YAML file, the name of a preset (:data:`PRESETS`), or a mapping;
+            source: path of a YAML file, the name of a preset (:data:`.PRESETS`), or a mapping;
                 ``None`` takes what the variable ``SHARDCAST_CONFIG`` names, if anything. A config
                 is taken without the environment.
             keywords: fields given in code; they win over everything else.
@@ -241,15 +231,7 @@ class ShardcastConfig(ValidatedOptions):
             warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it")
         values = (named or {}) if source is None else source
         if isinstance(values, (str, os.PathLike)):
-            path = preset(str(values)) if str(values) in PRESETS else Path(values)
-            if not path.exists():
-                given = f"given in code or by {CONFIG_VARIABLE}"
-                raise FileNotFoundError(
-                    f"config: no file {str(values)!r} ({given}) in {os.getcwd()!r}, and none of "
-                    f"the presets: {', '.join(PRESETS)}"
-                )
-            values = read_yaml(path)
-            check_file(cls, values, path)
+            values = read_config(cls, values)
         if not isinstance(values, Mapping):
             raise TypeError(
                 "config: expected a ShardcastConfig, a mapping, a path or None, got "
@@ -265,29 +247,6 @@ class ShardcastConfig(ValidatedOptions):
         copy = dataclasses.replace(self, **changes)
         object.__setattr__(copy, "named", self.named.union(changes))
         return copy
-
-    def following(
-        self, option: str, value: str, dtype: torch.dtype, *, mixed: bool | None
-    ) -> ShardcastConfig:
-        """The configuration beside a framework whose own ``option`` asks for ``dtype``.
-
-        A ``param_dtype`` that was not named is ``dtype``. One that was named wins over fp32, which
-        is the default of every framework, and must equal any other. Likewise ``autocast`` is
-        ``mixed``: whether the framework's word means autocast; ``None``: it says nothing of it.
-
-        Raises:
-            ValueError: they contradict each other.
-        """
-        if mixed is not None and "autocast" not in self.named:
-            return self.replace(autocast=mixed).following(option, value, dtype, mixed=None)
-        if "param_dtype" not in self.named:
-            return self.replace(param_dtype=dtype)
-        if dtype not in (torch.float32, self.param_dtype):
-            raise ValueError(
-                f"{option} is {value!r} but the shardcast configuration has param_dtype "
-                f"{self.to_dict()['param_dtype']!r}; give one of them, or equal ones"
-            )
-        return self
 
     @property
     def scales_loss(self) -> bool:

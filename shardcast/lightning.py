@@ -33,11 +33,12 @@ from shardcast.optimizer.frameworks import (
     clusters,
     divides_at_end,
     exact_state,
+    following,
     scale_loss,
     with_buffers,
 )
+from shardcast.optimizer.handles import OptimizerHandle
 from shardcast.optimizer.model_hooks import is_marked
-from shardcast.optimizer.original import OptimizerHandle
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
 from shardcast.plan.activations import install_casts
@@ -282,8 +283,8 @@ class ShardcastStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""
         precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
-        config = config.following(
-            "lightning: precision", precision, DTYPES[precision],
+        config = following(
+            config, "lightning: precision", precision, DTYPES[precision],
             mixed=None if precision == "32-true" else "mixed" in precision,
         )  # fmt: skip
         config = with_buffers(config, self._ddp_kwargs.get("broadcast_buffers", True))

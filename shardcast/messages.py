@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 LOG = logging.getLogger("shardcast")
 SHOWN = 8  # ranks, or facts, that a message lists one by one
-DCP = "torch.distributed.checkpoint"
 INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
 
 
@@ -52,37 +51,6 @@ def warn(message: str) -> None:
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
-
-
-def caller_of(function: str) -> str:
-    """The module of the code that called ``function``, beyond wrappers of the same name.
-
-    To be called in that function itself, or by what it calls.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_name == function:
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
-
-
-def called_by_dcp(function: str) -> bool:
-    """Whether ``torch.distributed.checkpoint`` called ``function``; see :func:`caller_of`.
-
-    It takes an optimizer for a plain one, and would save one rank's part as the whole.
-    """
-    return caller_of(function).startswith(DCP)
-
-
-def outside_as_plain(call: str) -> RuntimeError:
-    """What DCP gets that asks a sharded optimizer as it is."""
-    return RuntimeError(
-        f"{call}: torch.distributed.checkpoint was given a sharded optimizer, of which each rank "
-        "has a part; call it inside `with optimizer.as_plain():` on every rank, optimizer being "
-        "what shardcast.shard returned, which stands for all of several, or use "
-        "shardcast.checkpoint.save"
-    )
 
 
 def note_speed(what: str, nbytes: int, began: float) -> None:

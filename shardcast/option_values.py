@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import Field, field, fields
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -241,46 +240,11 @@ def check_names(kind: type[ValidatedOptions], values: Iterable[str], where: str)
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
-            raise ValueError(f"{where}: {_unknown(key, names)}")
+            raise ValueError(f"{where}: {unknown(key, names)}")
 
 
-def check_file(
-    kind: type[ValidatedOptions], values: Mapping[str, Any], file: Path, section: str = ""
-) -> None:
-    """Raise for a key of YAML that is no option of ``kind``, and for a value that it cannot have.
-
-    The error says file, line and column.
-
-    Args:
-        values: of the options, at the top of the file or in its ``section``.
-
-    Raises:
-        TypeError, ValueError: see above.
-    """
-    declared = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
-    for key, value in values.items():
-        try:
-            if key not in declared:
-                raise ValueError(_unknown(key, [*declared]))
-            read_option(declared[key], value)
-        except (TypeError, ValueError) as error:
-            line = _line_of([section, key] if section else [key], file)
-            raise type(error)(f"{file}{line}: {error}") from None
-
-
-def _line_of(path: Sequence[str], file: Path) -> str:
-    """The line and column of a key in YAML, below those before it in ``path``."""
-    import yaml
-
-    node, mark = yaml.compose(file.read_text(), yaml.SafeLoader), None
-    for key in path:
-        for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if name.value == str(key):
-                node, mark = value, name.start_mark
-    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _unknown(key: Any, names: list[str]) -> str:
+def unknown(key: Any, names: list[str]) -> str:
+    """A message about a key that is no option."""
     return f"unknown option {key!r}{nearest(str(key), names)}"
 
 
@@ -288,27 +252,6 @@ def nearest(key: str, names: list[str]) -> str:
     """The end of a message about an unknown key."""
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(names)}"
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """The value of YAML that stands in ``where``; ValueError if it is none."""
-    import yaml  # not needed to import shardcast
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        problem = getattr(error, "problem", None) or error
-        raise ValueError(f"{where}: expected YAML, got {text[:80]!r}; {at}{problem}") from error
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, empty if nothing is there; ValueError for anything else."""
-    content = parse_yaml(path.read_text(), str(path)) or {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
-    return content
 
 
 def as_yaml(value: Any) -> Any:

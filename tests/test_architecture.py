@@ -13,7 +13,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "shardcast"
 # What a folder or top-level module may import: itself and what stands in a line above it.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"config", "keywords", "option_values", "_compat", "hook", "launched", "messages"}),
+    frozenset(
+        {
+            "config",
+            "keywords",
+            "option_values",
+            "option_files",
+            "_compat",
+            "hook",
+            "launched",
+            "messages",
+        }
+    ),
     frozenset({"plan", "comm"}),
     frozenset({"memory"}),
     frozenset({"step"}),

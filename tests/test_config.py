@@ -17,8 +17,8 @@ from torch import nn
 import shardcast
 from shardcast import ShardcastConfig
 from shardcast.cli.launch import split_config
-from shardcast.config import preset
 from shardcast.keywords import Keywords
+from shardcast.option_files import preset
 
 ROOT = Path(__file__).parent.parent
 

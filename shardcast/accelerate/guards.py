@@ -12,7 +12,7 @@ from torch import nn
 
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer.frameworks import models_of
+from shardcast.optimizer.frameworks import following, models_of
 from shardcast.optimizer.model_hooks import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,7 +27,7 @@ def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> Shardcas
     """
     config, dtype = ShardcastConfig.load(source, **fields), PRECISIONS[mixed_precision]
     mixed = True if dtype != torch.float32 else None
-    return config.following("accelerate: mixed_precision", mixed_precision, dtype, mixed=mixed)
+    return following(config, "accelerate: mixed_precision", mixed_precision, dtype, mixed=mixed)
 
 
 def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> ShardcastConfig:

@@ -113,7 +113,7 @@ class ShardcastOptimizer(PreparedOptimizer):
 class ShardcastHandle(PreparedOptimizer):
     """Stands for one of several optimizers that ``prepared`` steps together.
 
-    ``optimizer`` is its :class:`~shardcast.optimizer.original.OptimizerHandle`.
+    ``optimizer`` is its :class:`~shardcast.optimizer.handles.OptimizerHandle`.
     """
 
     def __init__(self, prepared: ShardcastOptimizer, handle: torch.optim.Optimizer) -> None:

@@ -29,8 +29,9 @@ from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
 from shardcast.cli.parser import Parser
 from shardcast.cli.replay import replay
-from shardcast.config import CONFIG_VARIABLE, PRESETS, ShardcastConfig, preset
+from shardcast.config import ShardcastConfig
 from shardcast.messages import namesake
+from shardcast.option_files import CONFIG_VARIABLE, PRESETS, preset
 from shardcast.testing import spawn
 
 PACKAGES = ("accelerate", "transformers", "lightning", "safetensors", "triton", "numpy", "PyYAML")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import yaml
 
-from shardcast.config import CONFIG_VARIABLE, ShardcastConfig
+from shardcast.config import ShardcastConfig
 from shardcast.launched import STORE
-from shardcast.option_values import check_file, read_yaml
+from shardcast.option_files import CONFIG_VARIABLE, check_file, read_yaml
 
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"

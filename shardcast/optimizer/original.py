@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
-
-from shardcast.messages import called_by_dcp, outside_as_plain
-from shardcast.optimizer.growing import add_group
-from shardcast.optimizer.state_view import StateView, refuse_write
-
-if TYPE_CHECKING:  # it imports this module
-    from shardcast.optimizer.packed import PackedOptimizer
-    from shardcast.optimizer.sharded import ShardedOptimizer
-
 
 REASON = "it no longer owns gradients and state"
 
@@ -35,7 +26,7 @@ def retire(original: torch.optim.Optimizer) -> None:
     original.state = GoneState()  # type: ignore[assignment]
     for name in dir(type(original)):
         if not name.startswith("_") and callable(getattr(type(original), name)):
-            refuse = _refused(name, "the original optimizer", REASON)
+            refuse = refused(name, "the original optimizer", REASON)
             # A scheduler that watches the original looks for its own wrapper's mark, and would
             # warn.
             refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -72,7 +63,9 @@ def without_method(name: str, originals: Sequence[torch.optim.Optimizer]) -> Att
     )
 
 
-def _refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
+def refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
+    """What stands for the method ``call`` of an ``owner``, and raises RuntimeError."""
+
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError(
             f"{call}() of {owner} was called: {reason}; call {call}() of the optimizer that "
@@ -80,120 +73,3 @@ def _refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
         )
 
     return refuse
-
-
-class OptimizerHandle(torch.optim.Optimizer):
-    """Stands for one of several optimizers that were sharded together.
-
-    Schedulers take it, and a loop over handles steps as one over the optimizers did: ``step()`` of
-    the last handle makes the one step of all. ``zero_grad()`` between, which would clear gradients
-    before they are used, waits until then. Of the state there is one, that of the sharded
-    optimizer: ``state_dict`` and ``load_state_dict`` are refused.
-
-    Attributes:
-        name: the class of the optimizer.
-    """
-
-    _ready = False  # the base class fills in the groups
-
-    def __init__(
-        self, sharded: ShardedOptimizer, packed: PackedOptimizer,
-        handles: Sequence[OptimizerHandle], place: int,
-    ) -> None:  # fmt: skip
-        self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
-        self._stepped_with: int | None = None  # version of the gradients, until all have stepped
-        self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
-        original = packed.originals.optimizers[place]
-        self.name = type(original).__name__
-        super().__init__(original.param_groups, original.defaults)
-        for call in ("state_dict", "load_state_dict"):
-            reason = "optimizers that are sharded together have one state"
-            setattr(self, call, _refused(call, f"the handle of {self.name}", reason))
-        self._ready = True
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
-        return self._packed.originals.optimizers[self._place].param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
-        if self._ready:
-            for group in self._packed.originals.assign(value, self._place):
-                self.add_param_group(group)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
-        if self._ready:
-            add_group(self._packed, self._place, param_group)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count as stepped; the last handle makes the step. Every rank must call all of them."""
-        if closure is not None:
-            raise TypeError(
-                f"step: the handle of {self.name} takes no closure, which each handle would run "
-                "again; pass it to step() of what shardcast.shard returned"
-            )
-        handles = self._handles
-        waiting = [handle for handle in handles if handle._stepped_with is None]
-        if self not in waiting:
-            raise RuntimeError(
-                f"step() of the handle of {self.name} was called twice before that of "
-                f"{_names(waiting)}: the optimizers step together; call step() of every handle "
-                "once, or step() of what shardcast.shard returned"
-            )
-        version = self._packed.reduce.edits.version()
-        if any(handle._stepped_with not in (None, version) for handle in handles):
-            raise RuntimeError(
-                f"step() of the handle of {self.name} came after a backward, a clip or "
-                "zero_grad() that followed the step() of another one: the optimizers step "
-                "together, with the same gradients; call step() of all handles after the last "
-                "backward. Losses of their own, as of a GAN, need models that are sharded apart"
-            )
-        self._stepped_with = version
-        if waiting == [self]:
-            for handle in handles:
-                handle._stepped_with = None
-            self._sharded.step()
-            for handle in handles:
-                set_to_none, handle._zero_grad_after = handle._zero_grad_after, None
-                if set_to_none is not None:
-                    handle.zero_grad(set_to_none)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of its own parameters, once they are used. Local."""
-        if self._stepped_with is not None:  # and other handles have not stepped
-            self._zero_grad_after = set_to_none
-        else:
-            super().zero_grad(set_to_none)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """As of :class:`ShardedOptimizer`, of this optimizer alone. Every rank must call it."""
-        return self._sharded.full_state_dict(self._place)
-
-    @property
-    def state(self) -> Any:
-        """That of its own parameters; see :attr:`ShardedOptimizer.state`."""
-        if called_by_dcp("state"):
-            raise outside_as_plain("state")
-        shards = [s for s in self._packed.shards if s.pack.layout.group.optimizer == self._place]
-        return StateView(shards, self._packed.update_of)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if self._ready:
-            refuse_write()
-
-
-def check_stepped(handles: Sequence[OptimizerHandle]) -> None:
-    """Raise RuntimeError if some handles have stepped and others have not."""
-    stepped = [handle for handle in handles if handle._stepped_with is not None]
-    if stepped:
-        raise RuntimeError(
-            f"step(): the handle of {_names(stepped)} was stepped, others were not, so this step "
-            "would count twice for it; call step() of all handles, or of none"
-        )
-
-
-def _names(handles: Sequence[OptimizerHandle]) -> str:
-    return ", ".join(handle.name for handle in handles)

@@ -16,13 +16,8 @@ from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
 from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
 from shardcast.optimizer.growing import wake
-from shardcast.optimizer.original import (
-    OptimizerHandle,
-    check_stepped,
-    retire,
-    take_hooks,
-    without_method,
-)
+from shardcast.optimizer.handles import OptimizerHandle, check_stepped
+from shardcast.optimizer.original import retire, take_hooks, without_method
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.step.decide.decision import Decision

@@ -1,7 +1,11 @@
-"""``optimizer.state`` as a mapping: this rank's part of torch's state, to be read."""
+"""``optimizer.state`` as a mapping: this rank's part of torch's state, to be read.
+
+And who reads it: torch's own checkpoints take the optimizer for a plain one.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -11,6 +15,39 @@ from torch import Tensor
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.step.update import Update
+
+DCP = "torch.distributed.checkpoint"
+
+
+def caller_of(function: str) -> str:
+    """The module of the code that called ``function``, beyond wrappers of the same name.
+
+    To be called in that function itself, or by what it calls.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name == function:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def called_by_dcp(function: str) -> bool:
+    """Whether ``torch.distributed.checkpoint`` called ``function``; see :func:`caller_of`.
+
+    It takes an optimizer for a plain one, and would save one rank's part as the whole.
+    """
+    return caller_of(function).startswith(DCP)
+
+
+def outside_as_plain(call: str) -> RuntimeError:
+    """What DCP gets that asks a sharded optimizer as it is."""
+    return RuntimeError(
+        f"{call}: torch.distributed.checkpoint was given a sharded optimizer, of which each rank "
+        "has a part; call it inside `with optimizer.as_plain():` on every rank, optimizer being "
+        "what shardcast.shard returned, which stands for all of several, or use "
+        "shardcast.checkpoint.save"
+    )
 
 
 def refuse_write(*_args: Any, **_named: Any) -> NoReturn:

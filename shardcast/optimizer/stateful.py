@@ -12,14 +12,19 @@ from torch import Tensor
 
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.messages import called_by_dcp, caller_of, outside_as_plain
 from shardcast.optimizer.closing import close
 from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.growing import add_group
 from shardcast.optimizer.memory_report import MemoryReport, report_of
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import StateDict
-from shardcast.optimizer.state_view import StateView, refuse_write
+from shardcast.optimizer.state_view import (
+    StateView,
+    called_by_dcp,
+    caller_of,
+    outside_as_plain,
+    refuse_write,
+)
 from shardcast.option_values import load_extension
 from shardcast.plan.layout import Layout
 from shardcast.step.decide.decision import Decision
