@@ -9,10 +9,8 @@ just works. Masters and arithmetic are always fp32.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +18,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shardcast.config import ShardcastConfig
-from shardcast.option_values import KeepRule
+from shardcast.plan.kept import NORMS, kept_modules, named_modules
 
 MASTER_DTYPE = torch.float32
 SHORT_SUM = 8  # gradients that are added up in their own dtype
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
-
-NORMS: tuple[type[nn.Module], ...] = (
-    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.SyncBatchNorm),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
 
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:
@@ -82,7 +74,12 @@ class Precision:
     ) -> None:
         self.config = config
         self.unmatched: list[str] = []
-        self.fp32_modules = _kept_modules(model, config.keep_fp32, self.unmatched)
+        self.fp32_modules: dict[nn.Module, None] = {}
+        if config.keep_fp32:
+            self.fp32_modules = kept_modules(model, config.keep_fp32, self.unmatched)
+        self.fp32_outputs: set[nn.Module] = set()
+        if config.fp32_outputs:
+            self.fp32_outputs = named_modules(model, config.fp32_outputs, self.unmatched)
         norms = [module for module in model.modules() if isinstance(module, NORMS)]
         with_statistics = [norm for norm in norms if any(map(is_packable, norm.buffers()))]
         unasked: list[nn.Module] = norms if config.autocast else []
@@ -103,7 +100,6 @@ class Precision:
         exact_statistics = [norm for norm in with_statistics if norm in self._fp32]
         self._kept_params = _params_of((*self.fp32_modules, *exact_statistics))
         self._fp32_params = _params_of(self._fp32).union(vectors)
-        self.fp32_outputs = _named_modules(model, config.fp32_outputs, self.unmatched)
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which forward and backward see ``param``."""
@@ -125,54 +121,6 @@ class Precision:
             return MASTER_DTYPE  # as its parameters, also in a model that came in low precision
         cast = self.config.cast_buffers and is_packable(buffer) and module not in self._fp32
         return self.config.param_dtype if cast else buffer.dtype
-
-
-def _kept_modules(
-    model: nn.Module, rules: tuple[KeepRule, ...], unmatched: list[str]
-) -> dict[nn.Module, None]:
-    """Modules kept in fp32, as an ordered set: those of rules, and who shares parameters.
-
-    Appends patterns that match nothing to ``unmatched``, as messages.
-    """
-    kept_modules: dict[nn.Module, None] = {}
-    for rule in rules:
-        matching = _matching(model, rule)
-        if not matching and isinstance(rule, str) and rule != "norms":
-            unmatched.append(
-                f"keep_fp32: the pattern {rule!r} matches no parameter of the model; patterns "
-                "are matched against names as in model.named_parameters()"
-            )
-        kept_modules.update(dict.fromkeys(matching))
-    while True:
-        shared = _params_of(kept_modules)
-        tied = [
-            module
-            for module in model.modules()
-            if module not in kept_modules and not shared.isdisjoint(_params_of([module]))
-        ]
-        if not tied:
-            return kept_modules
-        kept_modules.update(dict.fromkeys(tied))
-
-
-def _matching(model: nn.Module, rule: KeepRule) -> list[nn.Module]:
-    """Modules of a class with all inside, or that own a parameter of a pattern or predicate."""
-    if rule == "norms":
-        return [module for module in model.modules() if isinstance(module, NORMS)]
-    if isinstance(rule, type):
-        of_class = (module for module in model.modules() if isinstance(module, rule))
-        return [inside for module in of_class for inside in module.modules()]
-    test = partial(_is_named, rule) if isinstance(rule, str) else rule
-    return [
-        module
-        for prefix, module in model.named_modules()
-        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False)
-        if test(name, param)
-    ]
-
-
-def _is_named(pattern: str, name: str, _param: nn.Parameter) -> bool:
-    return fnmatch.fnmatchcase(name, pattern)
 
 
 def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
@@ -288,19 +236,3 @@ def _untrained(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator
         params = _params_of([module])
         if params and trained.isdisjoint(params):
             yield module
-
-
-def _named_modules(
-    model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
-) -> set[nn.Module]:
-    modules: set[nn.Module] = set()
-    for pattern in patterns:
-        named = model.named_modules()
-        matching = {module for name, module in named if fnmatch.fnmatchcase(name, pattern)}
-        if not matching:
-            unmatched.append(
-                f"fp32_outputs: the pattern {pattern!r} matches no module of the model; patterns "
-                "are matched against names as in model.named_modules(), '' is the model itself"
-            )
-        modules |= matching
-    return modules
