@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from shardcast.comm.objects import Comm
 from shardcast.plan.pack_groups import PLAIN, PackGroups
@@ -12,7 +15,7 @@ REPLICAS, SHARDS = "dp_replicate", "dp_shard"  # where there is no mesh: torchti
 
 
 class ProcessGroups:
-    """The process groups of this rank; those of a mesh are made in :mod:`.mesh`.
+    """The process groups of this rank; those of a mesh are made by an extension.
 
     Attributes:
         everyone: all ranks of the job: they set up, save and load together.
@@ -59,6 +62,15 @@ class ProcessGroups:
     def is_data_parallel(self) -> bool:
         """Whether the job is data-parallel alone, every rank owning a span of every pack."""
         return self.everyone is self.shard
+
+    def check_alike(self, plan: Any, device: torch.device) -> None:
+        """Raise a RuntimeError on every rank, naming the first difference, where plans differ.
+
+        Args:
+            plan: of this rank, a :class:`.setup.Plan`.
+        """
+        if self.dp.size > 1:
+            self.dp.check_equal(plan.facts(), device)
 
     def comm(self, name: str) -> Comm:
         """The ranks of a group that a :class:`PackGroups` names."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast._compat import dtensor
-from shardcast.comm.mesh import redistributed
+from shardcast.comm.redistribution import redistributed
 
 
 class LocalParam:

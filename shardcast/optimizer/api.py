@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
-from shardcast.comm.mesh import groups_of
 from shardcast.comm.watch import Watch
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.waiting import Lookout
@@ -126,6 +125,8 @@ def shard(
     if mesh is None:
         process_groups = ProcessGroups.flat(Comm.resolve(process_group))
     else:
+        from shardcast.extensions.parallel import groups_of
+
         shapes = {
             name: _compat.local_tensor(param).shape
             for root in roots

@@ -15,7 +15,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from shardcast.option_values import load_extension
 from shardcast.plan import validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
-from shardcast.plan.pack_groups import PackGroups, Tie
+from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import partition_of
@@ -86,16 +85,6 @@ class Plan:
             # Each rank's own is cut: loaded on rank 0 alone it would be that of its spans alone.
             *(f"    {name}, of which the optimizer has a state" for name in self.begun),
         ]
-
-    def tied(self, parallel_dims: ParallelDims) -> dict[Tie, str]:
-        """What both stages must have alike of a weight that they share."""
-        known = {name: f"{param.dtype}, in no group" for name, param in self.outside.items()}
-        for pack in self.new:
-            trained = "trained" if pack.requires_grad else "frozen"
-            fact = f"{pack.dtype}, {trained}, in group {pack.group}"
-            known |= {slot.name: fact for slot in pack.slots if pack.pack_groups.replicate}
-        facts = {tie: known.get(tie.first, known.get(tie.second)) for tie in parallel_dims.ties}
-        return {tie: fact or "not among the new parameters" for tie, fact in facts.items()}
 
 
 def plan_for(
@@ -227,32 +216,7 @@ def agreed(
         return plan
 
     plan = process_groups.everyone.together(ready, device, call)
-    if process_groups.is_data_parallel:
-        if process_groups.dp.size > 1:
-            process_groups.dp.check_equal(plan.facts(), device)
-    else:
-        process_groups.everyone.check_equal(plan.options, device)
-        # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
-        alike = [(process_groups.dp, plan.facts())]
-        for dim in process_groups.parallel_dims.replicating:  # what is held as copies
-            packs = [pack for pack in plan.new if dim in pack.pack_groups.replicate]
-            facts = [
-                f"    {slot.name} {slot.shape} {pack.dtype}, group {pack.group}, trained: "
-                f"{pack.requires_grad}, held as copies over {dim}"
-                for pack in packs
-                for slot in pack.slots
-            ]
-            alike.append((process_groups.comm(dim), facts))
-        for comm, facts in alike:
-            process_groups.everyone.together(partial(comm.check_equal, facts, device), device)
-    if process_groups.parallel_dims.in_pipeline:
-        line = process_groups.comm(process_groups.parallel_dims.pipeline)
-        everywhere = line.exchange(
-            (plan.unmatched, plan.tied(process_groups.parallel_dims)), device
-        )
-        unmatched, stages = zip(*everywhere, strict=True)
-        validate.check_matched(sorted(set(plan.unmatched).intersection(*unmatched)))
-        process_groups.everyone.together(partial(validate.check_tied, stages), device)
+    process_groups.check_alike(plan, device)
     experts = {
         dim: process_groups.comm(dim).topology(device)
         for dim in process_groups.parallel_dims.experts

@@ -13,7 +13,6 @@ from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
-from shardcast.plan.pack_groups import Tie
 from shardcast.plan.precision import PACKABLE
 
 ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
@@ -155,22 +154,6 @@ def check_matched(unmatched: Sequence[str]) -> None:
     """Raise ValueError with the first of these messages, if there is one."""
     if unmatched:
         raise ValueError(unmatched[0])
-
-
-def check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
-    """Raise ValueError for a weight that its two stages would not treat alike.
-
-    Args:
-        stages: of each stage its ties, and what is planned for the weight there.
-    """
-    for tie, fact in ((tie, fact) for facts in stages for tie, fact in facts.items()):
-        unlike = next((facts[tie] for facts in stages if facts.get(tie, fact) != fact), None)
-        if unlike is not None:
-            raise ValueError(
-                f"tied: expected {tie.first!r} and {tie.second!r} to be alike on their two stages, "
-                f"got {fact} and {unlike}; put both into the same group of the optimizer or leave "
-                "both out, freeze neither or both, and name both or none in keep_fp32"
-            )
 
 
 def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str]:

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardcast._compat import dtensor
 from shardcast._compat.groups import group_of
 from shardcast.comm.objects import Comm
-from shardcast.comm.process_groups import ProcessGroups
+from shardcast.extensions.parallel.agreement import MeshGroups
 from shardcast.messages import by_rank
 from shardcast.plan.pack_groups import Tie
 from shardcast.plan.parallel_dims import ParallelDims
-from shardcast.plan.precision import MASTER_DTYPE
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +34,7 @@ def groups_of(
     tied: Sequence[Sequence[Any]] = (),
     shapes: Mapping[str, Sequence[int]] | None = None,
     check: Callable[[], object] = lambda: None,
-) -> ProcessGroups:
+) -> MeshGroups:
     """Make the groups of a mesh. Every rank of it must call it: further groups are made.
 
     Args:
@@ -91,7 +89,7 @@ def groups_of(
         experts or {},
         tuple(ties),
     )
-    return ProcessGroups(
+    return MeshGroups(
         everyone,
         _comm(mesh, data) if outer else shard,
         shard,
@@ -151,18 +149,6 @@ def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh, experts: Patterns)
         for name, line in lines.items()
         if name in data_dims or (inside.issuperset(line) and (len(line) > 1 or name in experts))
     )
-
-
-def redistributed(grad: Any, placements: Sequence[Any]) -> Tensor:
-    """The local tensor of a DTensor that is to lie in another way, in its own dtype.
-
-    Sums are made in the dtype of masters: torch's own reduction would be in that of the gradient.
-    All ranks of its mesh must call it.
-    """
-    sums = any(placement.is_partial() for placement in grad.placements)
-    exact = grad.to(MASTER_DTYPE) if sums else grad
-    moved = exact.redistribute(placements=placements).to(grad.dtype)
-    return dtensor.arrived(moved.to_local()).contiguous()
 
 
 def _comm(mesh: DeviceMesh, dims: Sequence[str]) -> Comm:
