@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -49,18 +49,6 @@ class GoneState:
         if name.startswith("__"):  # asked for by Python
             raise AttributeError(name)
         self._refuse()
-
-
-def without_method(name: str, originals: Sequence[torch.optim.Optimizer]) -> AttributeError:
-    """The error of a method that only the class of an original optimizer has."""
-    owners = [type(original).__name__ for original in originals if hasattr(type(original), name)]
-    if not owners:
-        return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
-    return AttributeError(
-        f"{name}: {owners[0]} has it, the sharded optimizer has not: each rank has gradients and "
-        "state of its own part alone, on which a method can work that takes each element by itself "
-        "and returns nothing; use DDP, or an optimizer that updates in step()"
-    )
 
 
 def refused(call: str, owner: str, reason: str) -> Callable[..., Any]:

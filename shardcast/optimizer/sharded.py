@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
+from shardcast.optimizer import own_methods
 from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
 from shardcast.optimizer.growing import wake
 from shardcast.optimizer.handles import OptimizerHandle, check_stepped
-from shardcast.optimizer.original import retire, take_hooks, without_method
+from shardcast.optimizer.original import retire, take_hooks
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.step.decide.decision import Decision
-from shardcast.step.update.state import OwnMethod
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -460,36 +459,15 @@ class ShardedOptimizer(StatefulOptimizer):
         packed = self.__dict__.get("_packed")
         if packed is None:
             raise AttributeError(name)
-        methods = [update.own_method(name) for update in packed.updates]
-        found = [method for method in methods if method is not None]
-        if len(found) == 1:
-            return partial(self._call_own, found[0], name)
-        raise without_method(name, packed.originals.optimizers)
+        return own_methods.find(packed, name, self._decision)
 
-    @torch.no_grad()
-    def _call_own(self, method: OwnMethod, name: str, *args: Any, **named: Any) -> None:
-        """Call a method that the optimizer's class adds, on masters with the mean in ``.grad``.
-
-        Every rank must call it, with the same arguments.
-
-        Raises:
-            AttributeError: on all ranks: the method lets elements meet, or returns something.
-        """
-
-        packed = self._packed
-
-        def check() -> None:
-            if not method.fits(args, named):
-                raise without_method(name, packed.originals.optimizers)
-
-        packed.process_groups.everyone.together(check, packed.device, name)
+    def _decision(self) -> Decision:
+        """A decision on the present gradients that no signal judges. Every rank must call it."""
         decision = self._pending_clip()
         if decision is None:
             self._reduce()
-            decision = packed.decider.decide(None, judges=False)
-        packed.sync.wait()
-        method.call(decision, args, named)
-        packed.sync()
+            decision = self._packed.decider.decide(None, judges=False)
+        return decision
 
     def __repr__(self) -> str:
         return f"Sharded{self._packed.originals.name}: {self.layout.lines()[0]}"
