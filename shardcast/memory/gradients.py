@@ -40,6 +40,7 @@ class Gradients:
             coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
         is_ungathered: ``data`` has means in the own span alone, and some rank owns another one.
         gone: slots whose gradient a script cleared after it was reduced.
+        zeroed: slots that were zeroed after they landed, not set to ``None``.
     """
 
     culprits: Collection[int] = ()
@@ -66,7 +67,7 @@ class Gradients:
         self._shown: list[Callable[[], Tensor | None]] = []
         self._addresses: list[int] = []  # of the slots; a script may do ``.grad.data = ...``
         self.lent: set[int] = set()
-        self._zeros: set[int] = set()  # slots that were cleared after they landed, not set to None
+        self.zeroed: set[int] = set()
 
     @property
     def allocated(self) -> bool:
@@ -234,7 +235,7 @@ class Gradients:
         """The optimizer clears all gradients; views itself."""
         self.take_back()  # or zeros would be left of what nobody may have had
         if not set_to_none:
-            self._zeros.update(range(len(self.pack.params)))
+            self.zeroed.update(range(len(self.pack.params)))
             self._reveal()  # zeros are what they seem to be
 
     def local(self, sent: Tensor) -> Tensor:
@@ -247,7 +248,7 @@ class Gradients:
         if self._marks is None:
             self._marks = Marks.of(self.pack, self.dtype, self._device)
         self._marks.put(self.data)
-        self._zeros.clear()
+        self.zeroed.clear()
         self._hide()
 
     def _hide(self) -> None:
@@ -291,11 +292,11 @@ class Gradients:
         if position is None:
             return True
         if clears and grad.numel() == self.pack.layout.slots[position].numel:
-            self._zeros.add(position)
+            self.zeroed.add(position)
             if self.carry is not None:
                 self.carry[own_part(self.pack, position)].zero_()
             return True
-        self._zeros.discard(position)
+        self.zeroed.discard(position)
         return self.carry is None
 
     def own_before(self, offset: int) -> Tensor:
@@ -317,7 +318,7 @@ class Gradients:
                 self.clear(position)
         means = self.own.to(MASTER_DTYPE, copy=True)
         self.data.zero_()
-        if self._zeros.issuperset(kept):  # nothing is kept but zeros
+        if self.zeroed.issuperset(kept):  # nothing is kept but zeros
             self._reveal()
         else:
             self._hide()

@@ -9,7 +9,7 @@ import torch
 from shardcast.comm import Comm, warn_first
 from shardcast.messages import by_rank
 from shardcast.step.decide.signal import COUNT, LEFT, known
-from shardcast.step.history import HISTORY
+from shardcast.step.history import HISTORY, SUMMED
 
 REMEDY = (
     "Every owner would update its part of the model in its own way: give all ranks the same value, "
@@ -24,10 +24,21 @@ HISTORY_REMEDY = (
     "Some ranks would train other gradients than the others: call backward, zero_grad() and step() "
     "on all ranks alike, and decide what is to be skipped from numbers that are equal on all ranks"
 )
+SUMMED_REMEDY = (
+    "What is assigned may be a part of that sum, or all of it: assign after the last backward of a "
+    "step, or call optimizer.gather_gradients() and edit .grad in place"
+)
 UNTRAINED = (
     "The gradient of a parameter is zero on the ranks that do not train it; freeze and unfreeze on "
     "all ranks alike"
 )
+# By what differs; where several facts do, of the first one here.
+REMEDIES = {
+    SUMMED: SUMMED_REMEDY,
+    **dict.fromkeys(HISTORY, HISTORY_REMEDY),
+    COUNT: COUNT_REMEDY,
+    LEFT: LEFT_REMEDY,
+}
 
 
 def error_of(values: Mapping[str, str], comm: Comm, device: torch.device) -> RuntimeError:
@@ -39,12 +50,8 @@ def error_of(values: Mapping[str, str], comm: Comm, device: torch.device) -> Run
     if not text:  # they are known of this rank alone
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         text = f"the ranks differ in options; rank {comm.rank} has {shown}"
-    if any(text.startswith(fact) for fact in HISTORY):
-        remedy = HISTORY_REMEDY
-    else:
-        remedies = {COUNT: COUNT_REMEDY, LEFT: LEFT_REMEDY}
-        starts = (remedy for fact, remedy in remedies.items() if text.startswith(fact))
-        remedy = next(starts, REMEDY)
+    remedies = (remedy for fact, remedy in REMEDIES.items() if fact in text)
+    remedy = next(remedies, REMEDY)
     return RuntimeError(f"step: {text}. {remedy}")
 
 

@@ -42,6 +42,8 @@ class Bucket:
 
     Attributes:
         sums: further groups over which gradients are summed.
+        sums_model: some of ``sums`` are over model-parallel ranks: a gradient may be a part of the
+            sum, or all of it.
         repeated: mesh dimensions along which a gradient that is whole is left to the ranks of
             coordinate 0.
         arrived: slots with a gradient in the running backward, or in one that failed.
@@ -56,6 +58,7 @@ class Bucket:
     mean: Mean
     divisor: Divisor
     sums: Sequence[Comm] = ()
+    sums_model: bool = False
     repeated: Sequence[str] = ()
     state: State = State.LOCAL
     arrived: set[int] = field(default_factory=set)
@@ -130,21 +133,15 @@ class Bucket:
                 self.discard(position)
         if self.state is State.LOCAL and grads.carry is None:
             return
-        # What a failed backward has brought is nothing that a script assigned.
-        positions = [position for position in grads.given() if position not in self.arrived]
+        # What a failed backward has brought is nothing that a script assigned, and in the place of
+        # zeros it replaces nothing.
+        kept_out = self.arrived | grads.zeroed
+        positions = [position for position in grads.given() if position not in kept_out]
         slots = grads.pack.layout.slots
         self.assigned += [slots[position].name for position in positions]
-        if self.sums:  # the sum over other ranks as well, which is not to be added up again
-            grads.adopt(positions)
-        if grads.carry is None:
-            return
-        for position in positions:
-            part = own_part(grads.pack, position)
-            if self.sums:
-                grads.carry[part].copy_(grads.own[part])
-                grads.clear(position)
-            else:
-                grads.carry[part].zero_()
+        if grads.carry is not None:
+            for position in positions:
+                grads.carry[own_part(grads.pack, position)].zero_()
 
     def reopen(self, cleared: bool) -> None:
         """Gradients are going to come again: keep the means of those that are there, if any.

@@ -22,7 +22,7 @@ from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
-from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, listed
+from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED, listed
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.micro_batches import MicroBatches
@@ -123,6 +123,7 @@ class Reducer:
             choose_mean(self._config, pack.comm.size, pack.data.device),
             self.divisor,
             self.process_groups.comms(pack_groups.reduce),
+            bool({*pack_groups.reduce} - {parallel_dims.replicas}),
             [
                 dim
                 for dim in pack_groups.reduce
@@ -254,7 +255,12 @@ class Reducer:
         """A pass has brought all means here."""
         self.due = self.spent = False
         self.history[BACKWARDS] += 1
-        self.history[ASSIGNED] = listed([n for b in self.buckets.values() for n in b.assigned])
+        buckets = self.buckets.values()
+        self.history[ASSIGNED] = listed([n for b in buckets for n in b.assigned])
+        if any(b.assigned for b in buckets if b.sums_model):
+            names = listed([n for b in buckets if b.sums_model for n in b.assigned])
+            # Its number makes it a difference, wherever it happens.
+            self.history[SUMMED] = f"{names} by rank {self.process_groups.everyone.rank}"
 
     def used(self) -> None:
         """A step used the gradients: the next one needs a pass of its own."""
@@ -269,7 +275,7 @@ class Reducer:
         """Gradients were cleared. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
         self._spend()
-        self.history.update({STALE: 0, ASSIGNED: ""})
+        self.history.update({STALE: 0, ASSIGNED: "", SUMMED: ""})
         self.edits.changed()
         if self.micro_batches is not None:
             self.micro_batches.reset()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
 from shardcast.step.reduce.bucket import Bucket, State
@@ -87,13 +88,17 @@ def ddp(steps: list[list[Act]], size: int) -> list[Tensor]:
 
 def trained(group: Any, steps: list[list[Act]], fields: dict[str, Any]) -> list[Tensor]:
     model = Dots()
+    if "mesh" in fields:
+        fields = {**fields, "mesh": group}
     optimizer = shardcast.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
+        model, torch.optim.SGD(model.parameters(), lr=0.1),
+        process_group=None if isinstance(group, DeviceMesh) else group,
         param_dtype="fp32", fuse="eager", **fields,
     )  # fmt: skip
+    rank = group.get_rank() if isinstance(group, DeviceMesh) else group.rank()
     for acts in steps:
         for kind, seed, use in acts:
-            seed += group.rank()
+            seed += rank
             if kind == "assign":
                 for n in use:
                     model.all[n].grad = gradient(seed, n)
@@ -107,17 +112,30 @@ def trained(group: Any, steps: list[list[Act]], fields: dict[str, Any]) -> list[
     return [param.detach().clone() for param in model.all]
 
 
+COPIES = {
+    "shard_ranks": {"shard_ranks": 2},
+    "replicated": {"shard_ranks": 1},
+    "mesh": {"mesh": None, "dp": ("out", "in")},
+}
+
+
 @pytest.mark.parametrize("grads", ["full", "sharded"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_is_assigned_between_backwards_is_trained_as_under_ddp(size: int, grads: str):
+@pytest.mark.parametrize(
+    ("size", "copies"), [*((n, None) for n in (1, 2, 3, 4)), *((4, name) for name in COPIES)]
+)
+def test_what_is_assigned_between_backwards_is_trained_as_under_ddp(
+    size: int, copies: str | None, grads: str
+):
     for seed in range(8):
         draw = random.Random(seed)
         steps = drawn(draw)
         fields = {
             "grads": grads, "pack_params": draw.choice([1, 2, None]),
             "partition": draw.choice(["even", "whole"]),
+            **COPIES.get(copies, {}),
         }  # fmt: skip
-        world = ThreadedWorld(size, timeout=20)
+        axes = {"out": 2, "in": 2} if copies == "mesh" else {"dp": size}
+        world = ThreadedWorld(axes if copies else size, timeout=20)
         results = world.run(trained, steps, fields)
         assert_same_sequence(world.logs)
         for params in results:
@@ -146,7 +164,7 @@ def test_means_that_are_kept_beside_what_is_assigned_are_missed(
     """Negative control."""
     monkeypatch.setattr(Bucket, method, BREAKS[method])
     with pytest.raises(AssertionError, match="not equal"):
-        test_what_is_assigned_between_backwards_is_trained_as_under_ddp(2, grads)
+        test_what_is_assigned_between_backwards_is_trained_as_under_ddp(2, None, grads)
 
 
 def test_what_is_assigned_between_numbered_micro_batches_replaces_their_sums():
@@ -209,3 +227,60 @@ def test_all_ranks_raise_for_what_one_assigned_alone_or_to_another_parameter(
 
     for others in (None, 1, 2):
         ThreadedWorld(size, timeout=20).run(run, others)
+
+
+@pytest.mark.parametrize("by", [(0,), (3,), (0, 1, 2, 3)])
+def test_all_ranks_raise_where_what_is_assigned_is_summed_over_model_parallel_ranks_too(
+    by: tuple[int, ...],
+):
+    """Whether it is a part of that sum, or all of it, nobody can know."""
+
+    def run(mesh: Any) -> None:
+        model = Dots()
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, dp="dp",
+            grad_sum_over={"tp": ["all.1"]}, param_dtype="fp32",
+        )  # fmt: skip
+        for step in range(2):
+            model(0, range(4)).backward()
+            if step and mesh.get_rank() in by:
+                model.all[1].grad = torch.ones(SHAPES[1])
+            model(10, range(4)).backward()
+            told = r"summed over model-parallel ranks differs .*'all.1 by rank "
+            with pytest.raises(RuntimeError, match=told) if step else contextlib.nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    ThreadedWorld({"dp": 2, "tp": 2}, timeout=20).run(run)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_takes_the_place_of_zeros_is_no_difference_between_ranks(size: int):
+    """Where one rank alone has a backward in a step, all may edit what they have."""
+
+    def run(group: Any) -> list[Tensor]:
+        model = Dots()
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
+            param_dtype="fp32", fuse="eager",
+        )  # fmt: skip
+        for step in range(3):
+            with optimizer.no_sync():
+                if group.rank() == 0:
+                    model(10 * step, range(4)).backward()
+            for param in model.all:
+                if param.grad is not None:
+                    param.grad = param.grad * 0.5
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return [param.detach().clone() for param in model.all]
+
+    model = Dots()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for n, param in enumerate(model.all):
+            param.grad = gradient(10 * step, n) * 0.5 / size
+        optimizer.step()
+    for params in ThreadedWorld(size, timeout=20).run(run):
+        for mine, right in zip(params, model.all, strict=True):
+            torch.testing.assert_close(mine, right.detach())
