@@ -62,7 +62,7 @@ class FullState:
 
     def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
         values = dict(self._state_of(shard, number))
-        if values and not shard.in_place:
+        if not shard.in_place:  # also where there is no state: a resume would begin from rounded ones
             values[MASTER] = shard.exact(shard.fragments[number])
         return values
 
@@ -76,7 +76,7 @@ class FullState:
         everyone, device = optimizer.process_groups.everyone, optimizer.device
         everyone.together(partial(self._check_gathers, "as_plain"), device, "as_plain")
         names = self._gathered_names()
-        self._begun = not any(names.values())
+        self._begun = {*chain.from_iterable(names.values())} <= {MASTER}
         if self._begun:
             everyone.together(self._begin, device, "as_plain")
             names = self._gathered_names()

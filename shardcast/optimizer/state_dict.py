@@ -143,7 +143,7 @@ class StateDict:
         active = frozenset(
             shard.pack.layout.index
             for shard in self._optimizer.shards
-            if any(state.get(param) for param in shard.pack.params)
+            if any({*state.get(param, ())} - {MASTER} for param in shard.pack.params)
         )
         masters = any(MASTER in values for values in state.values())
         return LoadPlan(active, self._fragments(state, is_local=False), masters=masters)

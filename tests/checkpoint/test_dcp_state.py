@@ -100,17 +100,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("build", [adamw, sgd])
 @pytest.mark.parametrize("options", [{}, {FLAT: True}], ids=str)
-def test_parameters_without_a_state_go_round_too(options: Any, build: Any):
-    """Of a class that keeps none, and of a layer that got no gradient."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_parameters_without_a_state_go_round_too(dtype: str, options: Any, build: Any):
+    """Of a class that keeps none, and of a layer that got no gradient; with their masters."""
 
     def run(group: Any) -> None:
-        model, optimizer = shard(group, build)
+        model, optimizer = shard(group, build, param_dtype=dtype)
         model[0](BATCH).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         dcp_options = StateDictOptions(**options)
         state = plain_state(model, optimizer, dcp_options)
-        other, resumed = shard(group, build)
+        other, resumed = shard(group, build, param_dtype=dtype)
         other.load_state_dict(model.state_dict())
         if not options:  # torch demands a state of each parameter that is trained
             dcp_options.strict = False
