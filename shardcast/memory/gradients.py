@@ -295,6 +295,8 @@ class Gradients:
             self.zeroed.add(position)
             if self.carry is not None:
                 self.carry[own_part(self.pack, position)].zero_()
+            if len(self.zeroed) == len(self.pack.params):
+                self._reveal()  # zeros are what they seem to be
             return True
         self.zeroed.discard(position)
         return self.carry is None

@@ -388,3 +388,28 @@ def test_what_can_be_read_is_what_ddp_shows(size: int, grads: str):
         assert {"local", "gather"} <= reads
     else:
         assert not reads
+
+
+def test_zeros_of_one_of_several_optimizers_can_be_read():
+    """They are what they seem to be, also by a loop of the script; the others' means are not."""
+
+    def run(group: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        optimizer = shardcast.shard(model, optimizers, process_group=group)
+        first, second = optimizer.optimizers
+        dtype = model[0].weight.dtype
+        for _ in range(2):
+            model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+            for handle in optimizer.optimizers:
+                handle.step()
+            first.zero_grad(set_to_none=False)
+            assert all(float(param.grad.abs().sum()) == 0 for param in model[0].parameters())
+            with pytest.raises(RuntimeError, match="gather_gradients"):
+                model[1].weight.grad.sum()
+            for param in model[1].parameters():
+                param.grad.zero_()
+            assert float(model[1].weight.grad.sum()) == 0
+            second.zero_grad()
+
+    ThreadedWorld(2).run(run)
