@@ -16,6 +16,7 @@ from torch import Tensor
 from shardcast import _compat
 
 CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
+LIMITS = 64  # bounds that are kept on the device; a schedule may have one for each step
 EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -25,6 +26,17 @@ class PNorm:
     def __init__(self, p: float, device: torch.device) -> None:
         self._p, self._device = p, device
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self._limits: dict[float, Tensor] = {}
+
+    def on_device(self, limit: float | Tensor) -> Tensor:
+        """A bound as 0-dim fp64; one that is a number of the host is uploaded once."""
+        if isinstance(limit, Tensor):
+            return limit.to(self._device, torch.float64)
+        if limit not in self._limits:
+            if len(self._limits) > LIMITS:
+                self._limits.clear()
+            self._limits[limit] = torch.full_like(self._zero, limit, dtype=torch.float64)
+        return self._limits[limit]
 
     @property
     def is_maximum(self) -> bool:
@@ -53,7 +65,7 @@ class PNorm:
             every = torch._foreach_norm([spans[n] for n in numbers], self._p, dtype=torch.float32)
             for number, norm in zip(numbers, every, strict=True):
                 norms[number] = norm if device == self._device else norm.to(self._device)
-        stacked = torch.stack(norms)
+        stacked = torch.stack(norms) if len(norms) > 1 else norms[0].view(1)
         return stacked if self.is_maximum else stacked.pow(self._p)
 
     def power(self, own: Tensor) -> Tensor:
@@ -127,7 +139,9 @@ def clip_factors(
             # Not powers[members]: a list as an index is copied to the device, which waits for it.
             of_members = torch.stack([powers[member] for member in members])
             norm_of_members = norm.root(of_members, scale)
-        return (limit / (norm_of_members + EPS)).clamp(max=1.0).float()
+        bound = norm.on_device(limit)  # 1 where the norm keeps it, in three launches
+        above = torch.maximum(norm_of_members + EPS, bound)
+        return torch.div(bound, above, out=torch.empty_like(above, dtype=torch.float32))
 
     unlimited = [number for number, limit in enumerate(limits) if limit is None]
     shared = clip(max_norm, unlimited) if unlimited else None
