@@ -62,9 +62,7 @@ class FullState:
 
     def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
         values = dict(self._state_of(shard, number))
-        if (
-            not shard.in_place
-        ):  # also where there is no state: a resume would begin from rounded ones
+        if not shard.in_place:  # without a state too, or a resume would begin from rounded ones
             values[MASTER] = shard.exact(shard.fragments[number])
         return values
 

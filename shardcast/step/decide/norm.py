@@ -29,9 +29,11 @@ class PNorm:
         self._limits: dict[float, Tensor] = {}
 
     def on_device(self, limit: float | Tensor) -> Tensor:
-        """A bound as 0-dim fp64; one that is a number of the host is uploaded once."""
+        """A finite bound as 0-dim fp64; one that is a number of the host is uploaded once."""
+        most = torch.finfo(torch.float64).max  # no bound: infinity is no multiple of itself
         if isinstance(limit, Tensor):
-            return limit.to(self._device, torch.float64)
+            return limit.to(self._device, torch.float64).clamp(max=most)
+        limit = min(limit, most)
         if limit not in self._limits:
             if len(self._limits) > LIMITS:
                 self._limits.clear()

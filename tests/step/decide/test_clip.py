@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from models import CASES, assert_same_bits, install, sharded, values
+from torch import nn
 
 from shardcast import _compat
 from shardcast.step.decide.norm import PNorm
@@ -63,3 +64,26 @@ def test_sums_in_fp32_give_the_norm_of_doubles(p: float, monkeypatch: pytest.Mon
         spans[7][4095 if bad > 0 else 0] = bad
         is_finite = norm.powers(spans, rows).isfinite().tolist()
         assert is_finite == [number != 7 for number in range(len(spans))]
+
+
+@pytest.mark.parametrize("limit", [1e-30, 1e-3, 1.0, 1e300, math.inf])
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1.0, 1e15])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_clip_is_torchs(limit: float, factor: float, on_device: bool):
+    """Also by an infinite bound, with which scripts ask for the norm alone."""
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    model, other = CASES["mlp"].build(), CASES["mlp"].build()
+    optimizer, plain = sharded(model, optimizer=sgd), sgd(other)
+    for m in (model, other):
+        install(m, 0)
+        for param in m.parameters():
+            param.grad.mul_(factor)
+    norm = optimizer.clip_grad_norm_(torch.tensor(limit) if on_device else limit)
+    expected = nn.utils.clip_grad_norm_(other.parameters(), limit)
+    optimizer.step()
+    plain.step()
+    torch.testing.assert_close(float(norm), float(expected))
+    torch.testing.assert_close(values(model), values(other))
