@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -14,6 +14,7 @@ from shardcast import _compat
 from shardcast.comm import REDUCTIONS, Comm, Reduction, ReplicaSumReduction
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
+from shardcast.step.history import ASSIGNED, SUMMED, listed
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
 from shardcast.step.reduce.micro_batches import PartialSums
 
@@ -31,6 +32,16 @@ def land_all(buckets: Iterable[Bucket]) -> None:
     for bucket in buckets:
         if bucket._reduction is not None:
             bucket.land()
+
+
+def assigned_in(buckets: Collection[Bucket], rank: int) -> dict[str, str]:
+    """What a script assigned between backwards, for the history of a step, by fact."""
+    names = [name for bucket in buckets for name in bucket.assigned]
+    facts = {ASSIGNED: listed(names)}
+    if parts := [name for bucket in buckets if bucket.sums_model for name in bucket.assigned]:
+        # Its number makes it a difference between ranks, wherever it happens.
+        facts[SUMMED] = f"{listed(parts)} by rank {rank}"
+    return facts
 
 
 @dataclass(eq=False)

@@ -22,8 +22,8 @@ from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
-from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED, listed
-from shardcast.step.reduce.bucket import Bucket, State, land_all
+from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED
+from shardcast.step.reduce.bucket import Bucket, State, assigned_in, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.micro_batches import MicroBatches
 from shardcast.step.reduce.reduce_pass import ReducePass
@@ -255,12 +255,7 @@ class Reducer:
         """A pass has brought all means here."""
         self.due = self.spent = False
         self.history[BACKWARDS] += 1
-        buckets = self.buckets.values()
-        self.history[ASSIGNED] = listed([n for b in buckets for n in b.assigned])
-        if any(b.assigned for b in buckets if b.sums_model):
-            names = listed([n for b in buckets if b.sums_model for n in b.assigned])
-            # Its number makes it a difference, wherever it happens.
-            self.history[SUMMED] = f"{names} by rank {self.process_groups.everyone.rank}"
+        self.history.update(assigned_in(self.buckets.values(), self.process_groups.everyone.rank))
 
     def used(self) -> None:
         """A step used the gradients: the next one needs a pass of its own."""
