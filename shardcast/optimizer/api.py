@@ -172,9 +172,10 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)
-        hints.install()
+        packed_dtypes = {pack.dtype for pack in plan.layout.packs}
+        hints.install(plan.model, packed_dtypes)
         if process_groups.everyone.rank == 0:
-            warn_of_slow_products(device, {pack.dtype for pack in plan.layout.packs})
+            warn_of_slow_products(device, packed_dtypes)
         packed = PackedOptimizer(plan, shards, process_groups, dtypes, aliases)
         sharded = ShardedOptimizer(packed)
         if divisor is not None:

@@ -75,3 +75,25 @@ def test_only_names_of_ddp_on_a_sharded_model_are_explained():
     assert not hasattr(model, "no_sync"), "code that asks gets the right answer"
     optimizer.close()
     assert note_of(model, "no_sync") == ""
+
+
+def test_torchs_errors_of_dtypes_say_which_parameters_are_low():
+    """As of a script that multiplies fp32 copies of weights with weights."""
+
+    def note() -> str:
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            torch.dot(torch.ones(4), torch.ones(4, dtype=torch.bfloat16))
+        hints.explain(raised.value)
+        return "".join(getattr(raised.value, "__notes__", ()))
+
+    low, exact = nn.Linear(2, 2), nn.Linear(2, 2)
+    for model, dtype in ((exact, "fp32"), (low, "bf16")):
+        assert note() == ""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shardcast.shard(model, optimizer, param_dtype=dtype)
+    assert "bfloat16" in note() and "keep_fp32" in note()
+    other = ValueError("dtype")
+    hints.explain(other)
+    assert not hasattr(other, "__notes__")
+    optimizer.close()
+    assert note() == ""
