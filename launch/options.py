@@ -24,8 +24,9 @@ GROUPS = {
     ),
     "Memory": ("grads", "master", "moments", "offload", "shard_ranks"),
     "Precision": (
-        "grad_dtype", "reduce_dtype", "fp32_outputs", "cast_forward_inputs", "cast_buffers",
-        "convert_rest", "loss_scale", "loss_scale_init", "loss_scale_growth_interval",
+        "published", "grad_dtype", "reduce_dtype", "fp32_outputs", "cast_forward_inputs",
+        "cast_buffers", "convert_rest", "loss_scale", "loss_scale_init",
+        "loss_scale_growth_interval",
     ),
 }  # fmt: skip
 REST = "Advanced"  # every other option

@@ -163,6 +163,7 @@ class ShardcastConfig(ValidatedOptions):
     replica_check: int = extension(0, "replica_check")
     offload: bool = extension(False, "offload")
     averages: Any = extension((), "averages")
+    published: Any = extension(None, "published_forms")
     reduce: str = option(
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: "

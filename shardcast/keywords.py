@@ -51,6 +51,7 @@ class Keywords(TypedDict, total=False):
     replica_check: int
     offload: bool
     averages: Mapping[str, Any]
+    published: Mapping[str, str | Sequence[str]] | None
     reduce: str
     reproducible: bool | int
     sync: str

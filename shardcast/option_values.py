@@ -66,6 +66,7 @@ class Option(NamedTuple):
             with, or for the class ``draws`` of an optimizer that draws random numbers, or may
             (empty: none does).
         fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
+        casts: ``casts(config)`` gives :class:`.Casts`, how some masters become what is published.
     """
 
     help: str
@@ -81,6 +82,7 @@ class Option(NamedTuple):
     check: Callable[[Any], None] | None = None
     fits: Callable[[Any, Any, str], None] | None = None
     fused: bool = False
+    casts: Callable[[Any], Any] | None = None
 
 
 def load_extension(name: str) -> Any:

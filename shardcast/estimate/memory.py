@@ -20,6 +20,7 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, Shard
 from shardcast.optimizer.setup import Plan, plan_for, ranks_of_shards
 from shardcast.plan.algorithms import GROUPED, Topology
+from shardcast.plan.casts import cast_of
 from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
@@ -211,12 +212,12 @@ class _Allocated(NamedTuple):
 
 def _allocated(
     originals: OptimizerList, config: ShardcastConfig, dtype: torch.dtype, group: GroupId,
-    numel: int, trained: int,
+    cast: str, numel: int, trained: int,
 ) -> _Allocated:  # fmt: skip
     """What a run allocates for a span, here on ``meta``.
 
     Args:
-        dtype, group: of its pack.
+        dtype, group, cast: of its pack.
         numel, trained: elements of the span, and those that are neither padding nor frozen.
     """
     config, row = config.replace(offload=False), row_of(config, dtype)  # the host keeps as many
@@ -224,10 +225,12 @@ def _allocated(
     layout = PackLayout(0, "meta", dtype, True, group, "", numel, (slot,), (span,))
     pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
     pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
+    pack.cast = cast_of(config, cast)
     shard = Shard(pack, config)
     # Not Shard.fill: it encodes values piece by piece.
     shard.master = Encoded(master_codec(config, dtype), numel, row, pack.data.device)
-    masters = 0 if shard.in_place else shard.master.nbytes
+    shard.note_published()
+    masters = shard.nbytes
     if not trained:
         return _Allocated(masters)
     optimizer, options = originals.owner(group), originals.group(group)
@@ -262,7 +265,7 @@ def _share(
 ) -> _Share:  # fmt: skip
     """Of a span of so many elements, see :func:`_allocated`, with gradients in ``grad``."""
     config, size = plan.config, plan.layout.world_size
-    kept = allocated(pack.dtype, pack.group, numel, trained)
+    kept = allocated(pack.dtype, pack.group, pack.cast, numel, trained)
     setup = _staged(plan, pack, numel, kept.masters)
     if not pack.requires_grad:
         return _Share(*kept, gradients=0, sent=0, setup=setup)

@@ -126,7 +126,8 @@ class Averages(StepHook):
             for shard in shards:
                 for number, fragment in enumerate(shard.fragments):
                     part = shard.local(fragment.start, fragment.stop)
-                    shard.published[part].copy_(self.values(shard, number, name))
+                    values = shard.rounded(fragment, self.values(shard, number, name))
+                    shard.published[part].copy_(values)
             self._sync(shards, name)
         try:
             yield
@@ -160,7 +161,7 @@ class Averages(StepHook):
         """Whether what the own span publishes is not the average any more; waits for the device."""
         for number, fragment in enumerate(shard.fragments):
             published = shard.published[shard.local(fragment.start, fragment.stop)]
-            cast = self.values(shard, number, name).to(published.dtype)
+            cast = shard.rounded(fragment, self.values(shard, number, name))
             if not torch.equal(published.view(torch.uint8), cast.view(torch.uint8)):
                 return True
         return False

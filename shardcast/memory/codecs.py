@@ -107,7 +107,7 @@ def _codec(config: ShardcastConfig, option: str, name: str) -> Codec:
     return codec
 
 
-def shown(masters: Tensor, published: Tensor) -> Tensor:
+def shown(masters: Tensor, published: Tensor, last: Tensor | None = None) -> Tensor:
     """Masters as the model shows them: the published value where it is not the cast of its master.
 
     Bits decide, so that a published NaN or another sign of a zero counts as well; elsewhere masters
@@ -115,20 +115,23 @@ def shown(masters: Tensor, published: Tensor) -> Tensor:
 
     Args:
         published: the low-precision parameter, in the shape of the masters.
+        last: what was published of them; without it their cast to nearest.
     """
-    edited = masters.to(published.dtype).view(torch.int16) != published.view(torch.int16)
+    last = masters.to(published.dtype) if last is None else last
+    edited = last.view(torch.int16) != published.view(torch.int16)
     return torch.where(edited, published.to(MASTER_DTYPE), masters)
 
 
-def take_shown_(masters: Tensor, published: Tensor) -> None:
+def take_shown_(masters: Tensor, published: Tensor, last: Tensor | None = None) -> None:
     """:func:`shown` in place."""
     if _compat.is_host(masters.device) and not torch.compiler.is_compiling():
         # Almost always there is nothing to take. Of words of 64 bits torch compares four times as
         # many bytes in a second as of 16.
         word = torch.int16 if published.shape[-1] % 4 else torch.int64
-        if torch.equal(masters.to(published.dtype).view(word), published.view(word)):
+        cast = masters.to(published.dtype) if last is None else last
+        if torch.equal(cast.view(word), published.view(word)):
             return
-    masters.copy_(shown(masters, published))
+    masters.copy_(shown(masters, published, last))
 
 
 class Encoded:

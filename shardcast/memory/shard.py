@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from shardcast.comm import ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.memory.codecs import Encoded, master_codec, row_of, take_shown_
+from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
-from shardcast.plan.layout import Fragment, PackLayout
+from shardcast.plan.casts import cast_of
+from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
 
 FILL = 1 << 16  # masters that are encoded at a time
@@ -44,6 +45,9 @@ class Shard:
         self._codec = master_codec(config, pack.layout.dtype)
         self._row = row_of(config, pack.layout.dtype)
         self._on_host = config.offload and not self.in_place
+        # What was published last, where an element that a script wrote cannot be told by its master
+        # alone: with it its whole block would be cast in another way.
+        self._last: Tensor | None = None
 
     @property
     def in_place(self) -> bool:
@@ -68,11 +72,23 @@ class Shard:
     @property
     def casts(self) -> bool:
         """Whether the update itself has to cast into the pack."""
+        return self._is_copied and self.pack.cast is None
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether masters have no part of what is published in their own memory."""
         return not self.in_place and not self._codec.has_published
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the masters beside the pack, and of what is kept to see that it was written."""
+        of_masters = 0 if self.in_place else self.master.nbytes
+        return of_masters + (0 if self._last is None else self._last.nbytes)
 
     def fill(self, source: Tensor) -> None:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
         own = source[self.pack.own.start : self.pack.own.stop]
+        self.note_published()
         if self.in_place:
             self.master = self._encoded(self.published)
         elif self.is_plain:
@@ -118,13 +134,36 @@ class Shard:
         self.master.write(self.local(fragment.start, fragment.stop), exact)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Cast the masters into the own span of the pack."""
+    def publish(self, skip: Tensor | None = None) -> None:
+        """Cast the masters into the own span of the pack.
+
+        Args:
+            skip: 0-dim bool; if true nothing changes.
+        """
         if self.casts:
             self.published.copy_(self.master.read(slice(None)))
+        elif self._is_copied:
+            for fragment in self.fragments:
+                part = self.published[self.local(fragment.start, fragment.stop)]
+                values = self.rounded(fragment, self.exact(fragment))
+                part.copy_(values if skip is None else torch.where(skip, part, values))
+            self.note_published()
+
+    def rounded(self, fragment: Fragment, values: Tensor) -> Tensor:
+        """What is published of masters of a fragment, 1-d."""
+        return self.pack.rounded(fragment.slot, values)
+
+    def note_published(self) -> None:
+        """Keep what is published, where it is compared with what is published later."""
+        if self.pack.cast is not None:
+            if self._last is None:
+                self._last = torch.empty_like(self.published)
+            self._last.copy_(self.published)
 
     def lend(self) -> Tensor:
         """Free the own span of the pack for other weights: a clone, where masters have it now."""
+        if self.pack.cast is not None:  # what a script wrote comes back as it will be sent
+            self.publish()
         return self._move(self.published.clone())
 
     def take_back(self, own: Tensor) -> None:
@@ -133,7 +172,7 @@ class Shard:
 
     def _move(self, own: Tensor) -> Tensor:
         """Let masters that the published span is a part of have it in other memory."""
-        if not self.casts:
+        if not self._is_copied:
             self.master.move(own)
         return own
 
@@ -144,12 +183,27 @@ class Shard:
         Whatever reads masters calls it first. Split masters are changed by changing what is
         published, and keep their lower bits. Waits for no device.
         """
-        if self.casts:
-            for start in range(0, self.published.numel(), PIECE):
-                part = slice(start, start + PIECE)
-                masters = self.master.read(part)  # plain ones are the memory itself
-                take_shown_(masters, self.published[part])
-                self.master.write(part, masters)
+        if not self._is_copied:
+            return
+        for start in range(0, self.published.numel(), PIECE):
+            part = slice(start, start + PIECE)
+            masters = self.master.read(part)  # plain ones are the memory itself
+            last = None if self._last is None else self._last[part]
+            take_shown_(masters, self.published[part], last)
+            self.master.write(part, masters)
+        self.note_published()
+
+    def loaded(self, fragment: Fragment, values: Tensor) -> Tensor:
+        """Masters of which published ``values`` are loaded, see :func:`.codecs.shown`; 1-d."""
+        last = None if self._last is None else self._last[self.local(fragment.start, fragment.stop)]
+        return shown(self.exact(fragment), values.to(self.published.device), last)
+
+    def note_loaded(self, slot: Slot, values: Tensor) -> None:
+        """Take ``values``, which a parameter is about to have, for what is published of it."""
+        for fragment in self.fragments:
+            if fragment.slot == slot and self._last is not None:
+                part = self._last[self.local(fragment.start, fragment.stop)]
+                part.copy_(values.reshape(-1)[slice(*fragment.param_range)])
 
 
 def take_moved(shards: Sequence[Shard]) -> None:
@@ -174,7 +228,8 @@ def build_shard(
     Every rank must call it, with equal layouts.
     """
     pack_groups = layout.pack_groups
-    pack = Pack(layout, params, process_groups.comm(pack_groups.shard))
+    comm = process_groups.comm(pack_groups.shard)
+    pack = Pack(layout, params, comm, cast_of(config, layout.cast))
     shard = Shard(pack, config)
     if process_groups.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()

@@ -78,6 +78,11 @@ def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
     step, also by moving or converting them, keep their values.
     """
     pack, low = shard.pack, shard.pack.layout.dtype
+    if pack.cast is not None:  # the owner's copy decides
+        for view, param in zip(pack.views(pack.data), pack.params, strict=True):
+            if param.dtype == low:
+                view.copy_(param.data)
+        shard.absorb()
     full = pack.data
     if not shard.in_place:
         full = torch.zeros(pack.layout.numel, dtype=MASTER_DTYPE, device=pack.data.device)
@@ -85,12 +90,15 @@ def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
         pieces = [(span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans]
         if pack.comm.size > 1 and pieces:
             pack.comm.broadcast_all(pieces, pack.layout)
-    for param, view, dtype in zip(pack.params, pack.views(full), dtypes, strict=True):
+    for slot, param, view, dtype in zip(
+        pack.layout.slots, pack.params, pack.views(full), dtypes, strict=True
+    ):
         values, exact = param.data, view.to(param.device)
         if values.dtype == low and not shard.in_place:
-            values = shown(exact, values)
+            values = shown(exact, values) if pack.cast is None else exact
         elif not shard.in_place:  # it was converted since
-            same = exact.to(low).to(values.dtype) == values
+            published = pack.rounded(slot, exact.reshape(-1)).view(exact.shape)
+            same = published.to(values.dtype) == values
             values = torch.where(same, exact, values.to(MASTER_DTYPE))
         param.data = values.to(dtype)
         param.grad = None

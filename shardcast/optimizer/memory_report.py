@@ -28,8 +28,7 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
         report["parameters"] += shard.pack.data.nbytes
         if shard.grads is not None:
             report["gradients"] += packed.reduce.nbytes(shard.pack)
-        if not shard.in_place:
-            report["masters"] += shard.master.nbytes
+        report["masters"] += shard.nbytes
     report["state"] = sum(update.nbytes() for update in packed.updates)
     kept: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
     report.update({it.name: nbytes for it in kept if (nbytes := it.nbytes()) is not None})

@@ -7,16 +7,16 @@ a sharded one. And a copy of the model, which has no masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 from shardcast.comm import warn_first
 from shardcast.hook import Hook
-from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
 from shardcast.messages import page
 from shardcast.step.sync.sync import Sync
@@ -171,7 +171,7 @@ class ModelHooks:
     def _before_load(
         self,
         module: nn.Module,
-        state_dict: Mapping[str, Any],
+        state_dict: MutableMapping[str, Any],
         prefix: str,
         metadata: Mapping[str, Any],
         *_strictness: Any,
@@ -204,8 +204,26 @@ class ModelHooks:
                 if param in loaded:
                     values = loaded[param].reshape(-1)[slice(*fragment.param_range)]
                     if values.dtype == shard.published.dtype:
-                        values = shown(shard.exact(fragment), values.to(shard.published.device))
+                        values = shard.loaded(fragment, values)
                     shard.set_exact(fragment, values)
+            if shard.pack.cast is not None:
+                self._load_rounded(shard, module, state_dict, prefix, loaded)
+
+    def _load_rounded(
+        self, shard: Shard, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str,
+        loaded: Mapping[nn.Parameter, Tensor],
+    ) -> None:  # fmt: skip
+        """Have torch copy what is published of loaded values; its own cast is another one."""
+        pack = shard.pack
+        names = {param: name for name, param in module.named_parameters(recurse=False)}
+        for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
+            if param in loaded:
+                values = pack.rounded(slot, loaded[param].detach().reshape(-1)).view(slot.shape)
+                shard.note_loaded(slot, values)
+                if _compat.is_dtensor(param):
+                    whole: Any = param
+                    values = dtensor.wrap_local(values, param, whole.placements)
+                state_dict[prefix + names[param]] = values
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

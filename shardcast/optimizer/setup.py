@@ -27,6 +27,7 @@ from shardcast.memory.pack import as_packed
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.option_values import load_extension
 from shardcast.plan import validate
+from shardcast.plan.casts import casts_of
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.pack_groups import PackGroups
@@ -124,7 +125,11 @@ def plan_for(
         number: partition_of(owner, elementwise[number.optimizer], config)
         for number, owner, _ in originals.numbered()
     }
-    unmatched = (*precision.unmatched, *parallel_dims.unmatched(params)) if before is None else ()
+    casts = casts_of(config)
+    unmatched: tuple[str, ...] = ()
+    if before is None:
+        of_casts = casts.unmatched(params) if casts else ()
+        unmatched = (*precision.unmatched, *parallel_dims.unmatched(params), *of_casts)
     if not parallel_dims.in_pipeline:
         validate.check_matched(unmatched)
     pack_groups_by_name = parallel_dims.pack_groups_by_name({**params, **outside})

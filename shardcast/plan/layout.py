@@ -58,6 +58,7 @@ class PackKey(NamedTuple):
     group: GroupId
     key: str
     pack_groups: PackGroups
+    cast: str = ""
 
 
 class ParamInfo(NamedTuple):
@@ -66,7 +67,8 @@ class ParamInfo(NamedTuple):
     ``dtype`` is the storage dtype after the precision policy; ``group`` its optimizer group;
     ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
     all ranks; ``cost`` what its update costs its owner, ``None``: as much as it has elements.
-    Of a DTensor ``shape`` is that of the local tensor.
+    Of a DTensor ``shape`` is that of the local tensor. ``cast`` names another than the usual cast
+    of masters; ``unit`` elements, counted from the first one, have one owner then.
     """
 
     name: str
@@ -78,6 +80,8 @@ class ParamInfo(NamedTuple):
     key: str = ""
     pack_groups: PackGroups = PackGroups()
     cost: float | None = None
+    cast: str = ""
+    unit: int = 1
 
     @property
     def numel(self) -> int:
@@ -86,8 +90,9 @@ class ParamInfo(NamedTuple):
     @property
     def pack_key(self) -> PackKey:
         return PackKey(
-            self.device, self.dtype, self.requires_grad, self.group, self.key, self.pack_groups
-        )
+            self.device, self.dtype, self.requires_grad, self.group, self.key, self.pack_groups,
+            self.cast,
+        )  # fmt: skip
 
 
 class Slot(NamedTuple):
@@ -158,6 +163,7 @@ class PackLayout:
     algorithms: Algorithms = Algorithms()
     partition: str = "even"
     pack_groups: PackGroups = PackGroups()
+    cast: str = ""
 
     def __str__(self) -> str:
         more = f" and {len(self.slots) - 1} more" if len(self.slots) > 1 else ""
@@ -267,6 +273,7 @@ class Layout:
             frozen = "" if pack.requires_grad else " frozen"
             key = f" key {pack.key}" if pack.key else ""
             key += f" ({pack.pack_groups})" if str(pack.pack_groups) else ""
+            key += f" as {pack.cast}" if pack.cast else ""
             partition = " whole" if pack.partition == "whole" else ""
             sizes = [span.numel for span in pack.spans]
             spans = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sizes)

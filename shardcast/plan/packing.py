@@ -13,6 +13,7 @@ from torch import nn
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.algorithms import Algorithms, Topology, choose
+from shardcast.plan.casts import casts_of
 from shardcast.plan.layout import GroupId, Layout, PackKey, PackLayout, ParamInfo
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.parallel_dims import ParallelDims
@@ -45,24 +46,29 @@ def describe(
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
-    infos, plain = [], PackGroups()
+    infos, plain, casts = [], PackGroups(), casts_of(config)
     for name, param in named.items():
         device = devices.get(param.device)
         if device is None:
             kind = param.device.type
             count = sum(device.type == kind for device in devices)
             device = devices[param.device] = f"{kind} {count + 1}" if count else kind
+        shape = tuple(_compat.local_tensor(param).shape)
+        dtype = param.dtype if storage_dtype is None else storage_dtype(param)
+        cast = None if casts is None else casts.of(name, shape, dtype)
         infos.append(
             ParamInfo(
                 name,
-                tuple(_compat.local_tensor(param).shape),
-                param.dtype if storage_dtype is None else storage_dtype(param),
+                shape,
+                dtype,
                 device,
                 param.requires_grad,
                 GroupId() if groups is None else groups[name],
                 "" if config.group_fn is None else repr(config.group_fn(name, param)),
                 plain if pack_groups_by_name is None else pack_groups_by_name[name],
                 costs.get(name),
+                "" if cast is None else cast.name,
+                1 if cast is None else cast.unit(shape),
             )
         )
     return infos
@@ -154,6 +160,7 @@ def plan_packs(
             PackLayout(
                 index, key.device, key.dtype, key.requires_grad, key.group, key.key,
                 spans[-1].stop, slots, spans, partition=mode, pack_groups=key.pack_groups,
+                cast=key.cast,
             )
         )  # fmt: skip
     return Layout(parallel_dims.world_size, tuple(packs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -54,4 +55,19 @@ def plan_even(
     if world_size == 1:  # nothing to cut: a pack of one keeps its exact size
         return tuple(slots), (Span(0, 0, end),)
     size = round_up(-(-end // world_size), align)
-    return tuple(slots), tuple(Span(r, r * size, (r + 1) * size) for r in range(world_size))
+    cuts = [rank * size for rank in range(world_size + 1)]
+    if any(align % param.unit for param in members):
+        units = [param.unit for param in members]
+        whole = (_between_units(cut, slots, units, align) for cut in cuts[1:-1])
+        cuts = [0, *whole, round_up(end, align)]
+    spans = enumerate(itertools.pairwise(cuts))
+    return tuple(slots), tuple(Span(rank, start, stop) for rank, (start, stop) in spans)
+
+
+def _between_units(cut: int, slots: Sequence[Slot], units: Sequence[int], align: int) -> int:
+    """The place nearest to ``cut`` where no unit of any slot is cut; rises with it."""
+    for slot, unit in zip(slots, units, strict=True):
+        if cut < slot.end:
+            within = max(0, cut - slot.offset)
+            return round_up(slot.offset + (within + unit // 2) // unit * unit, align)
+    return round_up(slots[-1].end, align)

@@ -84,6 +84,9 @@ class FusedUpdate(Update):
             return
         if on_host and bool(decision.skip):
             return
+        behind = [shard for shard in self._states if shard.pack.cast is not None]
+        for shard in behind:
+            shard.absorb()
         present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
         taken = ~decision.skip
         self._count(taken, present)
@@ -101,11 +104,13 @@ class FusedUpdate(Update):
 
         if self._transfer is not None:
             self._transfer(self._ranges(decision, present), fetch, update, send)
-            return
-        for one in self._ranges(decision, present):
-            operands = fetch(one)
-            update(one, operands)
-            send(one, operands)
+        else:
+            for one in self._ranges(decision, present):
+                operands = fetch(one)
+                update(one, operands)
+                send(one, operands)
+        for shard in behind:
+            shard.publish(skip)
 
     def _ranges(
         self, decision: Decision, present: Mapping[Shard, Sequence[bool]]

@@ -1,0 +1,193 @@
+"""Forms: how a block of fp32 values becomes codes and a scale, and the values that these stand for.
+
+Each scale is a power of two, so what a code stands for *is* a bf16 number, and quantizing it again
+gives the same value. That holds for all values that a block can have here: a block whose codes
+would stand for numbers below those of bf16 is zeros.
+
+Bits are those of others: ``mxfp8`` and ``mxfp4`` of torchao's ``to_mx`` with
+``ScaleCalculationMode.FLOOR``, ``fp8_block128`` of transformers' ``Fp8Quantize`` with ``scale_fmt``
+``ue8m0``. Exponents are found in integers, for a logarithm in floating point depends on the device.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shardcast.plan.casts import Cast
+
+BIAS = 127  # of an exponent in fp32, bf16 and E8M0
+MANTISSA = 23  # bits in fp32
+NAN_SCALE = 255  # the E8M0 byte of a block with a NaN
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+
+
+class Form(Cast):
+    """One form; blocks are of ``(block_rows, block_columns)`` elements of a matrix.
+
+    Attributes:
+        lowest: the least byte of a scale whose codes all stand for bf16 numbers.
+        of_zeros: the byte of the scale of zeros.
+        limit: the largest size of a code.
+        bits: of a code.
+    """
+
+    block_rows: ClassVar[int]
+    block_columns: ClassVar[int]
+    lowest: ClassVar[int]
+    of_zeros: ClassVar[int] = 0
+    limit: ClassVar[float] = E4M3_MAX
+    bits: ClassVar[int] = 8
+
+    def unit(self, shape: tuple[int, ...]) -> int:
+        """See :meth:`.Cast.unit`: a row of blocks, or a block of elements that are in a row."""
+        columns = self.block_columns if self.block_rows == 1 else shape[-1]
+        return self.block_rows * columns
+
+    def __call__(self, masters: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """See :meth:`.Cast.__call__`."""
+        return self.round(masters.view(-1, self.unit(shape) // self.block_rows)).view(-1)
+
+    def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a matrix.
+
+        Args:
+            values: of shape ``(..., rows, columns)``, whole blocks; fp32, or what is exact in it.
+
+        Returns:
+            Codes, float8_e4m3fn of that shape, or uint8 with two codes in a byte, the first one in
+            its lower half; and the bytes of scales, uint8 of ``(..., block rows, block columns)``:
+            ``2**(byte - 127)``, 255 for NaN.
+        """
+        scaled, scale = self._scaled(values)
+        return self._codes(scaled.reshape(values.shape)), scale
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The bf16 values that codes and scales of :meth:`quantize` stand for."""
+        values = self._values(codes)
+        blocks = self._blocks(values) * _power(scales)[..., :, None, :, None]
+        return blocks.reshape(values.shape).to(torch.bfloat16)
+
+    def round(self, values: Tensor) -> Tensor:
+        """What is published of values: bf16, of their shape; ``dequantize(*quantize(values))``."""
+        scaled, scale = self._scaled(values)
+        blocks = self._nearest(scaled).mul_(_power(scale)[..., :, None, :, None])
+        return blocks.reshape(values.shape).to(torch.bfloat16)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the scales of a matrix, or of a stack of matrices."""
+        *stack, rows, columns = shape
+        return (*stack, rows // self.block_rows, columns // self.block_columns)
+
+    def _blocks(self, values: Tensor) -> Tensor:
+        """As ``(..., block rows, rows of a block, block columns, columns of a block)``."""
+        *stack, rows, columns = values.shape
+        return values.view(
+            *stack, rows // self.block_rows, self.block_rows,
+            columns // self.block_columns, self.block_columns,
+        )  # fmt: skip
+
+    def _scaled(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks divided by their scales and saturated, which may be overwritten; and the scales.
+
+        The maximum of a block depends on no order.
+        """
+        blocks = self._blocks(values.contiguous().float())
+        largest = blocks.abs().amax((-3, -1))
+        byte = self._scale_of(largest)
+        tiny = byte < self.lowest
+        is_nan = largest.isnan()
+        factor = _power(2 * BIAS - byte).masked_fill_(tiny, 0.0)  # a zero keeps its sign
+        scaled = blocks * factor[..., :, None, :, None]
+        byte = byte.masked_fill(tiny, self.of_zeros).masked_fill_(is_nan, NAN_SCALE)
+        return scaled.clamp_(-self.limit, self.limit), byte.to(torch.uint8)
+
+    @abstractmethod
+    def _scale_of(self, largest: Tensor) -> Tensor:
+        """The byte of the scale of a block, int32, maybe below zero, from its largest size."""
+
+    def _nearest(self, scaled: Tensor) -> Tensor:
+        """Rounded to the nearest code, ties to even; fp32, may overwrite."""
+        return scaled.to(torch.float8_e4m3fn).float()
+
+    def _codes(self, scaled: Tensor) -> Tensor:
+        return scaled.to(torch.float8_e4m3fn)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        return codes.float()
+
+
+class MXFP8(Form):
+    """OCP MX: E4M3 codes, an E8M0 scale for each 32 of them along the input dimension."""
+
+    name = "mxfp8"
+    block_rows, block_columns = 1, 32
+    lowest = 3  # 2**-9, the least code, times 2**(3 - 127) is the least bf16 number
+
+    def _scale_of(self, largest: Tensor) -> Tensor:
+        return _exponent(largest) - 8  # 2**8 is the largest power of two that is a code
+
+
+class MXFP4(Form):
+    """OCP MX: E2M1 codes, an E8M0 scale for each 32 of them along the input dimension."""
+
+    name = "mxfp4"
+    block_rows, block_columns = 1, 32
+    lowest = 1
+    limit = E2M1_MAX
+    bits = 4
+
+    def _scale_of(self, largest: Tensor) -> Tensor:
+        return _exponent(largest) - 2
+
+    def _nearest(self, scaled: Tensor) -> Tensor:
+        # Codes are 0.5 apart below 2, 1 below 4, else 2.
+        size = scaled.abs()
+        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+        return scaled.div_(step).round_().mul_(step)
+
+    def _codes(self, scaled: Tensor) -> Tensor:
+        values = self._nearest(scaled)
+        size = values.abs()
+        code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
+        code = code.nan_to_num_(7.0).to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
+        return code[..., ::2] | (code[..., 1::2] << 4)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        pair = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        size = (pair & 7).float()
+        size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
+        return torch.where(pair > 7, -size, size)
+
+
+class FP8Block128(Form):
+    """E4M3 codes, and a scale for each 128 x 128 of them that is a power of two."""
+
+    name = "fp8_block128"
+    block_rows, block_columns = 128, 128
+    lowest = 3
+    of_zeros = BIAS  # a scale of 1
+
+    def _scale_of(self, largest: Tensor) -> Tensor:
+        # The least power of two that is not below the reciprocal of a reciprocal: as transformers.
+        inverse = 1.0 / (E4M3_MAX / largest)
+        bits = inverse.view(torch.int32)
+        return (bits >> MANTISSA) + ((bits & ((1 << MANTISSA) - 1)) != 0)
+
+
+FORMS: dict[str, Form] = {form.name: form for form in (MXFP8(), MXFP4(), FP8Block128())}
+
+
+def _exponent(size: Tensor) -> Tensor:
+    """The biased exponent of fp32 numbers without a sign."""
+    return size.view(torch.int32) >> MANTISSA
+
+
+def _power(byte: Tensor) -> Tensor:
+    """``2**(byte - 127)`` of bytes in [1, 254], fp32; NaN of 255, and zero of 0."""
+    power = (byte.to(torch.int32).clamp(0, NAN_SCALE) << MANTISSA).view(torch.float32)
+    return torch.where(byte == NAN_SCALE, torch.nan, power)

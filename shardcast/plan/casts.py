@@ -1,0 +1,76 @@
+"""Casts: how the fp32 masters of a parameter become what the model has of it.
+
+Usually to the nearest number of the parameter's dtype, each element by itself, within the update.
+An option may have another cast for some parameters, of values that meet in blocks. These have packs
+of their own; the whole blocks of a fragment are cast behind the update, at their owner.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shardcast.config import ShardcastConfig
+
+
+class Cast(ABC):
+    """How masters of a parameter become its published values.
+
+    Attributes:
+        name: parameters of different casts share no pack.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def unit(self, shape: tuple[int, ...]) -> int:
+        """Elements of a parameter, counted from its first one, that have one owner together."""
+
+    @abstractmethod
+    def __call__(self, masters: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What is published of masters: 1-d, in the dtype of the pack.
+
+        Args:
+            masters: 1-d fp32, whole units.
+            shape: of the parameter.
+        """
+
+
+class Casts(ABC):
+    """The casts of one configuration."""
+
+    @abstractmethod
+    def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Cast | None:
+        """The cast of a parameter; ``None`` for the usual one.
+
+        Args:
+            shape: of what lies on this rank.
+            dtype: in which it is stored.
+
+        Raises:
+            ValueError: it is asked for, and the parameter cannot have it; names it.
+        """
+
+    @abstractmethod
+    def named(self, name: str) -> Cast:
+        """The cast of that name."""
+
+    @abstractmethod
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Of patterns that match none of the parameters, as messages."""
+
+
+def casts_of(config: ShardcastConfig) -> Casts | None:
+    """The casts that an option asks for; ``None`` where all are the usual one."""
+    asked = (it.casts for it in config.extensions().values() if it.casts is not None)
+    return next((casts(config) for casts in asked), None)
+
+
+def cast_of(config: ShardcastConfig, name: str) -> Cast | None:
+    """The cast of a pack, by its name; ``None`` for the usual one."""
+    casts = casts_of(config) if name else None
+    return None if casts is None else casts.named(name)

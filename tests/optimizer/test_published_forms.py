@@ -1,0 +1,477 @@
+"""Published forms: the owner decides which bits the weights are, once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import run_world
+from quantizers import batch, by_table, gpt, loss_of, train_plain, train_published, vectors
+from torch import Tensor, nn
+
+import shardcast
+from shardcast import checkpoint
+from shardcast.estimate import estimate
+from shardcast.extensions.published_forms.forms import FORMS, Form
+from shardcast.optimizer.stateful import packed_of
+from shardcast.testing import ThreadedWorld
+
+pytestmark = pytest.mark.timeout(120)
+MATRICES = "blocks.*[!12].weight"  # not those of norms
+FORM_NAMES = ("mxfp8", "mxfp4", "fp8_block128")
+of_each_form = pytest.mark.parametrize("form", FORM_NAMES)
+# What torchao 0.18.0 gives (to_mx, ScaleCalculationMode.FLOOR), and transformers 5.23.0
+# (Fp8Quantize, scale_fmt ue8m0): hashes of codes and scales of vectors().
+RECORDED: dict[str, dict[str, str]] = {
+    "mxfp8": {
+        "usual": "030dd8b21e658e39",
+        "wide": "5b030403d3ef01f4",
+        "bf16": "81576fd39f0aba7c",
+        "denormal": "4ec364dbf066ac90",
+        "huge": "54aeb7951a2a17fa",
+        "zeros": "16735d831727f687",
+        "largest": "2ed9ce4b2a089f36",
+    },
+    "mxfp4": {
+        "usual": "63687f405c6afda0",
+        "wide": "f7c9e862bf21b309",
+        "bf16": "b42bd4c205e5e770",
+        "denormal": "bb0484b1e4cef2f2",
+        "huge": "3c768b62d3bbedae",
+        "zeros": "e5efbefb493e1640",
+        "largest": "6980f0030a857535",
+    },
+    "fp8_block128": {
+        "usual": "c64e6c58a609efd2",
+        "wide": "101b628480aeb505",
+        "bf16": "570409578d7efbc0",
+        "denormal": "83def18bb3e6e85d",
+        "huge": "a03c21f26ad5d7fb",
+        "zeros": "094a9bccf2c7e895",
+        "largest": "f0073993ef5fb08c",
+    },
+}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(bits(left), bits(right))
+
+
+def digest(codes: Tensor, scales: Tensor) -> str:
+    """Of codes and scales together, 16 hexadecimal digits."""
+    joined = b"".join(bits(tensor).numpy().tobytes() for tensor in (codes, scales))
+    return hashlib.blake2b(joined, digest_size=8).hexdigest()
+
+
+def sharded(
+    group: Any, form: str, make: Callable[..., Any] = torch.optim.AdamW, **more: Any
+) -> Any:
+    model = gpt()
+    params = [
+        param for param in model.parameters() if param.dim() == 2 or make is not torch.optim.Muon
+    ]
+    optimizer: Any = make(params, lr=1e-2)
+    if make is torch.optim.Muon:
+        rest = [param for param in model.parameters() if param.dim() != 2]
+        optimizer = [optimizer, torch.optim.AdamW(rest, lr=1e-2)]
+    options: dict[str, Any] = {"autocast": False, "published": {form: MATRICES}, **more}
+    return model, shardcast.shard(model, optimizer, process_group=group, **options)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int = 0, first: int = 0, steps: int = 2) -> None:
+    for step in range(first, first + steps):
+        inputs, targets = batch(step, rank, 0)
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def matrices(model: nn.Module) -> dict[str, Tensor]:
+    """Those that have a form."""
+    names = (name for name, _ in model.named_parameters())
+    wanted = {
+        n for n in names if n.startswith("blocks") and n.endswith("weight") and ".ln" not in n
+    }
+    return {n: p.detach().clone() for n, p in model.named_parameters() if n in wanted}
+
+
+def assert_on_grid(model: nn.Module, optimizer: Any, form: str, average: str | None = None) -> None:
+    """Every matrix is what another implementation makes of the masters of all ranks."""
+    exact = optimizer.full_parameters(average)
+    for name, values in matrices(model).items() if exact else ():
+        assert same(values, by_table(exact[name], form)), name
+    optimizer.check_copies()
+
+
+# -- forms ----------------------------------------------------------------------------------
+
+
+@of_each_form
+@pytest.mark.parametrize("kind", [*vectors()])
+def test_codes_and_scales_are_those_that_were_recorded_of_others(form: str, kind: str):
+    assert digest(*FORMS[form].quantize(vectors()[kind])) == RECORDED[form][kind]
+
+
+@of_each_form
+@pytest.mark.parametrize("kind", ["usual", "wide", "bf16", "zeros", "largest"])
+def test_values_are_those_of_a_table_of_all_codes(form: str, kind: str):
+    values = vectors()[kind]
+    assert same(FORMS[form].round(values), by_table(values, form))
+
+
+@of_each_form
+@pytest.mark.parametrize("kind", [*vectors()])
+@pytest.mark.parametrize("power", [0, -60, -110, -116, -120, -125, -130])
+def test_a_value_on_the_grid_is_its_own_quantized_value(form: str, kind: str, power: int):
+    values = vectors()[kind] * 2.0**power
+    if form == "fp8_block128":  # beyond it the largest code is an infinity, as in a cast to bf16
+        values = values.clamp(-(2.0**127.8), 2.0**127.8)
+    once = FORMS[form].round(values)
+    assert same(FORMS[form].round(once), once)
+    assert same(FORMS[form].dequantize(*FORMS[form].quantize(once)), once)
+    assert torch.isfinite(once).all()
+
+
+@of_each_form
+def test_any_bits_at_all_are_rounded_once(form: str):
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randint(-(2**31), 2**31, (256, 256), generator=generator, dtype=torch.int64)
+    values = pattern.to(torch.int32).view(torch.float32)
+    once = FORMS[form].round(values)
+    again = FORMS[form].round(once)
+    unequal = bits(once) != bits(again)
+    if form == "fp8_block128":
+        unequal &= ~once.isinf()
+    assert not (unequal & ~(once.isnan() & again.isnan())).any()
+
+
+@of_each_form
+def test_a_nan_makes_its_block_nan_and_an_infinity_is_seen(form: str):
+    values = vectors()["usual"].clone()
+    values[0, 0], values[127, 255] = torch.nan, -torch.inf
+    published, (_, scales) = FORMS[form].round(values), FORMS[form].quantize(values)
+    rows, columns = FORMS[form].block_rows, FORMS[form].block_columns
+    assert published[:rows, :columns].isnan().all()
+    assert not published[127, 255].isfinite()
+    assert scales[0, 0] == 255
+    assert published[:64, 128:].isfinite().all() == (form != "fp8_block128")
+
+
+def test_values_that_were_bf16_first_have_other_codes():
+    """As where an exporter quantizes bf16 weights, and the trainer fp32 masters."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(512, 512, generator=generator) * 0.02
+    form = FORMS["mxfp8"]
+    changed = form.round(values) != form.round(values.bfloat16())
+    assert 0.025 < changed.float().mean() < 0.037
+
+
+# -- training -------------------------------------------------------------------------------
+
+
+@of_each_form
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_are_those_of_a_fake_quantizer_in_every_forward(form: str, ranks: int):
+    steps, micro_batches = (30 if ranks == 2 else 12), 2
+    losses, masters, _ = train_plain(form, MATRICES, ranks, micro_batches, steps, by_table)
+
+    def run(group: Any) -> Any:
+        own, gathered, _, _ = train_published(group, form, MATRICES, micro_batches, steps)
+        return own, gathered
+
+    results, _ = run_world(ranks, run)
+    assert [own for own, _ in results] == losses
+    assert all(torch.equal(results[0][1][name], master) for name, master in masters.items())
+
+
+def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of all ranks together, counted in elements; beside a fake quantizer in every forward."""
+    rounded, ranks, micro_batches, steps = [0], 2, 3, 2
+    inner = Form.round
+
+    def counted(self: Form, values: Tensor) -> Tensor:
+        rounded[0] += values.numel()
+        return inner(self, values)
+
+    def run(group: Any) -> None:
+        model, optimizer = sharded(group, "mxfp8")
+        group.barrier().wait()
+        if group.rank() == 0:
+            rounded[0] = 0
+        group.barrier().wait()
+        for step in range(steps):
+            for micro in range(micro_batches):
+                inputs, targets = batch(step, group.rank(), micro)
+                loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    monkeypatch.setattr(Form, "round", counted)
+    run_world(ranks, run)
+    weights = matrices(gpt())
+    assert rounded[0] == steps * sum(weight.numel() for weight in weights.values())
+    _, _, quantized = train_plain("mxfp8", MATRICES, ranks, micro_batches, steps, by_table)
+    assert quantized == ranks * micro_batches * steps * len(weights)
+
+
+@of_each_form
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_everything_that_writes_weights_leaves_them_on_the_grid(
+    form: str, ranks: int, tmp_path: Path
+):
+    def run(group: Any) -> None:
+        rank = group.rank()
+        model, optimizer = sharded(group, form, averages={"ema": 0.5})
+        assert_on_grid(model, optimizer, form)
+        train(model, optimizer, rank)
+        assert_on_grid(model, optimizer, form)
+        trained = matrices(model)
+        with optimizer.averaged("ema"):
+            assert_on_grid(model, optimizer, form, "ema")
+            assert not all(map(same, matrices(model).values(), trained.values()))
+        assert all(map(same, matrices(model).values(), trained.values()))
+        assert_on_grid(model, optimizer, form)
+        before = optimizer.digest()
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+        local = optimizer.state_dict()
+        train(model, optimizer, rank, first=2)
+        checkpoint.load(tmp_path, model, optimizer)
+        assert_on_grid(model, optimizer, form)
+        assert all(map(same, matrices(model).values(), trained.values()))
+        assert optimizer.digest() == before
+        train(model, optimizer, rank, first=2)
+        optimizer.load_state_dict(local)
+        assert_on_grid(model, optimizer, form)
+        assert optimizer.digest() == before
+
+    run_world(ranks, run)
+
+
+@of_each_form
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Muon, torch.optim.NAdam])
+def test_any_class_of_optimizer_publishes_forms(form: str, make: Any):
+    def run(group: Any) -> None:
+        model, optimizer = sharded(group, form, make)
+        train(model, optimizer, group.rank())
+        assert_on_grid(model, optimizer, form)
+
+    run_world(2, run)
+
+
+@of_each_form
+def test_what_a_script_writes_is_trained_and_all_else_keeps_its_master(form: str):
+    """Whatever reads masters in between, and though the whole block has another scale then."""
+
+    def run(group: Any, looks: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model, optimizer = sharded(group, form)
+        train(model, optimizer, group.rank())
+        before = optimizer.full_parameters()
+        weight = model.get_parameter("blocks.0.fc.weight")
+        with torch.no_grad():
+            weight[3, 5] = 7.125
+        for _ in range(2 * looks):
+            optimizer.digest()
+        after = optimizer.full_parameters()
+        if after:
+            expected = before["blocks.0.fc.weight"].clone()
+            expected[3, 5] = 7.125
+            assert torch.equal(after["blocks.0.fc.weight"], expected)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+        optimizer.param_groups[0].update(lr=0.0)
+        optimizer.step()
+        assert_on_grid(model, optimizer, form)
+        return after, optimizer.full_parameters()
+
+    for looks in (False, True):
+        results, _ = run_world(2, run, looks)
+        after, later = results[0]
+        assert all(torch.equal(after[name], later[name]) for name in after)
+
+
+@of_each_form
+def test_a_loaded_state_dict_of_the_model_is_on_the_grid_before_the_next_forward(form: str):
+    def run(group: Any) -> None:
+        model, optimizer = sharded(group, form)
+        exact = {name: values * 1.7 for name, values in gpt().state_dict().items()}
+        model.load_state_dict(exact)
+        assert_on_grid(model, optimizer, form)
+        gathered = optimizer.full_parameters()
+        assert all(torch.equal(gathered[name], exact[name]) for name in gathered)
+        train(model, optimizer, group.rank())
+        masters, own = optimizer.digest(), model.state_dict()
+        model.load_state_dict(own)  # in bf16: masters whose published values these are stay
+        assert optimizer.digest() == masters
+        low = {name: values.bfloat16() for name, values in exact.items()}
+        model.load_state_dict(low)
+        assert_on_grid(model, optimizer, form)
+
+    run_world(2, run)
+
+
+@of_each_form
+def test_close_gives_the_fp32_masters_back(form: str):
+    def run(group: Any, how: str) -> None:
+        model, optimizer = sharded(group, form)
+        train(model, optimizer, group.rank())
+        exact = {}
+        if how == "edited":
+            with torch.no_grad():
+                model.get_parameter("blocks.1.out.weight")[1, 1] = 9.0
+        exact = optimizer.full_parameters()
+        if how == "converted":
+            model.float()
+        optimizer.close()
+        for name, param in model.named_parameters() if exact else ():
+            assert param.dtype == torch.float32
+            assert torch.equal(param, exact[name]), name
+
+    for how in ("trained", "edited", "converted"):
+        run_world(2, run, how)
+
+
+@of_each_form
+def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: str):
+    def run(group: Any) -> None:
+        model = gpt()
+        first = [*model.get_submodule("blocks.0").parameters()]
+        optimizer = shardcast.shard(
+            model, torch.optim.AdamW(first, lr=1e-2), process_group=group, autocast=False,
+            published={form: MATRICES.replace("*", "[01]*")},
+        )  # fmt: skip
+        optimizer.add_param_group({"params": [*model.get_submodule("blocks.1").parameters()]})
+        assert_on_grid_of(model, form)
+        train(model, optimizer, group.rank())
+        before = matrices(model)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, torch.inf)
+        optimizer.step()
+        assert optimizer.skipped_steps == 1
+        assert all(map(same, matrices(model).values(), before.values()))
+
+    def assert_on_grid_of(model: nn.Module, form: str) -> None:
+        assert all(same(v, by_table(v.float(), form)) for v in matrices(model).values())
+
+    run_world(2, run)
+
+
+@of_each_form
+@pytest.mark.parametrize("options", [{"reproducible": True}, {"overlap_sync": True},
+                                     {"grads": "sharded"}, {"moments": "bf16"},
+                                     {"shard_ranks": 2}, {"partition": "whole"},
+                                     {"sync": "broadcast"}, {"fuse": "compile"}])  # fmt: skip
+def test_other_options_go_with_it(form: str, options: dict[str, Any]):
+    def run(group: Any) -> None:
+        model, optimizer = sharded(group, form, **options)
+        train(model, optimizer, group.rank())
+        optimizer.wait_sync()
+        assert_on_grid(model, optimizer, form)
+
+    run_world(4, run)
+
+
+@of_each_form
+def test_copies_of_masters_on_several_ranks_publish_the_same(form: str):
+    def run() -> None:
+        model, optimizer = sharded(None, form, shard_ranks=2)
+        train(model, optimizer, torch.distributed.get_rank())
+        assert_on_grid(model, optimizer, form)
+
+    ThreadedWorld({"dp": 4}).run(lambda _mesh: run())
+
+
+# -- plans ----------------------------------------------------------------------------------
+
+
+@of_each_form
+@pytest.mark.parametrize("alignment", [8, 128])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_no_block_has_two_owners(form: str, ranks: int, alignment: int):
+    model = nn.Sequential(nn.Linear(384, 128), nn.Linear(128, 640), nn.Linear(640, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"published": {form: "*.weight"}, "alignment": alignment, "autocast": False}
+    layout = estimate(model, optimizer, ranks, options, "gloo").layout
+    cut = [pack for pack in layout.packs if pack.cast]
+    assert {pack.cast for pack in cut} == {form}
+    assert (
+        sum(slot.numel for pack in cut for slot in pack.slots) == 384 * 128 + 128 * 640 + 640 * 256
+    )
+    for pack in cut:
+        assert [span.start for span in pack.spans] == [0, *(span.stop for span in pack.spans[:-1])]
+        assert pack.spans[-1].stop == pack.numel
+        for rank in range(ranks):
+            for fragment in pack.fragments(rank):
+                unit = FORMS[form].unit(fragment.slot.shape)
+                assert all(place % unit == 0 for place in fragment.param_range)
+    sizes = [sum(part for owner, _, part in pack.parts() if owner == rank)
+             for rank in range(ranks) for pack in cut]  # fmt: skip
+    assert max(sizes) - min(sizes) <= 2 * 128 * 640 if form == "fp8_block128" else True
+
+
+def refusal(**fields: Any) -> str:
+    model = nn.Sequential(
+        nn.Linear(128, 128), nn.Linear(128, 48), nn.Linear(48, 10), nn.LayerNorm(10)
+    )
+    options: dict[str, Any] = {"autocast": False, **fields}
+    with pytest.raises(ValueError) as error:
+        shardcast.shard(model, torch.optim.AdamW(model.parameters()), **options)
+    assert model[0].weight.dtype == torch.float32  # nothing was converted
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"published": {"mxfp8": "2.weight"}}, "'2.weight'"),
+        ({"published": {"fp8_block128": "1.weight"}}, "'1.weight'"),
+        ({"published": {"mxfp8": "*"}}, "'0.bias'"),
+        ({"published": {"mxfp8": "3.weight"}}, "'3.weight'"),
+        ({"published": {"mxfp8": "nobody.*"}}, "'nobody.*'"),
+        ({"published": {"mxfp8": "0.weight", "mxfp4": "0.*"}}, "mxfp8 and mxfp4"),
+        ({"published": {"nvfp4": "0.weight"}}, "nvfp4"),
+        ({"published": {"mxfp8": "0.weight"}, "keep_fp32": ["0.*"]}, "'0.weight'"),
+        ({"published": {"mxfp8": "0.weight"}, "master": "split16"}, "master"),
+        ({"published": {"mxfp8": "0.weight"}, "param_dtype": "fp16"}, "param_dtype"),
+        ({"published": {"mxfp8": "0.weight"}, "param_dtype": "fp32"}, "param_dtype"),
+        ({"published": {"mxfp8": "0.weight"}, "metrics": True}, "metrics"),
+    ],
+)
+def test_what_cannot_have_a_form_is_refused_by_name(fields: dict[str, Any], named: str):
+    assert named in refusal(**fields)
+
+
+def test_a_pattern_of_a_module_takes_its_matrix_and_leaves_its_bias():
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 48))
+    optimizer = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters()), autocast=False, published={"mxfp4": "0"}
+    )
+    formed = {slot.name for pack, slot in optimizer.layout.slots() if pack.cast}
+    assert formed == {"0.weight"}
+
+
+@of_each_form
+def test_the_estimate_is_what_ranks_hold(form: str):
+    model = gpt()
+    options = {"autocast": False, "published": {form: MATRICES}, "fuse": "eager"}
+    found = estimate(model, torch.optim.AdamW(model.parameters()), 3, options, "gloo")
+
+    def run(group: Any) -> int:
+        own, optimizer = sharded(group, form, fuse="eager")
+        train(own, optimizer, group.rank())
+        report = optimizer.memory_report()
+        assert report["masters"] == sum(shard.nbytes for shard in packed_of(optimizer).shards)
+        return int(report["masters"])
+
+    masters, _ = run_world(3, run)
+    assert max(masters) == found.masters
