@@ -156,6 +156,7 @@ class ShardcastConfig(ValidatedOptions):
     )
     max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
     guard: Any | None = extension(None, "guard")
+    on_error: Any = extension("raise", "on_error")
     grads: str = extension("full", "sharded_gradients")
     master: str = extension("fp32", "split_masters")
     moments: str = extension("fp32", "low_moments")

@@ -44,6 +44,7 @@ class Keywords(TypedDict, total=False):
     loss_scale_growth_interval: int
     max_skipped_steps: int
     guard: Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None
+    on_error: str | Mapping[str, Any]
     grads: str
     master: str
     moments: str

@@ -42,6 +42,10 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
     return field(default=default, metadata={"help": help, "range": within})
 
 
+# Methods of the optimizer that modules of extensions have, imported and made with a first call.
+CALLS = {"attempt": "on_error", "failures": "on_error"}
+
+
 class Option(NamedTuple):
     """What a module of :mod:`shardcast.extensions` declares, as its ``OPTION``.
 

@@ -253,6 +253,7 @@ def test_the_keywords_of_shard_are_the_options_of_the_config():
     } | {
         "averages": "Mapping[str, Any]",
         "published": "Mapping[str, str | Sequence[str]] | None",
+        "on_error": "str | Mapping[str, Any]",
         "guard": "Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None",
     }
     found = {name: kind.__forward_arg__ for name, kind in Keywords.__annotations__.items()}

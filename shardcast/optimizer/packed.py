@@ -23,6 +23,7 @@ from shardcast.optimizer.setup import (
     Plan,
 )
 from shardcast.optimizer.tree import Tree, called_by_script
+from shardcast.option_values import CALLS, load_extension
 from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import Layout
 from shardcast.plan.precision import Precision
@@ -89,6 +90,7 @@ class PackedOptimizer:
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self.add(shards)
         self._hooks_by_option: dict[str, StepHook] = {}
+        self.step_hooks: tuple[StepHook, ...] = ()
         self.end_watch_outside: Callable[[], None] = lambda: None
         if self.comm.size > 1 and plan.outside:
             self.end_watch_outside = watch_outside(plan.outside)
@@ -194,13 +196,24 @@ class PackedOptimizer:
         """The step hook of an option; ``None`` where it has none."""
         return self._hooks_by_option.get(name)
 
+    def hook_for(self, call: str) -> Any:
+        """The step hook that has the method ``call``, made if no option did; ``None``: none has."""
+        if (name := CALLS.get(call)) is None:
+            return None
+        if name not in self._hooks_by_option:
+            self._hooks_by_option[name] = load_extension(name).OPTION.hook(self)
+            self.step_hooks = (*self._hooks_by_option.values(),)
+        return self._hooks_by_option[name]
+
     def install_hooks(self) -> None:
         """Have the model and the options take part; again after each added group."""
         options = self.config.extensions(self.stages)
         makers = {name: it.hook for name, it in options.items() if it.hook is not None}
         made = self._hooks_by_option
-        self._hooks_by_option = {n: made.get(n) or make(self) for n, make in makers.items()}
-        self.step_hooks: tuple[StepHook, ...] = (*self._hooks_by_option.values(),)
+        self._hooks_by_option = {
+            n: made.get(n) or make(self) for n, make in makers.items()
+        } | made  # those of calls too
+        self.step_hooks = (*self._hooks_by_option.values(),)
         begins = [self.reduce.begin]
         for hook in self.step_hooks:
             if type(hook).begin_backward is not StepHook.begin_backward:

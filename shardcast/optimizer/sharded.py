@@ -459,6 +459,8 @@ class ShardedOptimizer(StatefulOptimizer):
         packed = self.__dict__.get("_packed")
         if packed is None:
             raise AttributeError(name)
+        if (hook := packed.hook_for(name)) is not None:
+            return getattr(hook, name)
         return own_methods.find(packed, name, self._decision)
 
     def _decision(self) -> Decision:

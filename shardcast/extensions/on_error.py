@@ -1,0 +1,389 @@
+"""``on_error``: what a rank raises in ``optimizer.attempt()`` costs a step at most, not the run.
+
+Inside an attempt backwards send nothing, as in ``no_sync``, and the one reduction runs in
+``step()``. There a rank that failed sends zeros, so that all ranks call the same collectives, and
+says so in the all-reduce that is there anyway. Were gradients sent beside the backward, an owner
+would have added up those of a rank that fails later, and nobody could take them away again.
+"""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from traceback import format_exc
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.comm import ProcessGroups, warn_once_for
+from shardcast.config import ShardcastConfig
+from shardcast.messages import by_rank
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import COUNT, Option, ValidatedOptions, one_of, option, read_mapping
+from shardcast.plan.parallel_dims import ParallelDims
+from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.signal import Signal, Verdict, known, to_device
+from shardcast.step.step_hook import StepHook
+
+LOGGER = logging.getLogger("shardcast")
+KEPT = 1000  # failures that a script can ask for
+TEXT = 1000  # letters of an error
+# The name of an error travels in doubles, each of which holds eight letters of six bits.
+LETTERS = "\0" + string.ascii_letters + string.digits + "_"
+WORDS, LENGTH, BITS = 2, 8, 6
+COLLECTIVES = {"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"}
+
+
+@dataclass(frozen=True)
+class ErrorRule(ValidatedOptions):
+    """What becomes of a step in which ranks failed.
+
+    Attributes:
+        action: ``skip`` it on all ranks, or ``drop`` the gradients of the ranks that failed.
+        max_failed_steps: so many of them in a row raise.
+    """
+
+    action: str = option(None, within=one_of("skip", "drop"))
+    max_failed_steps: int = option(5, within=COUNT)
+
+
+class Failure(NamedTuple):
+    """What a rank raised in a step; on an accelerator other ranks know 16 letters of its name."""
+
+    step: int
+    rank: int
+    error: str
+
+
+class FailureSignal(Signal):
+    """Who failed, with the name of the error: in a place of each rank ``WORDS`` doubles.
+
+    Its numbers: failed steps in a row; whether the last skipped step was one; its part.
+
+    Attributes:
+        error_here: what this rank raised since the last step; empty if nothing.
+        tokens_are_counted: whether the step divides by tokens, of which a failed rank has none.
+        failures: the latest ones of all ranks, as far as the host has heard of them.
+    """
+
+    name = "on_error"
+
+    def __init__(
+        self, rule: ErrorRule, process_groups: ProcessGroups, device: torch.device
+    ) -> None:
+        self._rule, self._device = rule, device
+        self._comm, self._ranks = process_groups.dp, process_groups.dp.size
+        self._drops = self.agrees_scale = rule.action == "drop"
+        self.skips = (False,) * self._ranks
+        self._nothing = torch.zeros(WORDS * self._ranks, dtype=torch.float64, device=device)
+        self._part = self._seen = self._nothing
+        self._count = self._nothing[0]
+        self.noted = 2 + self._nothing.numel()
+        self.error_here, self.tokens_are_counted = "", False
+        self._gives_loss, self._steps, self._is_told = False, 0, False
+        self.takers: Sequence[Signal] = ()  # of a loss
+        self.failures: deque[Failure] = deque(maxlen=KEPT)
+
+    def fail(self, error: Exception) -> None:
+        """Have this rank count as failed in the coming step; keep no traceback, hence no tensor."""
+        kind = type(error).__name__
+        self.error_here = f"{kind}: {error}"[:TEXT]
+        words = [kind[LENGTH * n :][:LENGTH] for n in range(WORDS)]
+        numbers = [0.0] * self._nothing.numel()
+        for n, word in enumerate(words):
+            numbers[WORDS * self._comm.rank + n] = _encoded(word)
+        self._part = to_device(numbers, torch.float64, self._device)
+
+    def arguments(self) -> Mapping[str, Any]:
+        """A rank that failed has no loss; it gives one if the last step had one."""
+        if not (self.error_here and self._gives_loss):
+            return {}
+        for signal in self.takers:
+            if signal.loss is None:
+                signal.loss = 0.0
+        return {"loss": True}
+
+    def local(self) -> Tensor:
+        return self._part
+
+    def read(self, total: Tensor) -> Tensor:
+        """Which ranks failed, and how many."""
+        self._seen = total
+        failed = (total.view(self._ranks, WORDS)[:, 0] > 0).double()
+        self._count = failed.sum()
+        return torch.cat([failed, self._count.view(1)])
+
+    def scale(self, reading: Tensor | None) -> Tensor | None:
+        """The sum was divided by all ranks; tokens are those of the ranks that took part."""
+        if not self._drops or self.tokens_are_counted or reading is None:
+            return None
+        return (self._ranks - reading[-1]).clamp(min=1) / self._ranks
+
+    def judge(self, reading: Tensor, norm: Tensor) -> Verdict:
+        return Verdict(skip=reading[-1] >= (self._ranks if self._drops else 1))
+
+    def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
+        """Note who failed; an error only where that is so in too many steps in a row."""
+        if self._is_told:  # a clip has decided before
+            return None
+        if on_host := _compat.is_host(self._device):
+            self._is_told = True
+            texts = known(self.error_here, self._comm, self._device)
+            step, in_row = self._steps + 1, int(self.numbers[0]) + 1
+        else:
+            in_row, _, *seen = self.numbers.tolist()
+            texts = dict(enumerate(_names(seen)))
+            step = self._steps
+        told = [(rank, text) for rank, text in texts.items() if text]
+        self.failures += [Failure(step, *fact) for fact in told]
+        if in_row >= self._rule.max_failed_steps:
+            return RuntimeError(
+                f"step: ranks failed in optimizer.attempt() in {int(in_row)} steps in a row "
+                f"(max_failed_steps); {'in this one' if on_host else 'last'} {by_rank(told)}"
+            )
+        if self._drops:
+            warn_once_for(self._comm, f"step made without ranks that failed: {by_rank(told)}")
+        return None
+
+    def note(self, decision: Decision) -> None:
+        in_row, by_failure, seen = self.numbers.split([1, 1, self._nothing.numel()])
+        has_failed = self._count > 0
+        in_row.copy_(torch.where(has_failed, in_row + 1, 0.0))
+        by_failure.copy_(torch.where(decision.skip, has_failed, by_failure))
+        seen.copy_(torch.where(has_failed, self._seen, seen))
+
+    def reason(self, numbers: Sequence[float]) -> tuple[str, str] | None:
+        if not numbers[1]:
+            return None
+        names = [(rank, name) for rank, name in enumerate(_names(numbers[2:])) if name]
+        last = self.failures[-1].step if self.failures else 0
+        texts = [(rank, error) for step, rank, error in self.failures if step == last]
+        if [rank for rank, _ in names] == [rank for rank, _ in texts]:
+            names = texts
+        return (
+            f"for what ranks raised in optimizer.attempt(): {by_rank(names)}",
+            "Look at the data of these steps, or at the memory of these ranks.",
+        )
+
+    def conclude(self, decision: Decision) -> None:
+        if not self.error_here:
+            self._gives_loss = any(signal.loss is not None for signal in self.takers)
+        self._part, self.error_here, self._is_told = self._nothing, "", False
+        self._steps += 1
+
+
+def _encoded(word: str) -> float:
+    """Letters of a name as an exact double; above 0 unless there are none."""
+    places = (LETTERS.find(letter) for letter in word)
+    return float(sum((place if place > 0 else 63) << BITS * n for n, place in enumerate(places)))
+
+
+def _names(numbers: Sequence[float]) -> list[str]:
+    """The names of all ranks, of what :func:`_encoded` gave."""
+    shifts, mask = range(0, BITS * LENGTH, BITS), (1 << BITS) - 1
+    words = [[int(number) >> shift & mask for shift in shifts] for number in numbers]
+    letters = ["".join(LETTERS[place] for place in word if place) for word in words]
+    return ["".join(letters[n : n + WORDS]) for n in range(0, len(letters), WORDS)]
+
+
+class Attempts(StepHook):
+    """Attempts of one optimizer."""
+
+    name = "on_error"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        if optimizer.config.on_error == "raise":
+            raise RuntimeError(
+                "attempt: expected the option on_error, which says what becomes of a step in which "
+                "a rank failed; give shard() on_error='skip' or 'drop'"
+            )
+        self._optimizer = optimizer
+        self._signal: FailureSignal = optimizer.decider.signal_of(self.name)
+        signals = optimizer.decider.signals
+        self._signal.takers = [signal for signal in signals if signal.takes_loss]
+        modules = (module for stage in optimizer.stages for module in stage.modules())
+        self._synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+        self._is_open = False
+        self._misuse: Exception | None = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run the forwards and backwards of a step: ``with optimizer.attempt():``.
+
+        Every rank must enter it, and call ``step()`` after it. What a rank raises inside it goes no
+        further: its gradients of the step do not count, those of other attempts of the same step
+        among them. With ``on_error="skip"`` the step is skipped on all ranks, with ``"drop"`` it is
+        made with the mean of the others, over the ranks, or tokens, that took part; where all ranks
+        failed it is skipped, too. The step warns of ranks and errors, see :meth:`failures`; the
+        rank itself logs the whole traceback.
+
+        Backwards inside it send nothing, so their gradients travel in ``step()``.
+
+        Not taken for failures, and raised: errors of collectives, ``StopIteration``, and all that
+        is no ``Exception``, as ``KeyboardInterrupt``. There must be no collectives of the script
+        inside, for which other ranks would wait.
+
+        Raises:
+            RuntimeError: without the option ``on_error``; inside another attempt; after gradients
+                of this step were reduced; with ``"drop"`` where :attr:`divisor` is assigned.
+                In ``step()``, on all ranks: after ``max_failed_steps`` of them in a row.
+        """
+        self._check()
+        self._is_open, reduce = True, self._optimizer.reduce
+        try:
+            with reduce.no_sync():
+                self._send_buffers()
+                try:
+                    yield
+                except Exception as error:
+                    if self._is_to_be_raised(error):
+                        raise
+                    self._signal.fail(error)
+                    # As text: a log may keep the error, with all that its frames hold.
+                    LOGGER.warning("attempt: this rank failed, and goes on:\n%s", format_exc())
+        finally:
+            self._is_open, self._misuse = False, None
+
+    def failures(self) -> list[Failure]:
+        """What ranks raised in the steps so far: the number of the step, the rank, the error.
+
+        Local, equal on all ranks. On an accelerator it comes a step or two later, and the error is
+        the first letters of the name of its class; the log of that rank has all of it.
+        """
+        return [*self._signal.failures]
+
+    def _check(self) -> None:
+        reduce = self._optimizer.reduce
+        if self._is_open:
+            self._misuse = RuntimeError("attempt: it is open already; leave it before the next one")
+            raise self._misuse
+        if not (reduce.due or reduce.alone):
+            raise RuntimeError(
+                "attempt: gradients of this step were reduced before, with those of a rank that "
+                "may fail now; have all backwards of a step inside attempts, or call zero_grad()"
+            )
+        if self._optimizer.comm.size > 1 and self._synchronized:
+            raise RuntimeError(
+                "attempt: expected a model whose ranks meet in no forward, got nn.SyncBatchNorm; a "
+                "rank that fails before it would leave the others waiting"
+            )
+        given = reduce.divisor.given is not None
+        if given and self._optimizer.config.on_error.action == "drop":
+            raise RuntimeError(
+                "attempt: optimizer.divisor says what the sum is divided by, whoever takes part; "
+                "with on_error='drop' leave it out, and call optimizer.count for a mean over tokens"
+            )
+
+    def _send_buffers(self) -> None:
+        """Those that a forward would send: a rank may fail before it. Collective."""
+        buffers = self._optimizer.hook_of("broadcast_buffers")
+        for root in self._optimizer.called if buffers is not None else ():
+            buffers.before(root)
+
+    def _is_to_be_raised(self, error: BaseException) -> bool:
+        if error is self._misuse or isinstance(error, (StopIteration, StopAsyncIteration)):
+            return True
+        return self._optimizer.comm.watch.gave_up or _is_of_collective(error)
+
+    def before_reduce(self) -> None:
+        """Have a rank that failed send zeros, and count no tokens."""
+        if self._is_open:
+            self._misuse = RuntimeError(
+                "step, or what else reduces gradients, was called inside optimizer.attempt(); "
+                "leave it before: there each rank sends what it has"
+            )
+            raise self._misuse
+        optimizer, signal = self._optimizer, self._signal
+        reduce, tokens = optimizer.reduce, optimizer.decider.tokens
+        if signal.error_here and (reduce.due or reduce.alone):
+            # It may have failed before it counted: it does as in the last step.
+            counts = tokens.counted or bool(vars(tokens).get("expected"))
+            for shard in optimizer.shards:
+                for param in shard.pack.in_model:
+                    param.grad = None
+            reduce.backwards = 0
+            tokens.clear()
+            if counts:
+                optimizer.decider.counting().add(0, 0)
+        signal.tokens_are_counted = optimizer.decider.tokens.counted
+
+
+def _is_of_collective(error: BaseException | None) -> bool:
+    """Whether it was raised in a collective, which other ranks will not have done."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_globals.get("__name__") in COLLECTIVES:
+                return True
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _check(config: ShardcastConfig) -> None:
+    """Refuse options that need every rank in a step."""
+    loss = getattr(config.guard, "loss", None)
+    _refuse(
+        config,
+        {
+            "grads 'sharded', of which every backward sends a part": config.grads == "sharded",
+            "reproducible, which adds up a fixed number of micro-batches": config.reproducible
+            is not False,
+            "a guard of the loss, which a rank that failed has not": loss is not None
+            and config.on_error.action == "drop",
+        },
+    )
+
+
+def _fits(config: ShardcastConfig, dims: ParallelDims, _draws: str) -> None:
+    """Refuse ranks that wait for one another inside a forward or backward."""
+    _refuse(
+        config,
+        {
+            "a pipeline, whose stages wait for one another": dims.in_pipeline,
+            "a model-parallel mesh, whose ranks meet in each forward": bool(dims.model),
+            "experts, for which ranks meet in each forward": bool(dims.experts),
+        },
+    )
+
+
+def _refuse(config: ShardcastConfig, beside: Mapping[str, bool]) -> None:
+    if found := [what for what, is_so in beside.items() if is_so]:
+        raise ValueError(
+            f"on_error: expected 'raise' beside {found[0]}, got {config.on_error.action!r}; a rank "
+            "that fails could not be left out"
+        )
+
+
+def _read(name: str, value: Any) -> Any:
+    if value == "raise" or isinstance(value, ErrorRule):
+        return value
+    return read_mapping(ErrorRule, value if isinstance(value, Mapping) else {"action": value}, name)
+
+
+def _signal(
+    config: ShardcastConfig, process_groups: ProcessGroups, device: torch.device
+) -> FailureSignal:
+    return FailureSignal(config.on_error, process_groups, device)
+
+
+OPTION = Option(
+    help="what becomes of a step in which a rank raised inside optimizer.attempt(): skip it on all "
+    "ranks, or drop that rank's gradients and train the mean of the others; or {action: skip, "
+    "max_failed_steps: 5}, after which so many in a row raise",
+    within=("raise, skip, drop or a mapping", lambda _: True),
+    read=_read,
+    check=_check,
+    fits=_fits,
+    hook=Attempts,
+    signal=_signal,
+)

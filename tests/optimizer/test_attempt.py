@@ -1,0 +1,445 @@
+"""``optimizer.attempt()``: a rank that fails costs a step at most, and is named."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, MLP, adamw, assert_same_bits, everything, run_world, sharded, values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardcast
+from shardcast import _compat
+from shardcast.optimizer.stateful import packed_of
+from shardcast.testing import RankLeftError, SpawnedWorld, threaded_world
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:step made without", "ignore:step skipped"),
+]
+CASE = CASES["mlp"]
+PLACES = ["data", "forward", "half way", "hook", "second micro-batch", "end"]
+
+
+class BadSample(Exception):  # noqa: N818
+    """What a rank raises."""
+
+
+class Explodes(torch.autograd.Function):
+    """Raises half way in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise BadSample("half way")
+
+
+def explode_in_hook(_param: Tensor) -> None:
+    raise BadSample("hook")
+
+
+def micro_batches(model: nn.Module, optimizer: Any, step: int, rank: int, fails: str) -> None:
+    """Two micro-batches; ``fails`` says where an error comes, if it does."""
+    for number in range(2):
+        seed = 100 * step + 10 * rank + number
+        if fails == "data" and number == 0:
+            raise BadSample("data")
+        x, y = CASE.batch(seed)
+        quiet = optimizer.no_sync() if number == 0 else contextlib.nullcontext()
+        with quiet:
+            if fails == "forward" and number == 0:
+                model(x[:, :3])  # a wrong shape
+            hidden = torch.tanh(model.a(x))
+            if fails == "half way" and number == 0:
+                hidden = Explodes.apply(hidden)
+            if fails == "second micro-batch" and number == 1:
+                hidden = Explodes.apply(hidden)
+            handle = None
+            if fails == "hook" and number == 1:
+                handle = model.b.weight.register_post_accumulate_grad_hook(explode_in_hook)
+            out = model.c(torch.tanh(model.b(hidden))).float()
+            try:
+                optimizer.scale_loss(nn.functional.mse_loss(out, y)).backward()
+            finally:
+                if handle is not None:
+                    handle.remove()
+    if fails == "end":
+        raise BadSample("end")
+
+
+def train(
+    group: Any, plan: dict[int, dict[int, str]], steps: int = 4, **fields: Any
+) -> tuple[Any, Any]:
+    """Steps of which ``plan`` says, by number, which ranks fail where."""
+    model = CASE.build()
+    optimizer = sharded(model, group, **{"on_error": "drop", **fields})
+    rank = 0 if group is None else group.rank()
+    for step in range(steps):
+        with optimizer.attempt():
+            micro_batches(model, optimizer, step, rank, plan.get(step, {}).get(rank, ""))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def control(ranks: int, plan: dict[int, dict[int, str]], steps: int, action: str) -> nn.Module:
+    """The same on plain torch: the mean over those that took part, or no step at all."""
+    model = CASE.build()
+    optimizer = adamw(model, foreach=False)
+    for step in range(steps):
+        failed = {rank for rank, place in plan.get(step, {}).items() if place}
+        taking = [rank for rank in range(ranks) if rank not in failed]
+        if not taking or (failed and action == "skip"):
+            continue
+        sums: dict[str, Tensor] = {}
+        for rank in taking:
+            for number in range(2):
+                x, y = CASE.batch(100 * step + 10 * rank + number)
+                nn.functional.mse_loss(model(x), y).backward()
+            for name, param in model.named_parameters():
+                assert param.grad is not None
+                sums[name] = sums.get(name, 0.0) + param.grad.double()
+                param.grad = None
+        for name, param in model.named_parameters():
+            mean = (sums[name] / ranks).float()
+            factor = 1.0 / (torch.tensor(len(taking), dtype=torch.float64) / ranks)
+            param.grad = mean * factor.float() if len(taking) < ranks else mean
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("action", ["skip", "drop"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_in_which_a_rank_fails_is_skipped_or_made_by_the_others(
+    size: int, place: str, action: str
+):
+    plan = {1: {size - 1: place}, 2: {0: place, size // 2: "data"}}
+
+    def run(group: Any) -> Any:
+        model, optimizer = train(group, plan, on_error=action, broadcast_buffers=False)
+        assert optimizer.skipped_steps == (2 if action == "skip" or size == 1 else size == 2)
+        return values(model), [(it.step, it.rank) for it in optimizer.failures()]
+
+    results, _ = run_world(size, run)
+    expected = values(control(size, plan, 4, action))
+    for found, failures in results:
+        assert_same_bits(found, expected)
+        ranks = {(2, size - 1), (3, 0), (3, size // 2)}
+        assert failures == sorted(ranks)
+
+
+def test_what_is_skipped_changes_nothing():
+    def run(group: Any) -> None:
+        model, optimizer = train(group, {}, 2, on_error="skip", param_dtype=torch.bfloat16)
+        before = everything(model, optimizer)
+        with optimizer.attempt():
+            micro_batches(model, optimizer, 7, group.rank(), "end" if group.rank() else "")
+        optimizer.step()
+        assert bool(optimizer.last_step_skipped)
+        assert_same_bits(everything(model, optimizer), before)
+
+    run_world(2, run)
+
+
+def test_the_step_warns_of_rank_and_error_and_keeps_them():
+    plan = {1: {1: "half way"}, 2: {0: "forward"}}
+
+    def run(group: Any) -> Any:
+        return train(group, plan)[1].failures()
+
+    with pytest.warns(UserWarning, match="ranks that failed: rank 1: BadSample: half way"):
+        failures, others = run_world(2, run)[0]
+    assert failures == others
+    assert failures[0] == (2, 1, "BadSample: half way") and failures[1].error.startswith("Runtime")
+
+
+def test_too_many_failed_steps_in_a_row_raise_on_all_ranks():
+    plan = {step: {1: "data"} for step in (0, 1, 3, 4, 5)}
+    fields: Any = {"on_error": {"action": "drop", "max_failed_steps": 3}}
+
+    def run(group: Any) -> str:
+        with pytest.raises(RuntimeError, match="3 steps in a row") as caught:
+            train(group, plan, 9, **fields)
+        return str(caught.value)
+
+    for text in run_world(2, run)[0]:
+        assert "rank 1: BadSample: data" in text and "max_failed_steps" in text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tokens_are_those_of_the_ranks_that_took_part(size: int):
+    def run(group: Any, fails: bool) -> dict[str, Tensor]:
+        model = CASE.build()
+        optimizer = sharded(model, group, on_error="drop")
+        for step in range(3):
+            with optimizer.attempt():
+                if fails and step == 1 and group.rank() == 1:
+                    raise BadSample("before it counted")
+                optimizer.count(3 + group.rank())
+                x, y = CASE.batch(10 * step + group.rank())
+                nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+                if fails and step == 2 and group.rank() == 1:
+                    raise BadSample("after it counted")
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    def without(group: Any) -> dict[str, Tensor]:
+        """The rank that fails there counts nothing here, and has no gradients."""
+        model = CASE.build()
+        optimizer = sharded(model, group)
+        for step in range(3):
+            left_out = step and group.rank() == 1
+            optimizer.count(0 if left_out else 3 + group.rank())
+            with optimizer.no_sync():
+                x, y = CASE.batch(10 * step + group.rank())
+                if not left_out:
+                    nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    found, expected = run_world(size, run, True)[0], run_world(size, without)[0]
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_buffers_of_a_rank_that_fails_before_its_forward_hang_nobody():
+    def run(group: Any) -> Any:
+        model = CASE.build()
+        model.append = nn.BatchNorm1d(3)
+        fails = {0: group.rank() == 1, 2: group.rank() == 0}
+        optimizer = sharded(model, group, on_error="skip")
+        for step in range(4):
+            with optimizer.attempt():
+                for number in range(2):
+                    if fails.get(step):
+                        raise BadSample("data")
+                    x, _ = CASE.batch(step + group.rank() + number)
+                    model.append(model(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 2
+        return values(model)
+
+    one, other = run_world(2, run)[0]
+    assert_same_bits(one, other)
+
+
+def test_a_loss_scale_and_moments_of_fp16_go_on():
+    plan = {1: {1: "half way"}, 3: {0: "data", 1: "data"}}
+
+    def run(group: Any) -> float:
+        fields = {"param_dtype": torch.float16, "loss_scale": "dynamic", "loss_scale_init": 8.0}
+        _, optimizer = train(group, plan, 6, **fields, loss_scale_growth_interval=2)
+        assert optimizer.skipped_steps == 1
+        return float(optimizer.loss_scale)
+
+    assert run_world(2, run)[0] == [32.0, 32.0]  # five steps: the skipped one is no overflow
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit])
+def test_what_is_no_failure_is_raised(error: type[BaseException]):
+    _, optimizer = train(None, {}, 1)
+    with pytest.raises(error), optimizer.attempt():
+        raise error
+    with optimizer.attempt():  # it is closed
+        pass
+    optimizer.step()
+    assert optimizer.failures() == []
+
+
+def test_errors_of_collectives_are_raised():
+    def run(group: Any) -> None:
+        _, optimizer = train(group, {}, 1)
+        if group.rank() == 0:
+            with optimizer.attempt():
+                dist.all_reduce(torch.ones(1), group=group)
+
+    world: Any = None
+    with pytest.raises(RankLeftError):
+        world = threaded_world(2, run)
+    assert world is None
+
+
+def misuses() -> Iterator[tuple[str, Callable[[Any, Any], None]]]:
+    def nested(_model: Any, optimizer: Any) -> None:
+        with optimizer.attempt(), optimizer.attempt():
+            pass
+
+    def step_inside(_model: Any, optimizer: Any) -> None:
+        with optimizer.attempt():
+            optimizer.step()
+
+    def divided(_model: Any, optimizer: Any) -> None:
+        optimizer.divisor = 3.0
+        with optimizer.attempt():
+            pass
+
+    def reduced(model: Any, optimizer: Any) -> None:
+        CASE.loss(model, CASE.batch(0)).backward()
+        with optimizer.attempt():
+            pass
+
+    yield "open already", nested
+    yield "called inside", step_inside
+    yield "divisor", divided
+    yield "reduced before", reduced
+
+
+@pytest.mark.parametrize(("text", "misuse"), [*misuses()], ids=lambda value: str(value)[:20])
+def test_a_wrong_use_is_an_error_of_its_own(text: str, misuse: Callable[[Any, Any], None]):
+    def run(group: Any) -> None:
+        model, optimizer = train(group, {}, 1)
+        with pytest.raises(RuntimeError, match=text):
+            misuse(model, optimizer)
+
+    run_world(2, run)
+
+
+def test_without_the_option_attempt_names_it():
+    optimizer = sharded(CASE.build())
+    with pytest.raises(RuntimeError, match="on_error='skip'"):
+        optimizer.attempt()
+
+
+REFUSED = [
+    {"grads": "sharded"}, {"reproducible": True},
+    {"on_error": "drop", "guard": {"loss": 3.0, "window": 4}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", REFUSED, ids=str)
+def test_what_cannot_leave_a_rank_out_is_refused_by_name(fields: dict[str, Any]):
+    def run(group: Any) -> None:
+        model = CASE.build()
+        before = values(model)
+        with pytest.raises(ValueError, match="on_error: expected"):
+            sharded(model, group, **{"on_error": "skip", **fields})
+        assert_same_bits(values(model), before)
+
+    run_world(2, run)
+
+
+def test_model_parallel_meshes_pipelines_and_synchronized_norms_are_refused():
+    def in_mesh(mesh: DeviceMesh) -> None:
+        model = MLP()
+        with pytest.raises(ValueError, match="model-parallel mesh"):
+            shardcast.shard(model, adamw(model), mesh=mesh, on_error="skip")
+
+    threaded_world({"tp": 2, "dp": 2}, in_mesh)
+
+    def pipeline(mesh: DeviceMesh) -> None:
+        model = MLP()
+        with pytest.raises(ValueError, match="on_error: expected"):
+            shardcast.shard([model], adamw(model), mesh=mesh, on_error="skip")
+
+    threaded_world({"pp": 2, "dp": 2}, pipeline)
+
+    def synchronized(group: Any) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+        optimizer = sharded(model, group, on_error="drop")
+        with pytest.raises(RuntimeError, match="SyncBatchNorm"), optimizer.attempt():
+            pass
+
+    run_world(2, synchronized)
+
+
+@pytest.mark.parametrize("action", ["skip", "drop"])
+def test_a_guard_that_is_given_a_loss_or_none_judges_alike(action: str):
+    loss = {"guard": {"loss": 50.0, "window": 4}} if action == "skip" else {}
+
+    def run(group: Any) -> int:
+        model = CASE.build()
+        optimizer = sharded(model, group, on_error=action, **loss)
+        for step in range(5):
+            loss_of_step = None
+            with optimizer.attempt():
+                if step == 2 and group.rank() == 1:
+                    raise BadSample("data")
+                loss_of_step = CASE.loss(model, CASE.batch(step))
+                loss_of_step.backward()
+            optimizer.step(loss=loss_of_step) if loss else optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.skipped_steps
+
+    assert run_world(2, run)[0] == [action == "skip"] * 2
+
+
+def test_on_an_accelerator_names_come_by_the_all_reduce(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    plan = {1: {1: "half way"}, 3: {0: "forward", 1: "end"}}
+
+    def run(group: Any) -> Any:
+        model, optimizer = train(group, plan, 6)
+        return values(model), optimizer.failures(), optimizer.skipped_steps
+
+    results, _ = run_world(2, run)
+    expected = [(2, 1, "BadSample"), (4, 0, "RuntimeError"), (4, 1, "BadSample")]
+    for found, failures, skipped in results:
+        assert failures == expected and skipped == 1
+        for name, value in values(control(2, plan, 6, "drop")).items():
+            torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-6)
+
+
+def test_an_attempt_keeps_no_tensor_of_a_rank_that_failed():
+    _, optimizer = train(None, {}, 1)
+    alive: list[Any] = []
+
+    class Big:
+        def __del__(self) -> None:
+            alive.clear()
+
+    def fails() -> None:
+        big = Big()
+        alive.append(1)
+        raise BadSample(str(id(big)))
+
+    with optimizer.attempt():
+        fails()
+    assert not alive
+    optimizer.step()
+
+
+def with_frozen_packs(group: Any) -> None:
+    model = CASE.build()
+    model.a.requires_grad_(False)
+    optimizer = sharded(model, group, on_error="drop")
+    for step in range(3):
+        model.a.requires_grad_(step == 2)
+        with optimizer.attempt():
+            if step and group.rank() == 1:
+                raise BadSample("data")
+            CASE.loss(model, CASE.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert packed_of(optimizer).comm.steps == 3
+
+
+def test_packs_that_wake_while_a_rank_fails_are_woken_on_all():
+    run_world(2, with_frozen_packs)
+
+
+def of_process(group: Any, fields: dict[str, Any], plan: dict[int, dict[int, str]]) -> Any:
+    model, optimizer = train(group, plan, 5, **fields)
+    return values(model), optimizer.failures(), optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("action", ["skip", "drop"])
+def test_processes_do_as_threads(gloo: SpawnedWorld, action: str):
+    plan = {1: {1: "half way"}, 2: {0: "data"}, 3: {0: "hook", 1: "second micro-batch"}}
+    expected = values(control(2, plan, 5, action))
+    for found, failures, skipped in gloo.run(of_process, {"on_error": action}, plan):
+        assert_same_bits(found, expected)
+        assert [(it.step, it.rank) for it in failures] == [(2, 1), (3, 0), (4, 0), (4, 1)]
+        assert skipped == (3 if action == "skip" else 1)
