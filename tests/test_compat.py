@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
-import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Callable
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import python
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -239,8 +237,8 @@ for _ in range(20):
     thread.start()
     thread.join()
 """
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", code], env=hidden, timeout=50, check=True)
+    done = python("-c", code, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
@@ -370,12 +368,7 @@ print(before > 0, group() is None, workers())
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux")
 def test_a_model_does_not_keep_the_threads_of_a_process_group_that_is_destroyed(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-c", FREED, tmp_path / "store"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-c", FREED, str(tmp_path / "store"))
     assert done.stdout == "True True 0\n", done.stderr
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import warm
 from commands import TORCHRUN, command, python
 from safetensors.torch import load_file
 from test_accelerate_processes import fresh
@@ -254,7 +255,7 @@ def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
         if line.startswith("    ")
     ]
     assert line.startswith("shardcast ")
-    line = line.replace("shardcast ", f"{shlex.quote(sys.executable)} -m shardcast ", 1)
+    line = line.replace("shardcast ", f"{shlex.quote(warm.executable())} -m shardcast ", 1)
     done = command("bash", "-c", f"cd {shlex.quote(str(folder))} && {line}")
     assert done.returncode == 0, done.stderr
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import warm
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (
@@ -19,8 +19,8 @@ TORCHRUN = (
 
 
 def python(*arguments: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with ``arguments`` in the checkout; see :func:`command`."""
-    return command(sys.executable, *arguments, timeout=timeout, **env)
+    """Run a warm Python with ``arguments`` in the checkout; see :func:`command`."""
+    return command(warm.executable(), *arguments, timeout=timeout, **env)
 
 
 def command(*words: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import warm
+from commands import command
 from gpu import __main__ as kit
 from gpu import cuda_tests
 from gpu.bench import Bench, flat_model
@@ -29,10 +31,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_dry_run_gives_figures_of_every_part_without_an_error(tmp_path: Path) -> None:
-    subprocess.run(
-        ["bash", "launch/gpu.sh", "--dry-run", "--output", str(tmp_path)],
-        cwd=ROOT, check=True, env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    words = ("bash", "launch/gpu.sh", "--dry-run", "--output", str(tmp_path))
+    done = command(*words, timeout=400, PYTHON=warm.executable())
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     parts = {part["name"]: part for part in report["parts"]}
     assert list(parts) == list(kit.PARTS)
@@ -115,6 +116,7 @@ def test_a_test_that_ends_its_process_is_told_and_the_others_run(
     monkeypatch.setattr(cuda_tests, "ROOT", tmp_path)
     monkeypatch.setattr(cuda_tests, "TESTS", "test_three.py")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'launch'}")
+    monkeypatch.setattr(sys, "executable", warm.executable())
     bench = Bench(True, tmp_path / "rows.json")
     with pytest.raises(RuntimeError, match=r"::test_two, .*::test_three$"):
         cuda_tests.run(bench)

@@ -17,6 +17,7 @@ import plot
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 import yaml
 from commands import TORCHRUN, command, python
 from corpus import Corpus
@@ -187,7 +188,7 @@ def test_the_quickstart_ends_with_a_table_and_a_picture_and_warns_of_nothing(
     satisfied = python("launch/satisfied.py", "plot").returncode == 0
     if not satisfied or sys.prefix == sys.base_prefix:
         pytest.skip("the quickstart would install another torch, or matplotlib, first")
-    variables = {"VENV": sys.prefix, "OUTPUT": str(tmp_path)}
+    variables = {"VENV": str(Path(warm.executable()).parents[1]), "OUTPUT": str(tmp_path)}
     done = command("bash", "launch/quickstart.sh", *TINY_RUN, timeout=280, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after ten steps how long it takes" in done.stdout.split("== 1 of 2")[0]

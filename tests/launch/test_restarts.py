@@ -17,6 +17,7 @@ import metrics
 import psutil
 import pytest
 import torch
+import warm
 from commands import ROOT, kill_tree
 from processes import Processes
 from safetensors.torch import load_file
@@ -52,6 +53,7 @@ class Run:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDCAST_", "TORCH"))}
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         kept |= {"PATH": path, "OMP_NUM_THREADS": "1", "MAX_RESTARTS": "3"}
+        kept["PYTHON_EXEC"] = warm.executable()  # for torchrun, of the workers
         with open(self.folder / "log", "a") as log:
             self.agents.append(
                 subprocess.Popen(

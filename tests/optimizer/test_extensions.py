@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import python
 from models import CASES, assert_same_bits, run_world, sharded, values
 
 from shardcast import ShardcastConfig, checkpoint, option_values
@@ -96,7 +96,6 @@ def test_an_option_that_is_off_is_not_imported():
         "model(torch.ones(1, 4)).sum().backward(); optimizer.step(); "
         "print(sorted(name for name in sys.modules if name.startswith('shardcast.extensions.')))"
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = python("-c", script)
     lookout = ["", ".lookout", ".places"]  # no option asks for it: every process has one
-    assert done.stdout.strip() == str([f"shardcast.extensions.waiting{part}" for part in lookout])
+    assert done.stdout.strip() == str([f"shardcast.extensions.waiting{part}" for part in lookout]), done.stderr

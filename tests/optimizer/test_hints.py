@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from commands import python
 from torch import nn
 
 import shardcast
@@ -45,8 +43,7 @@ SYNC, MODULE = "`with optimizer.no_sync():`", "use the model itself"
 )
 def test_an_error_that_ends_the_script_names_what_to_use(statement: str, call: str, told: str):
     script = SCRIPT.format(statement=statement, call=call)
-    command = [sys.executable, "-c", script]
-    stderr = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    stderr = python("-c", script).stderr
     name = statement.split(".")[1].strip("()")
     assert f"AttributeError: 'Linear' object has no attribute '{name}'" in stderr
     assert told in stderr.rpartition("AttributeError")[2]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from commands import python
 from models import (
     CASES,
     GPT,
@@ -172,5 +171,5 @@ def test_the_other_public_modules_are_imported_when_they_are_used():
         "try: shardcast.chekpoint\n"
         "except AttributeError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = python("-c", code)
     assert done.stdout == "module 'shardcast' has no attribute 'chekpoint'\n", done.stderr

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import python
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from torch import Tensor, nn
 
@@ -287,12 +285,9 @@ print(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
 @needs_compiler
 def test_the_next_process_finds_the_compiled_update_in_the_cache(tmp_path: Path):
     """And each of them compiles once for two models of other sizes."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = []
     for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", TWO_MODELS], env=environment, capture_output=True, text=True
-        )
+        run = python("-c", TWO_MODELS, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         assert run.returncode == 0, run.stderr
         found.append(tuple(int(number) for number in run.stdout.split()))
     assert found == [(0, 1), (1, 0)]
