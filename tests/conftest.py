@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from storages import settle
 
 from shardcast.plan import products
 from shardcast.testing import SpawnedWorld, spawn_world
@@ -96,6 +98,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     multiprocessing.set_forkserver_preload(modules)
 
 
+def pytest_collection_finish() -> None:
+    """Have the collector pass over what was imported: a million objects, in each of its rounds."""
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def started(world_size: int, timeout: float) -> Iterator[SpawnedWorld]:
     """Real processes that are there before a test, whose time limit does not count set-up.
@@ -104,7 +112,7 @@ def started(world_size: int, timeout: float) -> Iterator[SpawnedWorld]:
     """
     forkserver.ensure_running()  # now: it passes on the environment that it begins with
     with spawn_world(world_size, timeout=timeout, start_method="forkserver") as world:
-        world.run(dist.get_rank, timeout=300.0)
+        world.run(settle, timeout=300.0)
         yield world
 
 

@@ -7,6 +7,7 @@ those of plain torch to the bit, and no checkpoint is refused by its own digest.
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -159,10 +160,11 @@ def play(group: Any, folder: Path, part: dict[str, Any], layers: int, number: in
     return optimizer.full_parameters(), averages, optimizer.full_state_dict()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_run_that_goes_on_otherwise_is_that_of_plain_torch(tmp_path: Path, seed: int):
+    """Half of 24 stories; the other half in every second week, by STORIES_SEED."""
     plain = Plain()
-    for number, part in enumerate(tell(seed)):
+    for number, part in enumerate(tell(seed + 12 * (int(os.environ.get("STORIES_SEED", "0")) % 2))):
         if not part["averages"]:
             plain.forget()
         ranks, _ = run_world(part["size"], play, tmp_path, part, plain.layers, number)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from gpt import GPT, GPTConfig
 from models import CASES, run_world
 from storages import live
@@ -397,7 +398,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_take_a_minute_and_four_g
 ):
     (tmp_path / "llama.py").write_text(SEVENTY)
     finished = subprocess.run(
-        [sys.executable, "-c", LLAMA],
+        [warm.executable(), "-c", LLAMA],
         capture_output=True,
         text=True,
         timeout=55,  # the time limit that is tested

@@ -18,6 +18,7 @@ import pytest
 import torch
 import train
 import train_hybrid
+import warm
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from commands import ROOT, python
@@ -371,6 +372,7 @@ def test_scripts_of_one_process_are_launched_too(
     text: str, words: str, printed: str, error: str,
 ) -> None:  # fmt: skip
     script(tmp_path, text)
+    monkeypatch.setattr(sys, "executable", warm.executable())
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     path = launch_file(tmp_path, num_processes=1, distributed_type="NO", shardcast_config={})
     assert main(["launch", "--config_file", path, *words.format(tmp_path).split()]) == 0

@@ -98,4 +98,5 @@ def test_an_option_that_is_off_is_not_imported():
     )
     done = python("-c", script)
     lookout = ["", ".lookout", ".places"]  # no option asks for it: every process has one
-    assert done.stdout.strip() == str([f"shardcast.extensions.waiting{part}" for part in lookout]), done.stderr
+    expected = [f"shardcast.extensions.waiting{part}" for part in lookout]
+    assert done.stdout.strip() == str(expected), done.stderr
