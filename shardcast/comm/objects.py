@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast._compat import groups
+from shardcast.comm.differences import differing, failure_of, raised_elsewhere
 from shardcast.comm.group import TensorCollectives, Work
-from shardcast.messages import by_rank
 from shardcast.plan.algorithms import Topology
 
 T = TypeVar("T")
@@ -67,24 +66,6 @@ class Comm(TensorCollectives):
                 "--multi_gpu --num_processes N)"
             )
         return cls(group)
-
-    def among(self, ranks: Sequence[int], name: str) -> Comm:
-        """A group of some ranks of this one, this rank among them. All of them must call it.
-
-        Raises:
-            ValueError: torch does not know this group, as mock groups of threads.
-        """
-        group: Any = self.group
-        try:
-            members = dist.get_process_group_ranks(group)
-        except KeyError:
-            raise ValueError(
-                "shard_ranks: expected a process_group of torch's init_process_group or new_group, "
-                f"beside which others can be made, got {type(group).__name__}; use shard_ranks "
-                f"'all', or in tests ThreadedWorld({{'dp': {self.size}}}) without process_group="
-            ) from None
-        backend = dist.get_backend_config(group)
-        return Comm(groups.group_of([members[rank] for rank in ranks], name, backend))
 
     def topology(self, device: torch.device) -> Topology:
         """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
@@ -166,11 +147,11 @@ class Comm(TensorCollectives):
             error = raised
         outcome = call if error is None else f"{call} failed on rank {self.rank}"
         alike = self.agree(outcome, device, call)
-        failures = [] if alike else self.exchange((call, _failure(error)), device)
+        failures = [] if alike else self.exchange((call, failure_of(error)), device)
         if error is not None:
             raise error
         if not alike:
-            raise _raised_elsewhere(failures)
+            raise raised_elsewhere(failures)
         return value
 
     def collect(self, fn: Callable[[], T], device: torch.device, call: str = "") -> list[T]:
@@ -191,21 +172,8 @@ class Comm(TensorCollectives):
         Raises:
             RuntimeError: names the first line that differs, and what each rank has there.
         """
-        if self.agree("\n".join(lines), device, "descriptions"):
-            return
-        # Parameters are indented deepest: a difference is named there before it is in totals.
-        ordered = sorted(lines, key=lambda line: len(line.lstrip()) - len(line))
-        # No rank gets the lines of all the others, which of a thousand ranks are gigabytes.
-        of_rank_0 = self.share(ordered, device)
-        longest = max(len(of_rank_0), len(ordered))
-        differing = (n for n in range(longest) if of_rank_0[n : n + 1] != ordered[n : n + 1])
-        position = min(self.exchange(next(differing, longest), device))
-        fact = ordered[position].strip() if position < len(ordered) else "(nothing)"
-        raise RuntimeError(
-            "model: the ranks do not hold the same model and options; first difference: "
-            f"{by_rank(enumerate(self.exchange(fact, device)))}. Build the same model, optimizer "
-            "groups and config on every rank."
-        )
+        if not self.agree("\n".join(lines), device, "descriptions"):
+            raise differing(self, lines, device)
 
     def _on_host(self, values: Tensor) -> Tensor:
         """What was received, on the host, which waits for it where there is a device."""
@@ -233,35 +201,6 @@ def machine() -> str:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-
-
-def _failure(error: Exception | None) -> tuple[str, str] | None:
-    """Kind and message of an error."""
-    if error is None:
-        return None
-    kinds = (kind.__name__ for kind in (ValueError, TypeError) if isinstance(error, kind))
-    own_words = isinstance(error, (ValueError, TypeError, RuntimeError, OSError))
-    return next(kinds, ""), str(error) if own_words else f"{type(error).__name__}: {error}"
-
-
-def _raised_elsewhere(outcomes: Sequence[tuple[str, tuple[str, str] | None]]) -> Exception:
-    """The error of a rank that had none: others failed, or are in different calls.
-
-    Args:
-        outcomes: call and failure of each rank.
-    """
-    failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure}
-    if failures:
-        kinds = {kind for kind, _ in failures.values()}
-        raised = {"ValueError": ValueError, "TypeError": TypeError}.get(
-            kinds.pop() if len(kinds) == 1 else "", RuntimeError
-        )
-        return raised(by_rank((rank, message) for rank, (_, message) in failures.items()))
-    calls = [(rank, call or "(unnamed)") for rank, (call, _) in enumerate(outcomes)]
-    return RuntimeError(
-        f"the ranks are in different calls: {by_rank(calls)}; make the same calls in the same "
-        "order on every rank"
-    )
 
 
 def _bytes(value: Any, device: torch.device) -> Tensor:
