@@ -24,7 +24,6 @@ from shardcast.option_files import CONFIG_VARIABLE, parse_yaml, read_config
 from shardcast.option_values import (
     ABOVE_0,
     COUNT,
-    RANKS,
     CostFn,
     GroupFn,
     KeepRule,
@@ -103,12 +102,7 @@ class ShardcastConfig(ValidatedOptions):
     elementwise: bool | None = option(
         None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
     )
-    shard_ranks: str | int = option(
-        "all",
-        "over how many ranks masters and state are sharded: all, or so many neighbors, each run "
-        "of which has a copy: more memory, but updated parameters travel within a run",
-        RANKS,
-    )
+    shard_ranks: str | int = extension("all", "shard_ranks")
     pack_mb: float | None = option(
         None,
         "upper bound of a pack's storage, in MiB (a single bigger parameter has a pack of its "

@@ -23,10 +23,6 @@ ANY: Range = ("", lambda _: True)
 ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
 FINITE: Range = ("a number above 0, not inf", lambda value: 0 < value < float("inf"))
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
-RANKS: Range = (
-    "all or a number of ranks >= 1",
-    lambda value: value == "all" if isinstance(value, str) else value >= 1,
-)
 PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
     "str | float": (str, int, float), "bool | int": (bool, int), "str | int": (str, int),
@@ -69,6 +65,8 @@ class Option(NamedTuple):
         fits: ``fits(config, parallel_dims, draws)`` raises ValueError for ranks that it does not go
             with, or for the class ``draws`` of an optimizer that draws random numbers, or may
             (empty: none does).
+        groups: ``groups(config, process_groups)`` gives the :class:`.ProcessGroups` of a job
+            without a mesh, in place of those; every rank calls it.
         fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
         casts: ``casts(config)`` gives :class:`.Casts`, how some masters become what is published.
     """
@@ -85,6 +83,7 @@ class Option(NamedTuple):
     codec: Callable[[Any, str], Any] | None = None
     check: Callable[[Any], None] | None = None
     fits: Callable[[Any, Any, str], None] | None = None
+    groups: Callable[[Any, Any], Any] | None = None
     fused: bool = False
     casts: Callable[[Any], Any] | None = None
 

@@ -11,11 +11,9 @@ from shardcast.comm.objects import Comm
 from shardcast.plan.pack_groups import PLAIN, PackGroups
 from shardcast.plan.parallel_dims import ParallelDims
 
-REPLICAS, SHARDS = "dp_replicate", "dp_shard"  # where there is no mesh: torchtitan's names
-
 
 class ProcessGroups:
-    """The process groups of this rank; those of a mesh are made by an extension.
+    """The process groups of this rank; others than :meth:`flat` ones are made by extensions.
 
     Attributes:
         everyone: all ranks of the job: they set up, save and load together.
@@ -37,26 +35,6 @@ class ProcessGroups:
     def flat(cls, comm: Comm) -> ProcessGroups:
         """Data parallelism alone."""
         return cls(comm, comm, comm, Comm(None), {}, ParallelDims(comm.size))
-
-    @classmethod
-    def replicated(cls, comm: Comm, ranks: int) -> ProcessGroups:
-        """Data parallelism in which runs of ``ranks`` ranks cut packs, and each run holds a copy.
-
-        Every rank of ``comm`` must call it: two groups are made.
-        """
-        run, number = divmod(comm.rank, ranks)
-        shard = range(run * ranks, (run + 1) * ranks)
-        copies = range(number, comm.size, ranks)
-        groups = {REPLICAS: comm.among(copies, REPLICAS), SHARDS: comm.among(shard, SHARDS)}
-        parallel_dims = ParallelDims(
-            ranks,
-            {name: group.size for name, group in groups.items()},
-            {name: group.rank for name, group in groups.items()},
-            {REPLICAS: tuple(copies), SHARDS: tuple(shard)},
-            (REPLICAS, SHARDS),
-            replicas=REPLICAS,
-        )
-        return cls(comm, comm, groups[SHARDS], Comm(None), groups, parallel_dims)
 
     @property
     def is_data_parallel(self) -> bool:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.reproducible.tree import most_bytes
+from shardcast.extensions.shard_ranks import ranks_of_shards
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.marks import count_marks
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, Shard
-from shardcast.optimizer.setup import Plan, plan_for, ranks_of_shards
+from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
 from shardcast.plan.casts import cast_of
 from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span

@@ -157,7 +157,9 @@ def shard(
     with torch.no_grad(), setup.without_collector():
         plan = setup.agreed(planned, process_groups, device, "shard")
         if mesh is None and process_groups.dp.size > 1:
-            process_groups = setup.over_fewer_ranks(process_groups, given().config)
+            for option in given().config.extensions().values():
+                if option.groups is not None:
+                    process_groups = option.groups(given().config, process_groups)
             if not process_groups.is_data_parallel:
                 plan = setup.agreed(planned, process_groups, device, "shard")
         _, stages, _, restores = given()

@@ -233,40 +233,6 @@ def agreed(
     return dataclasses.replace(plan, layout=layout, new=new)
 
 
-def ranks_of_shards(config: ShardcastConfig, size: int) -> int:
-    """Over how many of ``size`` data-parallel ranks masters and state are sharded.
-
-    Sharded over fewer than all of them, each run of neighbors has a copy: more memory, but the
-    sync stays among neighbors. Then a step sends the gradients to the owners of the own run first,
-    and the sums of these between the runs.
-
-    Raises:
-        ValueError: a number that does not divide the ranks.
-    """
-    asked = config.shard_ranks
-    if isinstance(asked, str) or asked >= size:
-        return size
-    if size % asked:
-        raise ValueError(
-            f"shard_ranks: expected a number that divides the {size} ranks, got {asked}; use "
-            "'all', or the number of ranks of a node"
-        )
-    return asked
-
-
-def over_fewer_ranks(process_groups: ProcessGroups, config: ShardcastConfig) -> ProcessGroups:
-    """The groups of ranks that are to share masters and state; the present ones if all.
-
-    Every data-parallel rank must call it, with an agreed configuration.
-
-    Raises:
-        ValueError: on every rank, for a number of ``shard_ranks`` that does not divide them.
-    """
-    comm = process_groups.dp
-    ranks = ranks_of_shards(config, comm.size)
-    return process_groups if ranks == comm.size else ProcessGroups.replicated(comm, ranks)
-
-
 def allocate(plan: Plan, process_groups: ProcessGroups) -> list[Shard]:
     """Make the new packs and this rank's shards of them. Every rank must call it.
 
