@@ -72,10 +72,12 @@ class Guard(Signal):
     Attributes:
         judged: names of what is judged.
         takes_loss: a loss can be given to a step; ``needs_loss``: it must be.
+        loss: of this rank in the coming step.
     """
 
     name = "guard"
     skips = ()
+    loss: float | Tensor | None = None
 
     def __init__(self, rule: GuardRule | GuardFn, ranks: int, device: torch.device) -> None:
         self._rule, self._ranks, self._device = rule, ranks, device
@@ -97,6 +99,19 @@ class Guard(Signal):
     def nbytes(self) -> int:
         """Bytes of the window."""
         return self._history.nbytes
+
+    def take_loss(self, loss: Any) -> None:
+        self.loss = None
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                shape = tuple(loss.shape)
+                raise ValueError(
+                    f"step: expected loss= a number or a 0-dim tensor, got shape {shape}"
+                )
+        elif loss is not None and not isinstance(loss, (int, float)):
+            kind = type(loss).__name__
+            raise ValueError(f"step: expected loss= a number or a 0-dim tensor, got {kind}")
+        self.loss = loss
 
     def arguments(self) -> Mapping[str, Any]:
         return {"loss": self.loss is not None}

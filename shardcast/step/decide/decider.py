@@ -135,26 +135,13 @@ class Decider:
             TypeError: none does.
             ValueError: it is not a number.
         """
-        for signal in self._takes_loss:
-            signal.loss = None
-        if loss is None:
-            return
-        if not self._takes_loss:
+        if loss is not None and not self._takes_loss:
             raise TypeError(
                 "step: expected no loss=, which only a guard that looks at the loss takes: set "
                 "guard={'loss': 6.0, 'window': 128} in the configuration"
             )
-        if isinstance(loss, Tensor):
-            if loss.numel() != 1:
-                shape = tuple(loss.shape)
-                raise ValueError(
-                    f"step: expected loss= a number or a 0-dim tensor, got shape {shape}"
-                )
-        elif not isinstance(loss, (int, float)):
-            kind = type(loss).__name__
-            raise ValueError(f"step: expected loss= a number or a 0-dim tensor, got {kind}")
         for signal in self._takes_loss:
-            signal.loss = loss
+            signal.take_loss(loss)
 
     @torch.no_grad()
     def decide(

@@ -60,7 +60,7 @@ class Signal:
     Attributes:
         name: by which an option's signal is found; of its bytes in ``memory_report()``.
         skips: of each mistake, whether it skips the step by itself.
-        takes_loss: the script may give ``step`` a loss; ``loss`` is that, or ``None``, then.
+        takes_loss: the script may give ``step`` a loss, which :meth:`take_loss` is called with.
         agrees_scale: :meth:`scale` needs the reading.
         noted: how many numbers :meth:`note` keeps, for the host.
         numbers: these, 1-d fp64 on the device.
@@ -69,13 +69,19 @@ class Signal:
     name = ""
     skips: tuple[bool, ...] = (True,)
     takes_loss = agrees_scale = False
-    loss: Any = None
     noted = 0
     numbers: Tensor
 
     def arguments(self) -> Mapping[str, Any]:
         """Return by name what the script gave to this step, which all ranks must have alike."""
         return {}
+
+    def take_loss(self, loss: Any) -> None:
+        """Have this rank's loss of the step; ``None`` where the script gave none.
+
+        Raises:
+            ValueError: it is not a number.
+        """
 
     def local(self) -> Tensor:
         """Return this rank's part, 1-d fp64 on the device, of equal length on all ranks."""
