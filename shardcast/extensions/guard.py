@@ -72,12 +72,10 @@ class Guard(Signal):
     Attributes:
         judged: names of what is judged.
         takes_loss: a loss can be given to a step; ``needs_loss``: it must be.
-        loss: of this rank in the coming step.
     """
 
     name = "guard"
     skips = ()
-    loss: float | Tensor | None = None
 
     def __init__(self, rule: GuardRule | GuardFn, ranks: int, device: torch.device) -> None:
         self._rule, self._ranks, self._device = rule, ranks, device

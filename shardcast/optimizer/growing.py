@@ -1,8 +1,9 @@
-"""What is added to a sharded optimizer: groups, and packs that were frozen until now."""
+"""What a script changes of a sharded optimizer: its groups, and packs that were frozen before."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,14 +13,61 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import agreed, allocate, plan_for
 from shardcast.plan.layout import GroupId
+from shardcast.plan.originals import OptimizerList
 from shardcast.step.history import STALE
 
 
 def add_group(packed: PackedOptimizer, place: int, group: dict[str, Any]) -> None:
     """Add a group to the original optimizer at ``place``. Collective."""
     packed.refuse_averaged("add_param_group")
-    with torch.no_grad(), packed.originals.added(place, group) as number:
+    with torch.no_grad(), _added(packed.originals, place, group) as number:
         _extend(packed, number)
+
+
+def assign_groups(
+    packed: PackedOptimizer, groups: Sequence[dict[str, Any]], place: int | None = None
+) -> list[dict[str, Any]]:
+    """Replace the groups of all optimizers, or of one; returns those that are beyond them. Local.
+
+    Raises:
+        ValueError: other parameters than the groups have; nothing is changed.
+    """
+    present = [
+        (owner, group)
+        for number, owner, group in packed.originals.numbered()
+        if place in (None, number.optimizer)
+    ]
+    known = groups[: len(present)]
+    params = [[*map(id, group["params"])] for group in known]
+    if params != [[*map(id, group["params"])] for _, group in present]:
+        raise ValueError(
+            "param_groups: expected the present groups with their parameters in order, got "
+            "other parameters, which have no place in the packs; change options or add groups"
+        )
+    for optimizer in {id(owner): owner for owner, _ in present}.values():
+        optimizer.param_groups[:] = [
+            group for group, (owner, _) in zip(known, present, strict=True)
+            if owner is optimizer
+        ]  # fmt: skip
+    return list(groups[len(present) :])
+
+
+@contextmanager
+def _added(originals: OptimizerList, place: int, group: dict[str, Any]) -> Iterator[GroupId]:
+    """A further group of the optimizer at ``place``, unless what follows fails.
+
+    Raises:
+        TypeError, ValueError: torch refuses the group.
+    """
+    optimizer = originals.optimizers[place]
+    torch.optim.Optimizer.add_param_group(optimizer, group)  # fills in its defaults
+    number = GroupId(place, len(optimizer.param_groups) - 1)
+    try:
+        yield number
+    except BaseException:
+        optimizer.param_groups.pop()
+        raise
+    originals.sharded[number] = list(group["params"])
 
 
 def _extend(packed: PackedOptimizer, added: GroupId) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardcast.optimizer.growing import add_group
+from shardcast.optimizer.growing import add_group, assign_groups
 from shardcast.optimizer.original import refused
 from shardcast.optimizer.state_view import (
     StateView,
@@ -58,7 +58,7 @@ class OptimizerHandle(torch.optim.Optimizer):
     @param_groups.setter
     def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
         if self._ready:
-            for group in self._packed.originals.assign(value, self._place):
+            for group in assign_groups(self._packed, value, self._place):
                 self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.closing import close
 from shardcast.optimizer.full_state import FullState
-from shardcast.optimizer.growing import add_group
+from shardcast.optimizer.growing import add_group, assign_groups
 from shardcast.optimizer.memory_report import MemoryReport, report_of
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import StateDict
@@ -78,7 +78,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @param_groups.setter
     def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
         if self._ready:
-            for group in self._packed.originals.assign(value):
+            for group in assign_groups(self._packed, value):
                 self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

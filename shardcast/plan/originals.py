@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,48 +92,6 @@ class OptimizerList:
                     f"were sharded with it, in order, got {len(params)} or others; freeze a "
                     "parameter with requires_grad_(False), give further ones to add_param_group"
                 )
-
-    def assign(self, groups: Sequence[Group], place: int | None = None) -> list[Group]:
-        """Replace the groups of all optimizers, or of one; returns those that are beyond them.
-
-        Raises:
-            ValueError: other parameters than the groups have; nothing is changed.
-        """
-        present = [
-            (owner, group)
-            for number, owner, group in self.numbered()
-            if place in (None, number.optimizer)
-        ]
-        known = groups[: len(present)]
-        params = [[*map(id, group["params"])] for group in known]
-        if params != [[*map(id, group["params"])] for _, group in present]:
-            raise ValueError(
-                "param_groups: expected the present groups with their parameters in order, got "
-                "other parameters, which have no place in the packs; change options or add groups"
-            )
-        for optimizer in {id(owner): owner for owner, _ in present}.values():
-            optimizer.param_groups[:] = [
-                group for group, (owner, _) in zip(known, present, strict=True)
-                if owner is optimizer
-            ]  # fmt: skip
-        return list(groups[len(present) :])
-
-    @contextmanager
-    def added(self, place: int, group: Group) -> Iterator[GroupId]:
-        """A further group of the optimizer at ``place``, unless what follows fails.
-
-        Raises:
-            TypeError, ValueError: torch refuses the group.
-        """
-        optimizer = self.optimizers[place]
-        torch.optim.Optimizer.add_param_group(optimizer, group)  # fills in its defaults
-        number = GroupId(place, len(optimizer.param_groups) - 1)
-        try:
-            yield number
-        except BaseException:
-            optimizer.param_groups.pop()
-            raise
-        self.sharded[number] = list(group["params"])
 
 
 class JoinedGroups(list[Group]):

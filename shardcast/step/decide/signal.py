@@ -61,6 +61,7 @@ class Signal:
         name: by which an option's signal is found; of its bytes in ``memory_report()``.
         skips: of each mistake, whether it skips the step by itself.
         takes_loss: the script may give ``step`` a loss, which :meth:`take_loss` is called with.
+        loss: what it was called with, where it takes any.
         agrees_scale: :meth:`scale` needs the reading.
         noted: how many numbers :meth:`note` keeps, for the host.
         numbers: these, 1-d fp64 on the device.
@@ -69,6 +70,7 @@ class Signal:
     name = ""
     skips: tuple[bool, ...] = (True,)
     takes_loss = agrees_scale = False
+    loss: Any = None
     noted = 0
     numbers: Tensor
 
