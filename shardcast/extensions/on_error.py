@@ -33,6 +33,7 @@ from shardcast.step.decide.signal import Signal, Verdict, known, to_device
 from shardcast.step.step_hook import StepHook
 
 LOGGER = logging.getLogger("shardcast")
+NEXT_TO_NONE = 1e-300  # tokens of a failed rank: lost in any sum, and not none where all failed
 KEPT = 1000  # failures that a script can ask for
 TEXT = 1000  # letters of an error
 # The name of an error travels in doubles, each of which holds eight letters of six bits.
@@ -311,7 +312,7 @@ class Attempts(StepHook):
             reduce.backwards = 0
             tokens.clear()
             if counts:
-                optimizer.decider.counting().add(0, 0)
+                optimizer.decider.counting().add(NEXT_TO_NONE, 0)
         signal.tokens_are_counted = optimizer.decider.tokens.counted
 
 

@@ -214,6 +214,23 @@ def test_tokens_are_those_of_the_ranks_that_took_part(size: int):
         assert_same_bits(one, other)
 
 
+def test_a_counted_step_in_which_all_ranks_fail_is_skipped():
+    def run(group: Any) -> int:
+        model = CASE.build()
+        optimizer = sharded(model, group, on_error="drop")
+        for step in range(3):
+            with optimizer.attempt():
+                optimizer.count(2)
+                CASE.loss(model, CASE.batch(step)).backward()
+                if step == 1:
+                    raise BadSample("late")
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.skipped_steps
+
+    assert run_world(2, run)[0] == [1, 1]
+
+
 def test_buffers_of_a_rank_that_fails_before_its_forward_hang_nobody():
     def run(group: Any) -> Any:
         model = CASE.build()
@@ -435,11 +452,19 @@ def of_process(group: Any, fields: dict[str, Any], plan: dict[int, dict[int, str
     return values(model), optimizer.failures(), optimizer.skipped_steps
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("action", ["skip", "drop"])
-def test_processes_do_as_threads(gloo: SpawnedWorld, action: str):
-    plan = {1: {1: "half way"}, 2: {0: "data"}, 3: {0: "hook", 1: "second micro-batch"}}
-    expected = values(control(2, plan, 5, action))
-    for found, failures, skipped in gloo.run(of_process, {"on_error": action}, plan):
+@pytest.mark.parametrize(("world", "size"), [("gloo", 2), ("four", 4)])
+def test_processes_do_as_threads(
+    world: str, size: int, action: str, request: pytest.FixtureRequest
+):
+    plan = {1: {1: "half way"}, 2: {0: "data"}, 3: dict.fromkeys(range(size - 1), "hook")}
+    plan[3][size - 1] = "second micro-batch"
+    expected = values(control(size, plan, 5, action))
+    processes: SpawnedWorld = request.getfixturevalue(world)
+    for found, failures, skipped in processes.run(of_process, {"on_error": action}, plan):
         assert_same_bits(found, expected)
-        assert [(it.step, it.rank) for it in failures] == [(2, 1), (3, 0), (4, 0), (4, 1)]
+        assert [(it.step, it.rank) for it in failures] == [
+            (2, 1), (3, 0), *((4, rank) for rank in range(size))
+        ]  # fmt: skip
         assert skipped == (3 if action == "skip" else 1)
