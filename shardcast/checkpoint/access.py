@@ -26,6 +26,7 @@ from shardcast.optimizer.stages import saved_buffers
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.optimizer.stateful import packed_of
+from shardcast.option_values import as_yaml
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.placements import pack_groups_of
@@ -214,6 +215,7 @@ class Snapshot:
             "places": list(self._packed.originals.places),
             "scaler": self._packed.step_state(),
             "ties": dict(self.inventory.ties),
+            "published": as_yaml(self._packed.config.published),
         }
 
     def digest(self) -> dict[str, str]:

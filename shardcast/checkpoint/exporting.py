@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardcast.step.update.epilogues import AVERAGE
 
 EXPORTING = ".exporting-"
 Paths = dict[str, KeyPath]  # of what is stored, by names
+Convert = Callable[[str, str, Tensor], Mapping[str, Tensor]]
 
 
 def export(
@@ -47,7 +48,10 @@ def export(
     Args:
         out: a directory that is new or empty. It is there with all files, or not at all.
         optimizer: ``False`` writes the model alone.
-        weights: the name of an average (``averages``), which is written as the model.
+        weights: the name of an average (``averages``), which is written as the model; or
+            ``published``: of parameters that have a form (``published``) their codes, and scales
+            as ``..._scale_inv``, as transformers reads them with what is written to
+            ``quantization_config.json`` in the model's ``config.json``.
         progress: called after each tensor with the bytes that are done, and those of all.
 
     Returns:
@@ -64,7 +68,13 @@ def export(
     began = time.monotonic()
     reader = Reader(chosen(directory))
     head = reader.object(("shardcast",))
-    paths = _model_paths(reader, weights)
+    convert: Convert = _as_it_is
+    if weights == "published":
+        from shardcast.extensions.published_forms.reading import Exported
+
+        trained = (name for group in _groups(reader) for name in group["params"])
+        convert = exported_forms = Exported(head.get("published"), trained)
+    paths = _model_paths(reader, None if weights == "published" else weights)
     paths |= {name: paths[first] for name, first in head["ties"].items() if first in paths}
     paths = {state_key(name): path for name, path in paths.items()}
     target = Path(os.path.abspath(out))
@@ -85,7 +95,11 @@ def export(
 
     try:
         limit = int(max_shard_mb * 2**20)
-        written = _export_model(files, reader, paths, writing, limit, read)
+        written = _export_model(files, reader, paths, writing, limit, read, convert)
+        if weights == "published":
+            written.append("quantization_config.json")
+            text = json.dumps(exported_forms.config(), indent=2)
+            files.write(writing / written[-1], text.encode())
         for name, state in (_optimizer_files(reader, head, read) if optimizer else {}).items():
             written.append(name)
             with files.create_stream(writing / name, "wb") as file:
@@ -117,7 +131,7 @@ def _optimizer_files(
         state.setdefault(path[2], {})[path[3]] = read(path)
     for name, values in head["objects"].items():
         state.setdefault(name, {}).update(values)
-    groups = reader.object(("optimizer", "param_groups"))
+    groups = _groups(reader)
     places = head.get("places", [0] * len(groups))  # as before there were several
     by_place: list[list[Any]] = [[] for _ in range(max(places) + 1)]
     for group, place in zip(groups, places, strict=True):
@@ -126,6 +140,20 @@ def _optimizer_files(
     if len(names) == 1:
         names = ["optimizer.pt"]
     return {name: plain_dict(state, own) for name, own in zip(names, by_place, strict=True)}
+
+
+def _as_it_is(key: str, _name: str, value: Tensor) -> Mapping[str, Tensor]:
+    return {key: value}
+
+
+def _groups(reader: Reader) -> Any:
+    """The options of the optimizer's groups, with names of parameters."""
+    return reader.object(("optimizer", "param_groups"))
+
+
+def _name_of(path: KeyPath) -> str:
+    """The name of a parameter or buffer, or of the parameter of an average."""
+    return str(path[2] if path[0] == "optimizer" else path[1])
 
 
 def _model_paths(reader: Reader, average: str | None) -> Paths:
@@ -151,8 +179,13 @@ def _export_model(
     out: Path,
     limit: int,
     read: Callable[[KeyPath], Tensor],
+    convert: Convert,
 ) -> list[str]:
-    """Write the model, in files of at most ``limit`` bytes; their names."""
+    """Write the model, in files of at most ``limit`` bytes; their names.
+
+    Args:
+        convert: gives what is written of a tensor, from its key, its name and itself.
+    """
     from safetensors.torch import save_file  # not needed for anything else
 
     shards, filled = list[Paths]([{}]), 0
@@ -167,8 +200,13 @@ def _export_model(
     if len(shards) > 1:
         numbers = range(1, len(shards) + 1)
         written = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+    total, weight_map = 0, dict[str, str]()
     for name, shard in zip(written, shards, strict=True):
-        tensors = {key: read(path) for key, path in shard.items()}
+        tensors: dict[str, Tensor] = {}
+        for key, path in shard.items():
+            tensors.update(convert(key, _name_of(path), read(path)))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        weight_map.update(dict.fromkeys(tensors, name))
         try:
             save_file(tensors, out / name, metadata={"format": "pt"})
         except KeyError as error:  # all that safetensors says is the dtype
@@ -182,8 +220,8 @@ def _export_model(
         del tensors  # before those of the next file are read
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": sum(reader.stored[p].nbytes for p in paths.values())},
-            "weight_map": {n: f for f, shard in zip(written, shards, strict=True) for n in shard},
+            "metadata": {"total_size": total},
+            "weight_map": weight_map,
         }
         written.append("model.safetensors.index.json")
         files.write(out / written[-1], json.dumps(index, indent=2).encode())

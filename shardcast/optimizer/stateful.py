@@ -260,6 +260,29 @@ class StatefulOptimizer(torch.optim.Optimizer):
         switched: AbstractContextManager[None] = averages.switched(name)
         return switched
 
+    def published(self, name: str) -> Any:
+        """What is published of a parameter that has a form, as codes and scales. Local.
+
+        Any rank may call it: it reads the parameter that the model has here, whose values are codes
+        times powers of two. What a script has written since the last step is rounded.
+
+        Args:
+            name: of the parameter, as in ``model.named_parameters()``.
+
+        Returns:
+            ``.codes``, ``.scales`` (powers of two, float8_e8m0fnu), ``.form``, ``.shape``, and
+            ``.dequantize()``, which gives the bf16 values.
+
+        Raises:
+            ValueError: it has no form, or the option ``published`` was not given.
+        """
+        reader = self._packed.hook_of("published")
+        if reader is None:
+            raise ValueError(
+                f"published: {name!r} has no form; published={{'mxfp8': [...]}} of shard() gives it"
+            )
+        return reader.read(name)
+
     def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
         """Go on from an existing average; every rank must call it.
 

@@ -390,6 +390,56 @@ def test_copies_of_masters_on_several_ranks_publish_the_same(form: str):
     ThreadedWorld({"dp": 4}).run(lambda _mesh: run())
 
 
+@of_each_form
+def test_codes_and_scales_are_read_of_every_parameter_on_every_rank(form: str):
+    def run(group: Any) -> None:
+        model, optimizer = sharded(group, form)
+        train(model, optimizer, group.rank())
+        for name, values in matrices(model).items():
+            read = optimizer.published(name)
+            assert (read.form, read.shape) == (form, tuple(values.shape))
+            assert read.scales.shape == FORMS[form].scale_shape(read.shape)
+            assert same(read.dequantize(), values)
+        with pytest.raises(ValueError, match=r"'wpe\.weight'"):
+            optimizer.published("wpe.weight")
+
+    run_world(2, run)
+    with pytest.raises(ValueError, match="'0'"):
+        layer = nn.Linear(3, 3)
+        shardcast.shard(layer, torch.optim.SGD(layer.parameters())).published("0")
+
+
+@of_each_form
+@pytest.mark.parametrize("max_shard_mb", [0.1, 100.0])
+def test_an_exported_folder_has_codes_and_scales(form: str, max_shard_mb: float, tmp_path: Path):
+    from safetensors.torch import load_file
+
+    model, optimizer = sharded(None, form)
+    train(model, optimizer)
+    checkpoint.save(tmp_path / "saved", model, optimizer, step=2)
+    written = checkpoint.export(
+        tmp_path / "saved", tmp_path / "out", weights="published", max_shard_mb=max_shard_mb
+    )
+    files = [path for path in written if path.suffix == ".safetensors"]
+    assert (len(files) > 1) == (max_shard_mb < 1)
+    tensors = {key: value for path in files for key, value in load_file(path).items()}
+    formed = matrices(model)
+    for name, values in formed.items():
+        codes, scales = tensors.pop(name), tensors.pop(f"{name}_scale_inv")
+        if form == "fp8_block128":
+            scales = scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+        codes = codes.view(torch.uint8) if form == "mxfp4" else codes
+        assert same(FORMS[form].dequantize(codes, scales), values)
+    rest = {name for name in model.state_dict() if name not in formed}
+    assert tensors.keys() == rest
+    plain = tmp_path / "plain"
+    bare = nn.Linear(4, 4)
+    bare_optimizer = shardcast.shard(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    checkpoint.save(plain, bare, bare_optimizer, step=0)
+    with pytest.raises(ValueError, match="published"):
+        checkpoint.export(plain, tmp_path / "none", weights="published")
+
+
 # -- plans ----------------------------------------------------------------------------------
 
 

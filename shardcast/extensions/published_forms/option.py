@@ -13,6 +13,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.extensions.published_forms.forms import FORMS, Form
 from shardcast.option_values import Option, ValidatedOptions, option, read_mapping
 from shardcast.plan.casts import Casts
+from shardcast.step.step_hook import StepHook
 
 WHY = "published"  # begins errors
 
@@ -113,11 +114,18 @@ def _check(config: ShardcastConfig) -> None:
         )
 
 
+def _reader(optimizer: Any) -> StepHook:
+    from shardcast.extensions.published_forms.reading import PublishedReader
+
+    return PublishedReader(optimizer)
+
+
 OPTION = Option(
     help="forms of parameters that lie on the grid of quantized values, a mapping from mxfp8, "
     "mxfp4 or fp8_block128 to patterns of names: {mxfp8: ['*.mlp.*.weight']}; the rest is bf16",
     within=("forms with patterns of names", lambda _: True),
     read=_read,
     casts=FormCasts,
+    hook=_reader,
     check=_check,
 )

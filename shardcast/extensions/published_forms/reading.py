@@ -1,0 +1,115 @@
+"""Codes and scales of what is published: of a model that is trained, and for a folder of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardcast.config import ShardcastConfig
+from shardcast.extensions.published_forms.forms import FORMS
+from shardcast.extensions.published_forms.option import FormCasts
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.step.step_hook import StepHook
+
+SCALE = "_scale_inv"  # behind the name of a parameter, as transformers and vLLM read it
+BLOCK = (128, 128)
+
+
+class Published(NamedTuple):
+    """What is published of one parameter.
+
+    Attributes:
+        codes: float8_e4m3fn, or of ``mxfp4`` uint8 with two codes in a byte.
+        scales: float8_e8m0fnu, one for each block: powers of two.
+        form: its name.
+        shape: of the parameter; of a DTensor that of what lies here.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    form: str
+    shape: tuple[int, ...]
+
+    def dequantize(self) -> Tensor:
+        """The bf16 values."""
+        return FORMS[self.form].dequantize(self.codes, self.scales.view(torch.uint8))
+
+
+class PublishedReader(StepHook):
+    """Reads codes and scales of the parameters of one optimizer."""
+
+    name = "published"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def read(self, name: str) -> Published:
+        """See :meth:`shardcast.ShardedOptimizer.published`."""
+        self._optimizer.sync.wait()
+        known = []
+        for shard in self._optimizer.shards:
+            layout = shard.pack.layout
+            for slot in layout.slots if layout.cast else ():
+                if slot.name == name:
+                    values = shard.pack.data[slot.offset : slot.end].view(slot.shape)
+                    codes, scales = FORMS[layout.cast].quantize(values)
+                    scales = scales.view(torch.float8_e8m0fnu)
+                    return Published(codes, scales, layout.cast, slot.shape)
+                known.append(slot.name)
+        raise ValueError(
+            f"published: expected the name of a parameter that has a form, got {name!r}; such are "
+            f"{', '.join(map(repr, known))}"
+        )
+
+
+class Exported:
+    """Tensors of a folder that others read, from exact ones.
+
+    Args:
+        options: what the option was, as :meth:`.ShardcastConfig.to_dict` has it.
+        trained: names of the parameters that the optimizer had.
+
+    Raises:
+        ValueError: there are no published forms.
+    """
+
+    def __init__(self, options: Any, trained: Iterable[str]) -> None:
+        if not options:
+            raise ValueError(
+                "weights: expected the name of an average, got 'published', and the checkpoint is "
+                "of a training without published forms"
+            )
+        self._casts, self._trained = FormCasts(ShardcastConfig(published=options)), {*trained}
+        self._bare: set[str] = set()  # modules whose matrices have no form
+
+    def __call__(self, key: str, name: str, values: Tensor) -> Mapping[str, Tensor]:
+        """Tensors in place of one, by their keys.
+
+        Args:
+            key: of ``model.state_dict()``.
+            name: of the parameter.
+        """
+        shape = tuple(values.shape)
+        form = self._casts.of(name, shape, torch.bfloat16) if name in self._trained else None
+        if form is None:
+            if values.dim() > 1:
+                self._bare.add(key.rpartition(".")[0])
+            return {key: values}
+        codes, scales = form.quantize(values)
+        if form.name == "fp8_block128":  # an exact float
+            return {key: codes, key + SCALE: scales.view(torch.float8_e8m0fnu).float()}
+        return {key: codes if form.bits == 8 else codes.view(torch.int8), key + SCALE: scales}
+
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` of the model needs, for transformers; after all tensors."""
+        return {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": BLOCK,
+                "modules_to_not_convert": sorted(self._bare),
+            }
+        }
