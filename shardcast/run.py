@@ -1,7 +1,8 @@
 """Run an unedited script of Accelerate with shardcast: ``python -m shardcast.run script.py ...``.
 
-Every ``accelerate.Accelerator`` that the script makes is a ``ShardcastAccelerator``, configured
-by ``SHARDCAST_CONFIG`` and ``SHARDCAST_<FIELD>``; a script that shards nothing is told so at its
+Every ``accelerate.Accelerator`` that the script makes is a ``ShardcastAccelerator``, and every
+Trainer of transformers one that shards: the constructors are exchanged. They are configured by
+``SHARDCAST_CONFIG`` and ``SHARDCAST_<FIELD>``; a script that shards nothing is told so at its
 end. ``shardcast launch`` starts every script this way. Under another launcher::
 
     SHARDCAST_CONFIG=bf16.yaml accelerate launch --multi_gpu -m shardcast.run script.py ...
@@ -13,12 +14,17 @@ import os
 import runpy
 import sys
 from argparse import ArgumentParser
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from shardcast import launched
 
+TRAINER = "transformers.trainer"
 USAGE = "python -m shardcast.run (script.py | -m module) [arguments of the script]"
 
 UNUSED = (
@@ -66,22 +72,62 @@ def install() -> None:
     import accelerate  # isort: skip
 
     class RunAccelerator(ShardcastAccelerator):
-        """One that finds the Trainer of transformers, where the script has imported it by then."""
+        """One that :func:`shardcast.accelerate.enable` may still give another configuration."""
 
         provisional = True
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            if "transformers.trainer" in sys.modules:
-                from shardcast.transformers import adapt
-
-                adapt()
-            super().__init__(*args, **kwargs)
 
     RunAccelerator.__name__ = ShardcastAccelerator.__name__
     # Where pickle finds it.
     RunAccelerator.__module__, RunAccelerator.__qualname__ = "accelerate.accelerator", "Accelerator"
     accelerate.Accelerator = RunAccelerator
     accelerate.accelerator.Accelerator = RunAccelerator
+    if (trainer := sys.modules.get(TRAINER)) is not None:
+        trainer.Trainer.__new__ = new_trainer
+    else:  # to import it here would take seconds, also for scripts without it
+        sys.meta_path.insert(0, TrainerFinder())
+
+
+def new_trainer(kind: type, *_args: Any, **_kwargs: Any) -> Any:
+    """``Trainer.__new__``: an object of a class that shards, made from the script's own.
+
+    Trainer itself asks rank 0 alone for the optimizer's state: the other shards would be lost.
+    """
+    from shardcast.transformers import sharding
+
+    return object.__new__(sharding(kind))
+
+
+class TrainerFinder(MetaPathFinder):
+    """Has Trainer shard as soon as the script imports it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The spec of the other finders, whose loader is wrapped."""
+        if name != TRAINER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = TrainerLoader(spec.loader)
+        return spec
+
+
+class TrainerLoader(Loader):
+    """The loader of the module of Trainer, which has a constructor of ours then."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As the loader does; then exchange the constructor."""
+        self._loader.exec_module(module)
+        module.Trainer.__new__ = new_trainer
 
 
 if __name__ == "__main__":

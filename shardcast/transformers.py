@@ -21,7 +21,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -316,23 +316,12 @@ class Schedulers:
             scheduler.load_state_dict(state)
 
 
-def adapt() -> None:
-    """Make a Trainer that is none into one that shards when it trains; ``shardcast.run`` calls it.
-
-    Trainer itself asks rank 0 alone for the optimizer's state: the other shards would be lost.
-    """
-    if getattr(Trainer, "_shardcast_adapted", False):
-        return
-    stock = Trainer.train
-
-    @wraps(stock)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = type(self)
-        if not issubclass(kind, ShardcastTrainerMixin):
-            self.__class__ = type(f"Shardcast{kind.__name__}", (ShardcastTrainerMixin, kind), {})
-        return stock(self, *args, **kwargs)
-
-    Trainer.train, Trainer._shardcast_adapted = train, True
+@cache
+def sharding(kind: type) -> type:
+    """The class of Trainer with the mixin before it, once for each."""
+    if issubclass(kind, ShardcastTrainerMixin):
+        return kind
+    return type(f"Shardcast{kind.__name__}", (ShardcastTrainerMixin, kind), {})
 
 
 def _pair(trainer: Any) -> tuple[nn.Module, ShardedOptimizer]:

@@ -158,6 +158,8 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(accelerate, "Accelerator", Accelerator)
     monkeypatch.setattr(accelerate.accelerator, "Accelerator", Accelerator)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, shardcast.run.TRAINER, raising=False)  # its class is kept
 
     def started(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["shardcast.run", *arguments])

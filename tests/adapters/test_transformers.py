@@ -478,6 +478,12 @@ def test_callbacks_that_read_gradients_see_those_of_ddp(tmp_path: Path, gloo: Sp
 
 STOCK_SCRIPT = """
 import sys
+from transformers import Trainer, TrainerCallback
+class Mine(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+mine = Mine.__new__(Mine)
+assert isinstance(mine, Mine) and type(mine).__name__ == "ShardcastMine", type(mine)
 sys.path.insert(0, {tests!r})
 from test_transformers import trainer_of
 for resume in (None, {folder!r} + "/checkpoint-3"):
