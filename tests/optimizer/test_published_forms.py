@@ -369,7 +369,8 @@ def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: 
 @of_each_form
 @pytest.mark.parametrize("options", [{"reproducible": True}, {"overlap_sync": True},
                                      {"grads": "sharded"}, {"moments": "bf16"},
-                                     {"sync": "broadcast"}, {"fuse": "compile"}])  # fmt: skip
+                                     {"sync": "broadcast"},
+        {"partition": "whole"}, {"fuse": "compile"}])  # fmt: skip
 def test_other_options_go_with_it(form: str, options: dict[str, Any]):
     def run(group: Any) -> None:
         model, optimizer = sharded(group, form, **options)
