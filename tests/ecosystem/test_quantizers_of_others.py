@@ -117,5 +117,3 @@ def test_transformers_loads_an_exported_folder_with_equal_values(form: str, tmp_
         if "_proj" in name:  # exact, whatever transformers stores it in
             assert torch.equal(there[name].float(), values.float()), name
         assert torch.equal(there[name].bfloat16(), values), name
-    scores = [it.eval()(input_ids=tokens).logits for it in (model, loaded.bfloat16())]
-    assert torch.equal(*scores)
