@@ -268,3 +268,17 @@ class OwnShapes(Rule):
         assert state["row"].shape == param.shape[:-1]  # else it would be broadcast
         assert state["column"].shape == param.shape[:-2] + param.shape[-1:]
         return grad / (state["row"].unsqueeze(-1) * state["column"].unsqueeze(-2)).sqrt()
+
+
+class LowMomentum(Rule):
+    """A momentum in bf16, which torch's ``load_state_dict`` makes fp32; as timm's Adafactors."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for values in self.state.values():
+            values["momentum"] = values["momentum"].bfloat16()
+
+    def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        low = grad.bfloat16()
+        momentum = self.state[param].setdefault("momentum", torch.zeros_like(low))
+        return momentum.lerp_(low, 0.1).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -296,4 +297,22 @@ class AnyOptimizerUpdate(Update):
             loaded[name] = value
         self._inner.state.pop(param, None)
         if loaded:
-            self._inner.state[param] = loaded
+            self._inner.state[param] = self._read_by_class(shard, param, loaded)
+
+    def _read_by_class(self, shard: Shard, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """What the class makes of a loaded state, where it keeps values in a dtype of its own.
+
+        As by torch's ``load_state_dict``, which calls ``__setstate__`` at its end.
+        """
+        inner = self._inner
+        if type(inner).__setstate__ is torch.optim.Optimizer.__setstate__:
+            return state
+        group = {**inner.param_groups[shard.pack.layout.group.position], "params": [param]}
+        whole = {"state": inner.state, "param_groups": inner.param_groups}
+        try:
+            inner.__setstate__(
+                {"state": defaultdict(dict, {param: state}), "param_groups": [group]}
+            )
+            return dict(inner.state[param])
+        finally:
+            vars(inner).update(whole)

@@ -190,6 +190,7 @@ def narrow() -> nn.Sequential:
 RESUMED: dict[str, tuple[Any, Any, float]] = {
     "state of its own shapes": (narrow, lambda m: [foreign.OwnShapes(m.parameters())], 0),
     "several optimizers": (mlp, pair, 1e-6),
+    "a momentum in bf16": (mlp, lambda m: [foreign.LowMomentum(m.parameters())], 0),
 }
 
 
