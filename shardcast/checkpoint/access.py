@@ -257,6 +257,7 @@ class Snapshot:
             if source.state.get(self.inventory.stored(slot.name))
         }
         activate_packs(self._packed, packs)
+        self._packed.forget_averages()
         if source.groups is not None:
             load_groups(self._packed.originals.groups, source.groups)
         if source.scaler is not None:
@@ -270,7 +271,6 @@ class Snapshot:
     @torch.no_grad()
     def take_tensors(self, source: StateSource) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
-        self._packed.forget_averages()
         self._packed.resync_masters()  # masters that the source does not have are published, too
         for shard in self._packed.shards:
             self._take_pack(shard, source)

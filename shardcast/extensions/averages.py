@@ -30,6 +30,7 @@ from shardcast.option_values import (
 from shardcast.plan.layout import Fragment
 from shardcast.step.step_hook import StepHook
 from shardcast.step.update.epilogues import AVERAGE, Epilogue, UpdateValues
+from shardcast.step.update.state import Update
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,22 @@ class Averages(StepHook):
     def nbytes(self) -> int:
         """Bytes of all averages."""
         return sum(update.averages_nbytes() for update in self._optimizer.updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps of each average, also where no parameter was trained yet that would have it."""
+        steps: dict[str, float] = {}
+        for update in self._optimizer.updates:
+            counts = update.epilogue_steps
+            for name, place in _places(update).items():
+                steps[name] = max(counts[place], steps.get(name, 0.0))
+        return {"steps": steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for update in self._optimizer.updates:
+            counts = update.epilogue_steps
+            for name, place in _places(update).items():
+                counts[place] = max(counts[place], state["steps"].get(name, 0.0))
+            update.epilogue_steps = counts
 
     def values(self, shard: Shard, number: int, name: str) -> Tensor:
         """One fragment of an average, 1-d fp32; may be the memory itself."""
@@ -199,6 +216,12 @@ class Averages(StepHook):
         for shard in optimizer.shards:
             for number, (_, values) in enumerate(parts(shard)):
                 optimizer.update_of(shard).load_average(shard, number, name, values, steps)
+
+
+def _places(update: Update) -> dict[str, int]:
+    """Where each average stands among the epilogues, by its name."""
+    epilogues = enumerate(update.epilogues)
+    return {each.options.name: n for n, each in epilogues if isinstance(each, Average)}
 
 
 def _differs(shard: Shard, fragment: Fragment, values: Tensor) -> bool:

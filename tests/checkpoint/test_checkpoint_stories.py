@@ -163,8 +163,22 @@ def play(group: Any, folder: Path, part: dict[str, Any], layers: int, number: in
 @pytest.mark.parametrize("seed", range(12))
 def test_a_run_that_goes_on_otherwise_is_that_of_plain_torch(tmp_path: Path, seed: int):
     """Half of 24 stories; the other half in every second week, by STORIES_SEED."""
+    live(tmp_path, tell(seed + 12 * (int(os.environ.get("STORIES_SEED", "0")) % 2)))
+
+
+def test_a_warm_up_goes_on_that_began_while_all_was_frozen(tmp_path: Path):
+    """No parameter has a state then, which would say how many steps an average has had."""
+    every = frozenset(range(LAYERS))
+    steps, more = [("step", 120), ("step", 121)], [("step", 122), ("step", 123)]
+    fields = {"partition": "even", "pack_params": 1, "averages": {"ema": WARM}}
+    parts = [(1, every, steps), (2, every, steps), (2, frozenset(), more), (1, frozenset(), more)]
+    live(tmp_path, [{"size": n, "frozen": f, "acts": acts, **fields} for n, f, acts in parts])
+
+
+def live(tmp_path: Path, story: list[dict[str, Any]]) -> None:
+    """Play a story on all ranks and in plain torch, and compare them after each part."""
     plain = Plain()
-    for number, part in enumerate(tell(seed + 12 * (int(os.environ.get("STORIES_SEED", "0")) % 2))):
+    for number, part in enumerate(story):
         if not part["averages"]:
             plain.forget()
         ranks, _ = run_world(part["size"], play, tmp_path, part, plain.layers, number)
