@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
         alive, name = names.get(id(param), (None, None))
         return name if alive is not None and alive() is param else None
 
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(optimizer: torch.optim.Optimizer) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
         found = [
             repr(name)
@@ -40,7 +41,7 @@ def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
             if param.grad is not None and (name := name_of(param)) and not is_reduced(param)
         ]
         if found:
-            handle.remove()
+            end()
             listed = ", ".join(found[:SHOWN])
             warn_first(
                 f"{type(optimizer).__name__} trains {listed}{', ...' * (len(found) > SHOWN)} of a "
@@ -49,8 +50,28 @@ def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
                 "both optimizers together, shardcast.shard(model, [one, other])"
             )
 
-    handle = register_optimizer_step_pre_hook(before_step)
-    return handle.remove
+    # One hook for all, which stays: another thread may step, where torch goes through its hooks.
+    watches = _watches()
+    watches.append(before_step)
+
+    def end() -> None:
+        if before_step in watches:
+            watches.remove(before_step)
+
+    return end
+
+
+@functools.cache
+def _watches() -> list[Callable[[torch.optim.Optimizer], None]]:
+    """What is called before any optimizer steps."""
+    watches: list[Callable[[torch.optim.Optimizer], None]] = []
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for watch in [*watches]:
+            watch(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    return watches
 
 
 def warn_of_lowered_copies(plan: Plan) -> None:
