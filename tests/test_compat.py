@@ -462,3 +462,20 @@ def test_under_a_dispatch_mode_a_compiled_function_runs_as_it_is():
 
 def _double_(tensor: Tensor) -> None:
     tensor.mul_(2)
+
+
+def test_watches_of_any_step_leave_torchs_hooks_alone():
+    """Another thread may go through them: torch does so without a lock."""
+    from torch.optim import optimizer as module
+
+    seen: list[Any] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    _compat.before_any_step(seen.append)()
+    hooks = [*module._global_optimizer_pre_hooks]
+    end = _compat.before_any_step(seen.append)
+    assert [*module._global_optimizer_pre_hooks] == hooks
+    optimizer.step()
+    end()
+    end()
+    optimizer.step()
+    assert seen == [optimizer]

@@ -7,6 +7,7 @@ Here is what every training uses; the other modules are for one purpose each.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import weakref
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 if dist.is_available():
@@ -127,6 +129,34 @@ def accumulates() -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def before_any_step(watch: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+    """Call ``watch`` before any optimizer of the process steps; return what ends it.
+
+    By one hook, which stays: another thread may step while one is added, and torch goes through
+    its hooks then.
+    """
+    watches = _watches()
+    watches.append(watch)
+
+    def end() -> None:
+        if watch in watches:
+            watches.remove(watch)
+
+    return end
+
+
+@functools.cache
+def _watches() -> list[Callable[[torch.optim.Optimizer], None]]:
+    watches: list[Callable[[torch.optim.Optimizer], None]] = []
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for watch in [*watches]:
+            watch(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    return watches
 
 
 def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcast import _compat
 from shardcast.comm import is_dense, warn_first
@@ -50,28 +48,8 @@ def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
                 "both optimizers together, shardcast.shard(model, [one, other])"
             )
 
-    # One hook for all, which stays: another thread may step, where torch goes through its hooks.
-    watches = _watches()
-    watches.append(before_step)
-
-    def end() -> None:
-        if before_step in watches:
-            watches.remove(before_step)
-
+    end = _compat.before_any_step(before_step)
     return end
-
-
-@functools.cache
-def _watches() -> list[Callable[[torch.optim.Optimizer], None]]:
-    """What is called before any optimizer steps."""
-    watches: list[Callable[[torch.optim.Optimizer], None]] = []
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for watch in [*watches]:
-            watch(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-    return watches
 
 
 def warn_of_lowered_copies(plan: Plan) -> None:
