@@ -162,9 +162,9 @@ NOT_YET = """## Not run yet
 Nothing is known from these: DeepSpeed's `tests/unit/v1/zero/test_zero.py`,
 `test_zero2_gradient_safety.py` and `test_zero_user_backward.py`; FSDP2's
 `test_fully_shard_{training,mixed_precision,clip_grad_norm_,frozen,grad_dtype,state_dict}.py`;
-DCP's `test_state_dict.py`; timm's `tests/test_optim.py`, of which some cases were seen to be
-refused by name, since they extend `param_groups` by itself; the `*_cpu.py` of Emerging-Optimizers;
-nanoGPT's published loss of 1.88.
+DCP's `test_state_dict.py`; the `*_cpu.py` of Emerging-Optimizers; nanoGPT's published loss of 1.88.
+timm's `tests/test_optim.py` (`tests/foreign/test_timm_optim.py`) ran in
+parts, never in one command.
 """
 HEAD = ("suite", "from", "cases", *OUTCOMES)
 

@@ -1,0 +1,59 @@
+"""What timm's tests of optimizers call: ``create_optimizer_v2`` whose optimizer is sharded.
+
+On several processes each of them runs the same file; the numbers that tests draw are equal there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from zero_redundancy import holder_of
+
+import shardcast
+
+if torch.version.cuda is None:  # torchvision's wheel is for another build; its operators are unused
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+
+
+def create_optimizer_v2(model_or_params: Any, opt: str = "sgd", **options: Any) -> Any:
+    """Shard what timm creates, in fp32; over the model, or over its parameters alone."""
+    from timm.optim import create_optimizer_v2 as of_timm
+
+    optimizer = of_timm(model_or_params, opt=opt, **options)
+    if os.environ.get("STOCK"):
+        return optimizer
+    is_model = isinstance(model_or_params, nn.Module)
+    model = model_or_params if is_model else holder_of(optimizer)
+    return shardcast.shard(model, optimizer, {"param_dtype": "fp32", "fuse": "eager"})
+
+
+def noted(check: Callable[..., None]) -> Callable[..., None]:
+    """Note whether a check raises, on this rank, and go on with the next one of the test."""
+
+    @functools.wraps(check)
+    def call(*args: Any, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        try:
+            check(*args, **kwargs)
+            error = ""
+        except Exception:
+            error = traceback.format_exc()
+        test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2].partition(" ")[0]
+        path = Path(os.environ["CHECKS"]) / f"{os.environ.get('RANK', 0)}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([test, check.__name__, error]) + "\n")
+
+    return call
