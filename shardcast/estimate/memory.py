@@ -21,7 +21,7 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, Shard
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
-from shardcast.plan.casts import cast_of
+from shardcast.plan.casts import cast_of, wire_of
 from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
@@ -152,8 +152,10 @@ def estimate(
             costs[slot.name] = plan.costs.get(slot.name, ELEMENT * slot.numel)
         grad = MASTER_DTYPE if adds_up else grad_dtype(pack.dtype, config)
         share_of = cache(partial(_share, plan, copies, allocated, pack, grad))
+        wire = wire_of(config, pack)
         for owner, start, stop in pack.spans:
-            share = share_of(stop - start, trained[owner])
+            values = (stop - start) * pack.dtype.itemsize if wire is None else wire.nbytes[owner]
+            share = share_of(stop - start, trained[owner], values)
             shares[owner].append(share)
             peak = max(peak, live + masters[owner] + share.setup)
             masters[owner] += share.masters
@@ -262,9 +264,13 @@ class _Share(NamedTuple):
 
 def _share(
     plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout,
-    grad: torch.dtype, numel: int, trained: int,
+    grad: torch.dtype, numel: int, trained: int, values: int,
 ) -> _Share:  # fmt: skip
-    """Of a span of so many elements, see :func:`_allocated`, with gradients in ``grad``."""
+    """Of a span of so many elements, see :func:`_allocated`, with gradients in ``grad``.
+
+    Args:
+        values: bytes in which what is published of it travels.
+    """
     config, size = plan.config, plan.layout.world_size
     kept = allocated(pack.dtype, pack.group, pack.cast, numel, trained)
     setup = _staged(plan, pack, numel, kept.masters)
@@ -281,7 +287,7 @@ def _share(
         sent = (pack.numel - numel) * wire
     sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
     if trained or pack.algorithms.sync == "all_gather":
-        sent += (size - 1) * numel * pack.dtype.itemsize
+        sent += (size - 1) * values
     return _Share(*kept, numel * local, sent, setup)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.local_param import LocalParam
-from shardcast.plan.casts import Cast
+from shardcast.plan.casts import Cast, Wire
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -40,6 +40,7 @@ class Pack:
         params: the model's parameters in slot order; they are moved in by :meth:`fill`.
         comm: the ranks that cut it.
         cast: of masters, where it is not the usual one.
+        wire: how values travel, where that is not as they are.
 
     Attributes:
         in_model: the model's parameters.
@@ -50,10 +51,11 @@ class Pack:
     """
 
     def __init__(
-        self, layout: PackLayout, params: list[nn.Parameter], comm: Comm, cast: Cast | None = None
-    ) -> None:
+        self, layout: PackLayout, params: list[nn.Parameter], comm: Comm,
+        cast: Cast | None = None, wire: Wire | None = None,
+    ) -> None:  # fmt: skip
         self.layout = layout
-        self.comm, self.cast = comm, cast
+        self.comm, self.cast, self.wire = comm, cast, wire
         self.in_model = params
         self.params: list[Any] = [as_packed(param) for param in params]
         self.own = layout.spans[comm.rank]

@@ -18,7 +18,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
-from shardcast.plan.casts import cast_of
+from shardcast.plan.casts import cast_of, wire_of
 from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
 
@@ -134,20 +134,21 @@ class Shard:
         self.master.write(self.local(fragment.start, fragment.stop), exact)
 
     @torch.no_grad()
-    def publish(self, skip: Tensor | None = None) -> None:
-        """Cast the masters into the own span of the pack.
-
-        Args:
-            skip: 0-dim bool; if true nothing changes.
-        """
+    def publish(self) -> None:
+        """Cast the masters into the own span of the pack."""
         if self.casts:
             self.published.copy_(self.master.read(slice(None)))
         elif self._is_copied:
             for fragment in self.fragments:
                 part = self.published[self.local(fragment.start, fragment.stop)]
-                values = self.rounded(fragment, self.exact(fragment))
-                part.copy_(values if skip is None else torch.where(skip, part, values))
+                part.copy_(self.rounded(fragment, self.exact(fragment)))
             self.note_published()
+
+    def settle(self) -> None:
+        """Cast what a script wrote, before a sync without an update; see :class:`.casts.Wire`."""
+        if self.pack.cast is not None:
+            self.absorb()
+            self.publish()
 
     def rounded(self, fragment: Fragment, values: Tensor) -> Tensor:
         """What is published of masters of a fragment, 1-d."""
@@ -229,7 +230,7 @@ def build_shard(
     """
     pack_groups = layout.pack_groups
     comm = process_groups.comm(pack_groups.shard)
-    pack = Pack(layout, params, comm, cast_of(config, layout.cast))
+    pack = Pack(layout, params, comm, cast_of(config, layout.cast), wire_of(config, layout))
     shard = Shard(pack, config)
     if process_groups.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()

@@ -2,19 +2,21 @@
 
 Usually to the nearest number of the parameter's dtype, each element by itself, within the update.
 An option may have another cast for some parameters, of values that meet in blocks. These have packs
-of their own; the whole blocks of a fragment are cast behind the update, at their owner.
+of their own; the whole blocks of a fragment are cast behind the update, at their owner. What is
+published of them may travel in fewer bytes than it has, see :class:`Wire`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
+from shardcast.plan.layout import PackLayout, Span
 
 
 class Cast(ABC):
@@ -40,6 +42,47 @@ class Cast(ABC):
         """
 
 
+class Parcel(ABC):
+    """What travels of a pack in one sync, in place of its values.
+
+    Attributes:
+        data: a part of each owner, 1-d; it is filled where this rank is the owner.
+        own_data: that part.
+    """
+
+    data: Tensor
+    own_data: Tensor
+
+    @abstractmethod
+    def span(self, span: Span) -> Tensor:
+        """The part of the owner of a span, 1-d."""
+
+    @abstractmethod
+    def unpack(self) -> None:
+        """Write the values of the other owners into the pack; the parts have come."""
+
+
+class Wire(ABC):
+    """How the published values of one pack travel, where that is not as they are.
+
+    All ranks are to have the bits of the owner. Whoever syncs has published the masters before, so
+    that every value is one that the cast gives.
+
+    Attributes:
+        nbytes: of the part of each owner; equal where the pack is gathered.
+    """
+
+    nbytes: Sequence[int]
+
+    @abstractmethod
+    def parcel(self, data: Tensor, rank: int) -> Parcel:
+        """Of the present values of ``rank``, which is here.
+
+        Args:
+            data: of the whole pack, 1-d.
+        """
+
+
 class Casts(ABC):
     """The casts of one configuration."""
 
@@ -59,6 +102,10 @@ class Casts(ABC):
     def named(self, name: str) -> Cast:
         """The cast of that name."""
 
+    def wire(self, _layout: PackLayout) -> Wire | None:
+        """How a pack of such a cast travels; ``None``: as it is."""
+        return None
+
     @abstractmethod
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Of patterns that match none of the parameters, as messages."""
@@ -74,3 +121,9 @@ def cast_of(config: ShardcastConfig, name: str) -> Cast | None:
     """The cast of a pack, by its name; ``None`` for the usual one."""
     casts = casts_of(config) if name else None
     return None if casts is None else casts.named(name)
+
+
+def wire_of(config: ShardcastConfig, layout: PackLayout) -> Wire | None:
+    """How what is published of a pack travels; ``None``: as it is."""
+    casts = casts_of(config) if layout.cast else None
+    return None if casts is None else casts.wire(layout)

@@ -221,6 +221,49 @@ def test_what_is_sent_is_that_of_the_rank_that_sends_most(partition: str, sync: 
     assert found.sent == max(sent) == sent[found.sender]
 
 
+class Blocks(nn.Module):
+    """Matrices of whole blocks, of which the last one is not divided by ranks; and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(256, 384), nn.Linear(384, 128)
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "mxfp4", "fp8_block128"])
+@pytest.mark.parametrize("sync", ["broadcast", "auto"])
+def test_codes_and_scales_are_sent_in_as_many_bytes(form: str, sync: str):
+    """Beside 2 bytes per element: 1 + 1/32, 1/2 + 1/32, 1 + 1/16384."""
+
+    def run(group: Any, fields: dict[str, Any]) -> None:
+        model = Blocks()
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **fields
+        )
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        packed_of(optimizer).comm.all_reduce(torch.zeros(7))  # MARK
+        optimizer.step()
+
+    sent = {}
+    for wire in ("codes", "bf16"):
+        fields = {"sync": sync, "published": {form: "?.weight", "wire": wire}, "autocast": False}
+        model = Blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = estimate(model, optimizer, 3, fields, "strict")
+        by_rank = []
+        _, world = run_world(3, run, fields)
+        for rank, log in enumerate(world.logs):
+            begin = next(n for n, call in enumerate(log) if (call.op, call.nbytes) == MARK)
+            by_rank.append(sum(leaves(call, rank, 3) for call in log[begin + 1 :]))
+        assert found.sent == max(by_rank) == by_rank[found.sender]
+        sent[wire] = sum(by_rank)
+    of_block = {"mxfp8": 33 / 32, "mxfp4": 17 / 32, "fp8_block128": 16385 / 16384}[form]
+    elements = 256 * 384 + 384 * 128
+    saved = (2 - of_block) * elements * 2  # to two others
+    more = 0 if sync == "broadcast" else 3 * 2 * 16  # parts that are gathered are rounded up
+    assert saved - more <= sent["bf16"] - sent["codes"] <= saved + 2 * 2 * 3 * 128
+
+
 # -- real runs ----------------------------------------------------------------------------------
 
 

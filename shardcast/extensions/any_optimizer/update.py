@@ -88,6 +88,8 @@ class AnyOptimizerUpdate(Update):
         decision once.
         """
         if decision.skip.tolist():
+            for shard in self._params:
+                shard.settle()
             return
         self._read_groups()
         self._begin_epilogues(torch.ones((), device=decision.skip.device))
@@ -156,6 +158,8 @@ class AnyOptimizerUpdate(Update):
         self, name: str, decision: Decision, args: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         if decision.skip.tolist():
+            for shard in self._params:
+                shard.settle()
             return
         self._read_groups()
         for shard in self._params:

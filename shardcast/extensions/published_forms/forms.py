@@ -2,7 +2,7 @@
 
 Each scale is a power of two, so what a code stands for *is* a bf16 number, and quantizing it again
 gives the same value. That holds for all values that a block can have here: a block whose codes
-would stand for numbers below those of bf16 is zeros.
+would stand for numbers below those of bf16 is zeros, and one beyond them NaN.
 
 Bits are those of others: ``mxfp8`` and ``mxfp4`` of torchao's ``to_mx`` with
 ``ScaleCalculationMode.FLOOR``, ``fp8_block128`` of transformers' ``Fp8Quantize`` with ``scale_fmt``
@@ -17,12 +17,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.plan.casts import Cast
 
 BIAS = 127  # of an exponent in fp32, bf16 and E8M0
 MANTISSA = 23  # bits in fp32
 NAN_SCALE = 255  # the E8M0 byte of a block with a NaN
 E4M3_MAX = 448.0
+E4M3_INFINITE = 248.0 * 2.0**120  # rounds to 2**128
 E2M1_MAX = 6.0
 
 
@@ -68,15 +70,26 @@ class Form(Cast):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The bf16 values that codes and scales of :meth:`quantize` stand for."""
-        values = self._values(codes)
-        blocks = self._blocks(values) * _power(scales)[..., :, None, :, None]
-        return blocks.reshape(values.shape).to(torch.bfloat16)
+        return self._scaled_back(self._values(codes), scales)
 
     def round(self, values: Tensor) -> Tensor:
         """What is published of values: bf16, of their shape; ``dequantize(*quantize(values))``."""
         scaled, scale = self._scaled(values)
-        blocks = self._nearest(scaled).mul_(_power(scale)[..., :, None, :, None])
-        return blocks.reshape(values.shape).to(torch.bfloat16)
+        return self._scaled_back(self._nearest(scaled).reshape(values.shape), scale)
+
+    def _scaled_back(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Codes as fp32, which may be overwritten, times their scales: bf16.
+
+        All NaN have the same bits, whatever a device makes of others.
+        """
+        blocks = self._blocks(values)
+        blocks = blocks.mul_(_power(scales)[..., :, None, :, None])
+        found = blocks.reshape(values.shape).to(torch.bfloat16)
+        is_nan = scales == NAN_SCALE
+        looks = _compat.is_host(values.device) and not torch.compiler.is_compiling()
+        if not looks or is_nan.any():
+            self._blocks(found).masked_fill_(is_nan[..., :, None, :, None], torch.nan)
+        return found
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the scales of a matrix, or of a stack of matrices."""
@@ -100,7 +113,7 @@ class Form(Cast):
         largest = blocks.abs().amax((-3, -1))
         byte = self._scale_of(largest)
         tiny = byte < self.lowest
-        is_nan = largest.isnan()
+        is_nan = self._is_nan(largest)
         factor = _power(2 * BIAS - byte).masked_fill_(tiny, 0.0)  # a zero keeps its sign
         scaled = blocks * factor[..., :, None, :, None]
         byte = byte.masked_fill(tiny, self.of_zeros).masked_fill_(is_nan, NAN_SCALE)
@@ -109,6 +122,10 @@ class Form(Cast):
     @abstractmethod
     def _scale_of(self, largest: Tensor) -> Tensor:
         """The byte of the scale of a block, int32, maybe below zero, from its largest size."""
+
+    def _is_nan(self, largest: Tensor) -> Tensor:
+        """Whether a block is NaN, from its largest size."""
+        return largest.isnan()
 
     def _nearest(self, scaled: Tensor) -> Tensor:
         """Rounded to the nearest code, ties to even; fp32, may overwrite."""
@@ -177,6 +194,10 @@ class FP8Block128(Form):
         inverse = 1.0 / (E4M3_MAX / largest)
         bits = inverse.view(torch.int32)
         return (bits >> MANTISSA) + ((bits & ((1 << MANTISSA) - 1)) != 0)
+
+    def _is_nan(self, largest: Tensor) -> Tensor:
+        # Its code times the scale would be an infinity in bf16, and not quantized as it was before.
+        return ~(largest < E4M3_INFINITE)
 
 
 FORMS: dict[str, Form] = {form.name: form for form in (MXFP8(), MXFP4(), FP8Block128())}

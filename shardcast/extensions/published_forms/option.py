@@ -11,8 +11,9 @@ import torch
 
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.published_forms.forms import FORMS, Form
-from shardcast.option_values import Option, ValidatedOptions, option, read_mapping
-from shardcast.plan.casts import Casts
+from shardcast.option_values import Option, ValidatedOptions, one_of, option, read_mapping
+from shardcast.plan.casts import Casts, Wire
+from shardcast.plan.layout import PackLayout
 from shardcast.step.step_hook import StepHook
 
 WHY = "published"  # begins errors
@@ -25,11 +26,13 @@ class PublishedForms(ValidatedOptions):
     Attributes:
         mxfp8, mxfp4, fp8_block128: glob patterns of names of parameters, or of modules for the
             matrices that these hold themselves.
+        wire: what owners send, ``codes`` with their scales, or ``bf16`` values.
     """
 
     mxfp8: tuple[str, ...] = option(())
     mxfp4: tuple[str, ...] = option(())
     fp8_block128: tuple[str, ...] = option(())
+    wire: str = option("codes", within=one_of("codes", "bf16"))
 
     def patterns(self) -> Mapping[str, tuple[str, ...]]:
         """Patterns by the name of their form, those that were given."""
@@ -40,6 +43,7 @@ class FormCasts(Casts):
     """The forms of one configuration."""
 
     def __init__(self, config: ShardcastConfig) -> None:
+        self._config = config
         self._patterns = config.published.patterns()
 
     def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Form | None:
@@ -72,6 +76,13 @@ class FormCasts(Casts):
 
     def named(self, name: str) -> Form:
         return FORMS[name]
+
+    def wire(self, layout: PackLayout) -> Wire | None:
+        from shardcast.extensions.published_forms.wire import FormWire
+
+        if self._config.published.wire == "bf16":
+            return None
+        return FormWire(FORMS[layout.cast], layout, self._config)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         known = [*names]
@@ -122,7 +133,8 @@ def _reader(optimizer: Any) -> StepHook:
 
 OPTION = Option(
     help="forms of parameters that lie on the grid of quantized values, a mapping from mxfp8, "
-    "mxfp4 or fp8_block128 to patterns of names: {mxfp8: ['*.mlp.*.weight']}; the rest is bf16",
+    "mxfp4 or fp8_block128 to patterns of names: {mxfp8: ['*.mlp.*.weight']}; the rest is bf16; "
+    "wire: bf16 sends values in place of codes and scales",
     within=("forms with patterns of names", lambda _: True),
     read=_read,
     casts=FormCasts,

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from torch import Tensor
-
 from shardcast.comm import Comm, Work
 from shardcast.memory.pack import Pack
+from shardcast.plan.casts import Parcel
 
 
 class Sync:
@@ -47,7 +46,8 @@ class Sync:
             if pack in wanted:
                 # Messages must be waited for at once, so none are left under way beside a forward:
                 # see Comm.send_to_all.
-                work = _launch(pack.layout.algorithms.sync == "all_gather", [pack], True)
+                gathers = pack.layout.algorithms.sync == "all_gather"
+                work = _launch(gathers, [pack], True)
                 # The pack keeps it: a work that is dropped cannot be waited for, and the backend
                 # keeps the memory that it uses alive only as long as it is under way.
                 pack.pending.append(work)
@@ -59,14 +59,13 @@ class Sync:
         for pack in self.packs:
             if pack not in begun:
                 launches.setdefault((pack.comm, pack.layout.algorithms.sync), []).append(pack)
-        works: list[Work] = []
+        works: list[Work | Delivery] = []
         for (_, algorithm), packs in launches.items():
             if algorithm == "messages":
-                works += [
-                    pack.comm.send_to_all(_spans_by_rank(pack), pack.layout) for pack in packs
-                ]
+                works += [_send(pack) for pack in packs]
             else:
-                _launch(algorithm == "all_gather", packs, False)
+                work = _launch(algorithm == "all_gather", packs, False)
+                works += [work] * isinstance(work, Delivery)
         for work in works:  # of all packs at once: a broadcast on gloo waits for the one before
             work.wait()
         self.wait()
@@ -88,24 +87,54 @@ class Sync:
             self.started.clear()
 
 
-def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> Work:
-    """Sync ``packs`` of the same ranks in one launch; gives the work, if only started.
+class Delivery:
+    """The work that brings parcels, which are unpacked once it was waited for."""
+
+    def __init__(self, work: Work, parcels: Sequence[Parcel]) -> None:
+        self._work, self._parcels = work, parcels
+
+    def wait(self) -> None:
+        """As of the work."""
+        self._work.wait()
+        for parcel in self._parcels:
+            parcel.unpack()
+
+
+def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> Work | Delivery:
+    """Sync ``packs`` of the same ranks in one launch; gives the work, which is to be waited for.
 
     Args:
         gathers: in place, by all-gathers, for spans of equal length, padding included. Else each
             owner broadcasts its span, of any length; those that are padding alone are left out.
     """
     comm, about = packs[0].comm, packs[0].layout
+    sent = [_sent(pack) for pack in packs]
     if gathers:
-        pairs = [(pack.data, pack.own_data) for pack in packs]
-        return comm.all_gather_all(pairs, about, async_op)
-    pieces = [(span.owner, pack.span(span)) for pack in packs for span in pack.layout.owned_spans]
-    return comm.broadcast_all(pieces, about, async_op)
+        work = comm.all_gather_all([(it.data, it.own_data) for it in sent], about, async_op)
+    else:
+        pieces = [
+            (span.owner, it.span(span))
+            for pack, it in zip(packs, sent, strict=True)
+            for span in pack.layout.owned_spans
+        ]
+        work = comm.broadcast_all(pieces, about, async_op)
+    return _delivered(work, sent)
 
 
-def _spans_by_rank(pack: Pack) -> list[Tensor]:
-    """The spans to be sent by each rank, on gloo, whose broadcasts wait for one another."""
-    pieces = [pack.data[:0]] * pack.comm.size
+def _send(pack: Pack) -> Work | Delivery:
+    """Start to send the spans as messages, on gloo, whose broadcasts wait for one another."""
+    sent = _sent(pack)
+    pieces = [sent.data[:0]] * pack.comm.size
     for span in pack.layout.owned_spans:
-        pieces[span.owner] = pack.span(span)
-    return pieces
+        pieces[span.owner] = sent.span(span)
+    return _delivered(pack.comm.send_to_all(pieces, pack.layout), [sent])
+
+
+def _sent(pack: Pack) -> Pack | Parcel:
+    """What travels: a pack itself, or a parcel in its place."""
+    return pack if pack.wire is None else pack.wire.parcel(pack.data, pack.comm.rank)
+
+
+def _delivered(work: Work, sent: Sequence[Pack | Parcel]) -> Work | Delivery:
+    parcels = [it for it in sent if isinstance(it, Parcel)]
+    return Delivery(work, parcels) if parcels else work

@@ -83,6 +83,8 @@ class FusedUpdate(Update):
             self._begin_epilogues(~decision.skip)
             return
         if on_host and bool(decision.skip):
+            for shard in self._states:
+                shard.settle()
             return
         behind = [shard for shard in self._states if shard.pack.cast is not None]
         for shard in behind:
@@ -109,8 +111,8 @@ class FusedUpdate(Update):
                 operands = fetch(one)
                 update(one, operands)
                 send(one, operands)
-        for shard in behind:
-            shard.publish(skip)
+        for shard in behind:  # also in a skipped step: of masters as they were
+            shard.publish()
 
     def _ranges(
         self, decision: Decision, present: Mapping[Shard, Sequence[bool]]
