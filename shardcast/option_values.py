@@ -39,7 +39,7 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
 
 
 # Methods of the optimizer that modules of extensions have, imported and made with a first call.
-CALLS = {"attempt": "on_error", "failures": "on_error"}
+CALLS = {"attempt": "on_error", "failures": "on_error", "changes": "changes"}
 
 
 class Option(NamedTuple):
@@ -69,6 +69,8 @@ class Option(NamedTuple):
             without a mesh, in place of those; every rank calls it.
         fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
         casts: ``casts(config)`` gives :class:`.Casts`, how some masters become what is published.
+        record: ``record(shard, config)`` gives a :class:`.Record` of what is published; one
+            option has one.
     """
 
     help: str
@@ -86,6 +88,7 @@ class Option(NamedTuple):
     groups: Callable[[Any, Any], Any] | None = None
     fused: bool = False
     casts: Callable[[Any], Any] | None = None
+    record: Callable[[Any, Any], Any] | None = None
 
 
 def load_extension(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import compress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from shardcast.plan.casts import cast_of, wire_of
 from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
 
+if TYPE_CHECKING:
+    from shardcast.memory.record import Record
+
 FILL = 1 << 16  # masters that are encoded at a time
 PIECE = 1 << 22  # masters that are compared with what is published at a time
 
@@ -33,6 +37,7 @@ class Shard:
         master: the own span in full precision; it is the pack's own memory if that is fp32.
         fragments: the parameters' parts in the own span, in pack order.
         given_dtypes: of the parameters, as they were given to ``shard``.
+        record: what an option keeps of what is published of each element.
     """
 
     master: Encoded
@@ -48,6 +53,9 @@ class Shard:
         # What was published last, where an element that a script wrote cannot be told by its master
         # alone: with it its whole block would be cast in another way.
         self._last: Tensor | None = None
+        options = config.extensions().values()
+        asked = (it.record(self, config) for it in options if it.record is not None)
+        self.record: Record | None = next(asked, None)
 
     @property
     def in_place(self) -> bool:
@@ -83,7 +91,13 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of the masters beside the pack, and of what is kept to see that it was written."""
         of_masters = 0 if self.in_place else self.master.nbytes
-        return of_masters + (0 if self._last is None else self._last.nbytes)
+        more = sum(it.nbytes for it in (self._last, self.record) if it is not None)
+        return of_masters + more
+
+    @property
+    def on_host(self) -> bool:
+        """Whether masters are in host memory while no update needs them."""
+        return self._on_host
 
     def fill(self, source: Tensor) -> None:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
@@ -131,13 +145,23 @@ class Shard:
     def set_exact(self, fragment: Fragment, values: Tensor) -> None:
         """Overwrite the masters of one fragment; 1-d, any floating dtype, any device."""
         exact = values.to(self.published.device, MASTER_DTYPE)
-        self.master.write(self.local(fragment.start, fragment.stop), exact)
+        part = self.local(fragment.start, fragment.stop)
+        if self.casts and self.record is not None:
+            self._note(part, self.exact(fragment), exact)
+        self.master.write(part, exact)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the own span of the pack."""
         if self.casts:
-            self.published.copy_(self.master.read(slice(None)))
+            if self.record is None:
+                self.published.copy_(self.master.read(slice(None)))
+                return
+            for start in range(0, self.published.numel(), PIECE):
+                piece = slice(start, start + PIECE)
+                masters = self.master.read(piece)
+                self._note(piece, self.published[piece], masters)
+                self.published[piece].copy_(masters)
         elif self._is_copied:
             for fragment in self.fragments:
                 part = self.published[self.local(fragment.start, fragment.stop)]
@@ -159,6 +183,8 @@ class Shard:
         if self.pack.cast is not None:
             if self._last is None:
                 self._last = torch.empty_like(self.published)
+            else:
+                self._note(slice(None), self._last, self.published)
             self._last.copy_(self.published)
 
     def lend(self) -> Tensor:
@@ -190,9 +216,17 @@ class Shard:
             part = slice(start, start + PIECE)
             masters = self.master.read(part)  # plain ones are the memory itself
             last = None if self._last is None else self._last[part]
+            if self.casts:
+                self._note(part, masters, self.published[part])
             take_shown_(masters, self.published[part], last)
             self.master.write(part, masters)
         self.note_published()
+
+    def _note(self, part: slice, before: Tensor, after: Tensor) -> None:
+        """Tell the record of published values of a part, or of masters whose casts they are."""
+        if self.record is not None:
+            dtype = self.published.dtype
+            self.record.note(part, before.reshape(-1).to(dtype), after.reshape(-1).to(dtype))
 
     def loaded(self, fragment: Fragment, values: Tensor) -> Tensor:
         """Masters of which published ``values`` are loaded, see :func:`.codecs.shown`; 1-d."""
@@ -203,8 +237,10 @@ class Shard:
         """Take ``values``, which a parameter is about to have, for what is published of it."""
         for fragment in self.fragments:
             if fragment.slot == slot and self._last is not None:
-                part = self._last[self.local(fragment.start, fragment.stop)]
-                part.copy_(values.reshape(-1)[slice(*fragment.param_range)])
+                part = self.local(fragment.start, fragment.stop)
+                loaded = values.reshape(-1)[slice(*fragment.param_range)].to(self._last.device)
+                self._note(part, self._last[part], loaded)
+                self._last[part].copy_(loaded)
 
 
 def take_moved(shards: Sequence[Shard]) -> None:

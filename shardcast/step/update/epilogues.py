@@ -27,6 +27,8 @@ class UpdateValues(NamedTuple):
         grad: fp32, unscaled and clipped.
         state: the rule's new state, in the order of ``rule.state``.
         decrease: fp32, the old master minus the new one; an epilogue that sees it may overwrite it.
+        last_published: bit patterns of the cast of the master before the step, whatever a script
+            has written over it since; ``None`` as the next ones.
         old_published, published: bit patterns of the parameter before and after, int16, or ``None``
             where the master is the parameter. A compiler leaves out a cast to low precision and
             back: values would not be rounded.
@@ -38,6 +40,7 @@ class UpdateValues(NamedTuple):
     decrease: Any = None
     old_published: Any = None
     published: Any = None
+    last_published: Any = None
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,15 @@ class Epilogue:
         squares: how many of them, the first ones, are sums of squares, given as their roots.
         compares: whether it sees more than the new master and state: all else of
             :class:`UpdateValues` is ``None`` where no epilogue does, for eagerly it takes passes.
+        follows: whether it sees what is published, and what was, and no more: it keeps what it
+            follows in the :class:`.Record` of its option. That neither begins as the masters nor
+            is saved, and absent gradients need no pass for it.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
     squares: ClassVar[int] = 0
     compares: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
 
     @property
     def state(self) -> tuple[str, ...]:

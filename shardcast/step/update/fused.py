@@ -124,10 +124,11 @@ class FusedUpdate(Update):
         known: dict[tuple[GroupId, Hashable, bool], tuple[Rule, UpdateScalars]] = {}
         on_host = self._execute.on_host
         epilogues = self._active
+        of_all = bool(epilogues) and any(not epilogue.follows for epilogue in epilogues)
         for shard, state in self._states.items():
             group = shard.pack.layout.group
             for run, number, is_present in self._runs(state, present[shard]):
-                if not (is_present or epilogues):
+                if not (is_present or of_all):
                     continue
                 key = group, self._histories[number], is_present
                 if key not in known:

@@ -43,8 +43,11 @@ class ShardState:
         self._config = config
         self._row = row_of(config, shard.pack.layout.dtype)
         self._codecs = {name: e.codec for e in epilogues for name in e.state}
+        kept = [name for e in epilogues for name in e.state if not e.follows]
         # Fragments of which an epilogue has no values yet.
-        self._unbegun = {name: {*range(len(shard.fragments))} for name in self._codecs}
+        self._unbegun = {name: {*range(len(shard.fragments))} for name in kept}
+        if shard.record is not None:
+            self.stored |= shard.record.state
         self._keys: Tensor | None = None
         self.row_sums, self.segments = torch.empty(0), torch.empty(0)
         self._sum_row = self._row if not any(e.sums for e in epilogues) else self._longest_row()
@@ -197,6 +200,8 @@ class ShardState:
     def nbytes(self, averages: bool) -> int:
         """Bytes of the averages, or of all else."""
         names = [name for name in self.stored if (name in self._codecs) == averages]
+        if self.shard.record is not None:  # its bytes are counted with the masters
+            names = [name for name in names if name not in self.shard.record.state]
         nbytes = sum(self.stored[name].nbytes for name in names)
         if not averages:
             nbytes += self.row_sums.nbytes
@@ -234,7 +239,9 @@ class Update(ABC):
     ) -> None:  # fmt: skip
         self._optimizer, self._config, self.epilogues = optimizer, config, epilogues
         self._states: dict[Shard, ShardState] = {}  # of shards with fragments
-        self._places = {name: n for n, epilogue in enumerate(epilogues) for name in epilogue.state}
+        self._places = {
+            name: n for n, e in enumerate(epilogues) for name in e.state if not e.follows
+        }
         # Each has taken part in.
         self._epilogue_steps = torch.zeros(len(epilogues), dtype=MASTER_DTYPE)
         self._active: tuple[Epilogue, ...] = ()  # in this step
