@@ -28,7 +28,10 @@ __all__ = [
     "shard",
 ]
 
-_LAZY = ("accelerate", "checkpoint", "estimate", "lightning", "metrics", "testing", "transformers")
+_LAZY = (
+    "accelerate", "checkpoint", "estimate", "lightning", "metrics", "publish", "testing",
+    "transformers",
+)  # fmt: skip
 
 
 if is_first_process() and (_namesake := namesake()):

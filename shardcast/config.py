@@ -159,6 +159,7 @@ class ShardcastConfig(ValidatedOptions):
     offload: bool = extension(False, "offload")
     averages: Any = extension((), "averages")
     published: Any = extension(None, "published_forms")
+    changes: bool = extension(False, "changes")
     reduce: str = option(
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: "

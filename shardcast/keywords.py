@@ -53,6 +53,7 @@ class Keywords(TypedDict, total=False):
     offload: bool
     averages: Mapping[str, Any]
     published: Mapping[str, str | Sequence[str]] | None
+    changes: bool
     reduce: str
     reproducible: bool | int
     sync: str

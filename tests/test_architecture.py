@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"step"}),
     frozenset({"optimizer"}),
     frozenset({"extensions"}),
-    frozenset({"checkpoint", "estimate", "testing"}),
+    frozenset({"checkpoint", "estimate", "publish", "testing"}),
     frozenset({"accelerate", "metrics", "transformers", "lightning", "run"}),
     frozenset({"cli", "__main__"}),
 )

@@ -1,0 +1,201 @@
+"""Records of what has changed: a bit for each element, or a copy of what was told last.
+
+**A bit.** Of a parameter with fp32 masters the value that was told last is the cast of its master
+for every element without a mark: so a mark is set wherever that cast changes, in the pass of the
+update that makes the new one, and where something else writes masters. Nothing is compared with a
+snapshot, and no step reads or writes more than a bit. What a script writes is seen as it becomes
+the master: the published value is not the cast that it was. A value that changes and changes back
+stays marked.
+
+**A copy.** Where the published value *is* the master, in fp32 parameters, or a half of it
+(``master: split16``), a value that a script has written leaves no trace beside itself. There the
+values that were told last are kept, and compared when somebody asks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardcast.config import ShardcastConfig
+from shardcast.memory.codecs import Codec, Encoded, Pieces, row_of
+from shardcast.memory.record import Record
+from shardcast.memory.shard import Shard
+from shardcast.step.update.epilogues import Epilogue, UpdateValues
+
+MARKS = "changes"  # the name of the epilogue's state
+PIECE = 1 << 22  # elements that are looked at a time
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes
+
+
+@dataclass(frozen=True)
+class Marks(Codec):
+    """A bit for each element, in one word per row; its values are these words."""
+
+    plain = False
+
+    def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
+        return ((word_of(row), 1),)
+
+    def decode(self, pieces: Pieces) -> Tensor:
+        return pieces[0]
+
+    def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
+        return (values,)
+
+
+@dataclass(frozen=True)
+class Nothing(Codec):
+    """No memory, where the update has nothing to mark."""
+
+    plain = False
+
+    def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
+        return ()
+
+    def decode(self, pieces: Pieces) -> Tensor:
+        return torch.empty(0)
+
+    def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
+        return ()
+
+
+def word_of(row: int) -> torch.dtype:
+    """The integer with a bit for each element of a row."""
+    return {16: torch.int16, 32: torch.int32, 64: torch.int64}.get(row, torch.uint8)
+
+
+def words(changed: Tensor) -> Tensor:
+    """Bits of elements, bool of shape ``(rows, row)``, as words, ``(rows,)``."""
+    word = word_of(changed.shape[-1])
+    lanes = torch.arange(changed.shape[-1], dtype=word, device=changed.device)
+    return (changed.to(word) << lanes).sum(-1, dtype=word)
+
+
+@dataclass(frozen=True)
+class Followed(Epilogue):
+    """Marks elements whose published value is another one than the cast of the master was."""
+
+    follows: ClassVar[bool] = True
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return (MARKS,)
+
+    @property
+    def codec(self) -> Codec:
+        return Marks()
+
+    def apply_(
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        if updated.last_published is not None:
+            state[0].bitwise_or_(words(updated.published != updated.last_published))
+        return ()
+
+
+class Changed(Record):
+    """What has changed in one own span since it was told last.
+
+    Attributes:
+        is_new: nothing was told yet.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self.is_new = True
+
+    @abstractmethod
+    def since(self, start: int, stop: int) -> Tensor:
+        """Which elements ``[start, stop)`` of the own span, which begin with a row, have changed.
+
+        Returns:
+            their places, counted from ``start``: 1-d int64, rising.
+        """
+
+    @abstractmethod
+    def tell(self) -> None:
+        """Begin anew: what is published now has been told."""
+
+
+class MarkedChanges(Changed):
+    """A bit for each element.
+
+    Args:
+        in_update: whether the fused update marks; else all is noted.
+    """
+
+    def __init__(self, shard: Shard, row: int, in_update: bool) -> None:
+        super().__init__(shard)
+        self._row, numel = row, shard.pack.own.numel
+        device = shard.pack.params[0].device
+        self._marks = Encoded(Marks(), numel, row, device, on_host=shard.on_host)
+        nothing = Encoded(Nothing(), numel, row, device)
+        self.state = {MARKS: self._marks if in_update else nothing}
+
+    @property
+    def nbytes(self) -> int:
+        return self._marks.nbytes
+
+    def note(self, part: slice, before: Tensor, after: Tensor) -> None:
+        changed = before.view(torch.int16) != after.view(torch.int16)
+        missing = -changed.numel() % self._row
+        if missing:
+            changed = torch.nn.functional.pad(changed, (0, missing))
+        (marks,) = self._marks.fetch(part)
+        self._marks.send(part, (marks | words(changed.view(-1, self._row)),))
+
+    def since(self, start: int, stop: int) -> Tensor:
+        found = []
+        for begin in range(start, stop, PIECE):
+            (marks,) = self._marks.fetch(slice(begin, min(begin + PIECE, stop)))
+            rows = marks.nonzero().view(-1)  # waits for the device
+            lanes = torch.arange(self._row, dtype=marks.dtype, device=marks.device)
+            number, lane = ((marks[rows][:, None] >> lanes) & 1).nonzero().unbind(1)
+            found.append(rows[number] * self._row + lane + (begin - start))
+        return torch.cat(found)
+
+    def tell(self) -> None:
+        self.is_new = False
+        (marks,) = self._marks.fetch(slice(None))
+        self._marks.send(slice(None), (torch.zeros_like(marks),))
+
+
+class ComparedChanges(Changed):
+    """A copy of what was told last."""
+
+    def __init__(self, shard: Shard, row: int) -> None:
+        super().__init__(shard)
+        dtype, device = shard.pack.layout.dtype, shard.pack.params[0].device
+        self._told = torch.zeros(shard.pack.own.numel, dtype=dtype, device=device)
+        self.state = {MARKS: Encoded(Nothing(), shard.pack.own.numel, row, device)}
+
+    @property
+    def nbytes(self) -> int:
+        return self._told.nbytes
+
+    def note(self, part: slice, before: Tensor, after: Tensor) -> None:
+        """Nothing: all is compared."""
+
+    def since(self, start: int, stop: int) -> Tensor:
+        told, now = (
+            tensor[start:stop].view(INTEGERS[tensor.element_size()])
+            for tensor in (self._told, self._shard.published)
+        )
+        return (told != now).nonzero().view(-1)
+
+    def tell(self) -> None:
+        self.is_new = False
+        self._told.copy_(self._shard.published)
+
+
+def record_of(shard: Shard, config: ShardcastConfig) -> Changed:
+    """The record of one own span."""
+    row = row_of(config, shard.pack.layout.dtype)
+    if shard.casts or shard.pack.cast is not None:
+        return MarkedChanges(shard, row, in_update=shard.casts)
+    return ComparedChanges(shard, row)

@@ -1,0 +1,165 @@
+"""Changes of all ranks, checked as a whole, and then written into a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.extensions.changes.patches import Changes, WeightPatch
+
+RECOMPUTED = "_checkpoint_wrapped_module."  # torch takes it out of the keys of state dicts
+
+
+class DamagedChangesError(RuntimeError):
+    """Changes that are not what was sent: a checksum, a form or a place is wrong."""
+
+
+class IncompleteChangesError(ValueError):
+    """Parts of one version that are not all of its parts, or of several versions."""
+
+
+class WrongVersionError(ValueError):
+    """Changes since another version than the reader has."""
+
+
+class WrongModelError(ValueError):
+    """A model without a parameter that changes are of, or with one of another form."""
+
+
+@torch.no_grad()
+def apply(
+    target: nn.Module | Mapping[str, Tensor],
+    changes: Changes | Iterable[Changes],
+    version: str | None = None,
+) -> str:
+    """Write changes into a model that follows a training; in any process, without a group.
+
+    All is checked before anything is written: afterwards the parameters have the bits that those of
+    the training had, and after an error they are as before. Only what the trained optimizer has is
+    written: no buffers, and no parameters outside of it.
+
+    Args:
+        target: a model, or tensors by the keys of its ``state_dict()``, such as a file's; in the
+            dtypes of the training. They are written in place.
+        changes: the parts of all ranks, in any order; of one rank, that one.
+        version: that the target has, as the last call returned it; ``None`` where it has none yet,
+            to which full changes alone apply.
+
+    Returns:
+        the version that the target has now.
+
+    Raises:
+        WrongVersionError: these are changes since another version. Ask for full ones.
+        IncompleteChangesError: a part is missing, or is one of another version.
+        DamagedChangesError: a part is not what was sent.
+        WrongModelError: a parameter is missing, or has another shape or dtype.
+    """
+    parts = [changes] if isinstance(changes, Changes) else [*changes]
+    _check_parts(parts)
+    since = {part.since for part in parts if part.since is not None}
+    if since and since != {version}:
+        has = "no version" if version is None else f"version {version}"
+        raise WrongVersionError(
+            f"changes: expected some since what the reader has, {has}, got some since "
+            f"{', '.join(sorted(since))}; ask for full ones: optimizer.changes(since=None)"
+        )
+    for part in parts:
+        if part.computed_checksum() != part.checksum:
+            raise DamagedChangesError(
+                f"changes: part {part.part} of version {part.version} is not what was sent: its "
+                "checksum is another one; nothing was written. Get it again, or a full version"
+            )
+    tensors = _tensors(target)
+    also: dict[str, list[str]] = {}  # names of tied parameters
+    for alias, name in (pair for part in parts for pair in part.aliases.items()):
+        also.setdefault(name, []).append(alias)
+    patches = [patch for part in parts for patch in part]
+    writes = []
+    for patch in patches:
+        _check_values(patch)
+        names = [patch.name, *(alias for alias in also.get(patch.name, ()) if alias in tensors)]
+        writes += [(_fitting(tensors, name, patch), patch) for name in names]
+    if all(part.is_full for part in parts):
+        _check_whole(patches)
+    for tensor, patch in writes:
+        _write(tensor, patch)
+    return parts[0].version
+
+
+def _check_parts(parts: Sequence[Changes]) -> None:
+    versions = sorted({part.version for part in parts})
+    if len(versions) != 1:
+        raise IncompleteChangesError(
+            f"changes: expected parts of one version, got {', '.join(versions) or 'none'}; ranks "
+            "must ask for changes at the same points of the script"
+        )
+    numbers = sorted(part.part for part in parts)
+    if numbers != [*range(parts[0].parts)] or len({part.parts for part in parts}) != 1:
+        raise IncompleteChangesError(
+            f"changes: expected parts 0 to {parts[0].parts - 1} of version {versions[0]}, one of "
+            f"each rank of the training, got {', '.join(map(str, numbers))}"
+        )
+
+
+def _tensors(target: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if isinstance(target, nn.Module):
+        named = target.named_parameters(remove_duplicate=False)
+        return {name.replace(RECOMPUTED, ""): param.detach() for name, param in named}
+    return {name: tensor.detach() for name, tensor in target.items()}
+
+
+def _fitting(tensors: Mapping[str, Tensor], name: str, patch: WeightPatch) -> Tensor:
+    """The tensor of that name, if it is as the training has it."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise WrongModelError(f"target: it has no parameter {name!r}, which the training has")
+    if (tuple(tensor.shape), tensor.dtype) != (tuple(patch.shape), patch.dtype):
+        raise WrongModelError(
+            f"target: expected {name!r} in {patch.dtype} of {tuple(patch.shape)}, as the training "
+            f"has it, got {tensor.dtype} of {tuple(tensor.shape)}"
+        )
+    if _compat.is_dtensor(tensor):
+        raise WrongModelError(f"target: expected a plain tensor as {name!r}, got a DTensor")
+    return tensor
+
+
+def _check_values(patch: WeightPatch) -> None:
+    numel, count, places = math.prod(patch.shape), patch.values.numel(), patch.indices
+    wrong = patch.values.dtype != patch.dtype or patch.values.dim() != 1
+    if places is None:
+        wrong |= count != numel
+    elif not wrong:
+        wrong = places.dtype not in (torch.int32, torch.int64) or places.shape != (count,)
+        wrong = wrong or bool(count and (places.min() < 0 or places.max() >= numel))
+    if wrong:
+        raise DamagedChangesError(
+            f"changes: values or indices of {patch.name!r} do not fit {numel} elements of "
+            f"{patch.dtype}; nothing was written"
+        )
+
+
+def _check_whole(patches: Sequence[WeightPatch]) -> None:
+    counts: dict[str, int] = {}
+    for patch in patches:
+        counts[patch.name] = counts.get(patch.name, 0) + patch.values.numel()
+    for patch in patches:
+        if counts[patch.name] != math.prod(patch.shape):
+            raise IncompleteChangesError(
+                f"changes: expected all {math.prod(patch.shape)} elements of {patch.name!r}, got "
+                f"{counts[patch.name]}, in changes that are full"
+            )
+
+
+def _write(tensor: Tensor, patch: WeightPatch) -> None:
+    values = patch.values.to(tensor.device)
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    if patch.indices is None:
+        flat.copy_(values)
+    else:
+        flat[patch.indices.to(tensor.device, torch.int64)] = values
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,352 @@
+"""What has changed since somebody asked: a reader that applies it has the bits of the training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits, run_world
+from torch import Tensor, nn
+
+import shardcast
+from shardcast import publish
+from shardcast.estimate import estimate
+from shardcast.optimizer.stateful import packed_of
+from shardcast.publish import Changes
+from shardcast.testing import ThreadedWorld
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+
+Values = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Matrices that every form can have, and what no alignment divides; a tie, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+        self.odd, self.norm = nn.Linear(7, 13), nn.LayerNorm(33)
+        self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
+        self.tied = nn.Linear(7, 13, bias=False)
+        self.tied.weight = self.odd.weight
+
+
+LATER = "odd.bias", "scale"  # come with a group of their own
+
+
+def build(kind: str) -> tuple[Net, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net()
+    named = {name: param for name, param in model.named_parameters() if name not in LATER}
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in LATER)
+    if kind == "Muon":
+        matrices = [param for param in named.values() if param.dim() == 2 and param.numel()]
+        rest = [param for param in named.values() if param.dim() != 2 or not param.numel()]
+        return model, [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+    return model, getattr(torch.optim, kind)(named.values(), lr=1e-3)
+
+
+def weights(model: nn.Module) -> Values:
+    """Copies of all parameters, tied ones once, of a DTensor the whole."""
+    return {
+        name: getattr(param.detach(), "full_tensor", param.detach)().clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def differing(before: Values, after: Values) -> dict[str, list[int]]:
+    """Places of elements whose bits differ."""
+    found = {}
+    for name, old in before.items():
+        left, right = (t.reshape(-1, 1).view(torch.uint8) for t in (old, after[name]))
+        if places := (left != right).any(1).nonzero().view(-1).tolist():
+            found[name] = places
+    return found
+
+
+class Story:
+    """One training that a reader follows: what its rank told at each point, and what was there."""
+
+    def __init__(self, group: Any, kind: str, fields: Mapping[str, Any]) -> None:
+        self.model, optimizer = build(kind)
+        self.optimizer: Any = shardcast.shard(
+            self.model, optimizer, process_group=group, changes=True, **fields
+        )
+        self.kept: Any = None  # a state to return to
+        self.told: list[tuple[Changes, Values]] = []
+        self.extended = False
+
+    @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        every = [*self.model.named_parameters()]
+        return [(n, p) for n, p in every if p.numel() and (self.extended or n not in LATER)]
+
+    def step(self, seed: int, share: float = 1.0, size: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for number, (_, param) in enumerate(self.trained):
+            grad = torch.randn(param.shape, generator=generator) * size
+            if random.Random(seed + number).random() < share:
+                param.grad = grad.to(param.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def edit(self, seed: int, how: str = "copy_") -> None:
+        """A script writes some elements, the same on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        for _, param in self.trained[seed % 3 :: 3]:
+            values = param.detach().clone()
+            chosen = torch.rand(values.shape, generator=generator) < 0.05
+            values[chosen] = torch.randn(values.shape, generator=generator).to(values)[chosen]
+            if how == "data":
+                param.data = values
+            elif how == "data_copy":
+                param.data.copy_(values)
+            else:
+                param.copy_(values)
+
+    def load(self, seed: int) -> None:
+        """Of ``model.state_dict()``: a part in fp32, a part as it was a while ago."""
+        generator = torch.Generator().manual_seed(seed)
+        state = self.model.state_dict()
+        for number, (name, value) in enumerate([*state.items()]):
+            if number % 3 == seed % 3:
+                noise = torch.randn(value.shape, generator=generator)
+                state[name] = value.float() + noise * 2.0**-10
+            elif number % 3 == (seed + 1) % 3 and self.kept is not None:
+                state[name] = self.kept[0][name]
+        self.model.load_state_dict(state)
+
+    def keep(self) -> None:
+        model = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.kept = model, self.optimizer.state_dict(), self.extended
+
+    def restore(self) -> None:
+        if self.kept is not None and self.kept[2] == self.extended:
+            self.optimizer.load_state_dict(self.kept[1])
+
+    def extend(self) -> None:
+        if self.extended:
+            return
+        self.extended = True
+        group = [p for n, p in self.model.named_parameters() if n in LATER]
+        for param in group:
+            param.requires_grad_()
+        self.optimizer.optimizers[-1].add_param_group({"params": group})
+
+    def average(self) -> None:
+        if self.optimizer.config.averages:
+            with self.optimizer.averaged("ema"):
+                pass
+
+    def tell(self, lost: bool = False) -> None:
+        """Ask, as a sender does; ``lost``: its last answer reached nobody."""
+        since = self.told[-1][0].version if self.told else None
+        if lost:
+            since = "00000000-00000000-0"
+        self.optimizer.wait_sync()
+        names = {name for name, _ in self.trained}
+        there = {name: value for name, value in weights(self.model).items() if name in names}
+        self.told.append((self.optimizer.changes(since=since), there))
+
+
+ACTS: dict[str, Callable[[Story, int], None]] = {
+    "step": lambda story, seed: story.step(seed),
+    "small step": lambda story, seed: story.step(seed, size=1e-6),
+    "absent": lambda story, seed: story.step(seed, share=0.5),
+    "skipped": lambda story, seed: story.step(seed, size=float("nan")),
+    "copy_": lambda story, seed: story.edit(seed),
+    "data": lambda story, seed: story.edit(seed, "data"),
+    "data_copy": lambda story, seed: story.edit(seed, "data_copy"),
+    "load": lambda story, seed: story.load(seed),
+    "keep": lambda story, seed: story.keep(),
+    "restore": lambda story, seed: story.restore(),
+    "extend": lambda story, seed: story.extend(),
+    "average": lambda story, seed: story.average(),
+    "digest": lambda story, seed: story.optimizer.digest(),
+    "tell": lambda story, seed: story.tell(),
+    "lost": lambda story, seed: story.tell(lost=True),
+}
+
+
+def drawn(seed: int, length: int) -> list[str]:
+    draw = random.Random(seed)
+    usual = [*ACTS] + ["step"] * 6 + ["tell"] * 8 + ["copy_", "data_copy", "load"] * 2
+    return ["tell", *(draw.choice(usual) for _ in range(length)), "tell"]
+
+
+def follow(ranks: Sequence[Story]) -> Values:
+    """Apply what all ranks told, point by point; the reader's weights."""
+    reader: Values = {}
+    version = None
+    for parts in zip(*(rank.told for rank in ranks), strict=True):
+        expected = parts[0][1]
+        for _, other in parts:
+            assert_same_bits(expected, other)
+        for name in expected.keys() - reader.keys():  # a group that came later, too
+            reader[name] = torch.zeros_like(expected[name])
+        version = publish.apply(reader, [changes for changes, _ in parts], version)
+        assert_same_bits(reader, expected)
+    return reader
+
+
+def live(group: Any, kind: str, fields: Mapping[str, Any], acts: Sequence[str]) -> Story:
+    story = Story(group, kind, fields)
+    for seed, act in enumerate(acts):
+        ACTS[act](story, seed)
+    return story
+
+
+BF16 = {"autocast": False}
+FORMS = {
+    "bf16": ("AdamW", {}),
+    "averages and metrics": ("AdamW", {"averages": {"ema": 0.5}, "metrics": 2}),
+    "fp16": ("Adam", {"param_dtype": "fp16", "loss_scale": 1.0}),
+    "fp32": ("SGD", {"param_dtype": "fp32"}),
+    "norms in fp32": ("AdamW", {"keep_fp32": "norms"}),
+    "short rows": ("AdamW", {"alignment": 16, "moments": "bf16"}),
+    "offload": ("AdamW", {"offload": True}),
+    "split16": ("AdamW", {"master": "split16", "moments": "int8"}),
+    "any class": ("NAdam", {"averages": {"ema": 0.5}}),
+    "Muon": ("Muon", {"averages": {"ema": 0.5}, "metrics": 2}),
+    "mxfp8": ("AdamW", {"published": {"mxfp8": ["first", "second"]}, "averages": {"ema": 0.5}}),
+    "mxfp4 with Muon": ("Muon", {"published": {"mxfp4": ["first", "second"]}}),
+    "overlap": ("AdamW", {"overlap_sync": True}),
+}
+
+
+# Each form on two of the worlds of 1 to 4 ranks.
+DRAWN = [
+    (1 + (n + more) % 4, form) for n, form in enumerate(FORMS) for more in (n // 4, n // 4 + 2)
+]
+
+
+@pytest.mark.parametrize(("ranks", "form"), DRAWN)
+def test_a_reader_of_changes_has_the_bits_of_the_training(ranks: int, form: str):
+    kind, fields = FORMS[form]
+    number = [*FORMS].index(form)
+    fuse = {} if number % 2 else {"fuse": "eager"}
+    story = drawn(1000 * ranks + number, 30)
+    stories, _ = run_world(ranks, live, kind, {**BF16, **fuse, **fields}, story)
+    follow(stories)
+
+
+@pytest.mark.needs_compiler
+def test_a_compiled_update_marks_what_it_changes():
+    story = ["tell"] + ["step", "copy_", "small step", "tell", "skipped", "absent", "tell"] * 3
+    stories, _ = run_world(2, live, "AdamW", {**BF16, "fuse": "compile"}, story)
+    follow(stories)
+    told = sum(changes.numel for one in stories for changes, _ in one.told[1:])
+    every = sum(value.numel() for value in stories[0].told[0][1].values())
+    assert told < 6 * every  # not all of them
+
+
+@pytest.mark.parametrize("form", ["bf16", "norms in fp32", "split16", "mxfp8", "any class"])
+def test_training_is_what_it_is_without_it(form: str):
+    """Nothing that is trained depends on whether somebody asks."""
+    kind, fields = FORMS[form]
+
+    def run(group: Any, asks: bool) -> str:
+        model, optimizer = build(kind)
+        sharded: Any = shardcast.shard(
+            model,
+            optimizer,
+            process_group=group,
+            fuse="eager",
+            **{**BF16, **fields, "changes": asks},
+        )
+        for step in range(4):
+            for number, param in enumerate(model.parameters()):
+                param.grad = torch.full_like(param, 0.01 * (number + step))
+            sharded.step()
+            if asks:
+                sharded.changes()
+        digest: str = sharded.digest()
+        return digest
+
+    assert run_world(2, run, True)[0] == run_world(2, run, False)[0]
+
+
+@pytest.mark.parametrize("form", ["bf16", "split16", "mxfp8", "fp32", "norms in fp32"])
+def test_memory_is_a_bit_for_each_owned_element_or_a_copy_where_no_master_is_apart(form: str):
+    kind, fields = FORMS[form]
+
+    def run(group: Any) -> tuple[int, int, int, int]:
+        reports, kept = [], 0
+        for asks in (False, True):
+            model, optimizer = build(kind)
+            options = {"process_group": group, **BF16, **fields, "changes": asks}
+            sharded = shardcast.shard(model, optimizer, **options)
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            sharded.step()
+            reports.append(sharded.memory_report())
+        for shard in packed_of(sharded).shards:
+            numel, size = shard.pack.own.numel, shard.pack.layout.dtype.itemsize
+            is_copy = shard.in_place or form == "split16"
+            kept += numel * size if is_copy else -(-numel // 64) * 8
+        before, after = reports
+        assert {k: v for k, v in before.items() if k != "masters"} == {
+            k: v for k, v in after.items() if k != "masters"
+        }
+        return after["masters"] - before["masters"], kept, after["masters"], after.total
+
+    results, _ = run_world(2, run)
+    assert all(found == expected for found, expected, _, _ in results)
+    model, optimizer = build(kind)
+    found = estimate(model, optimizer, 2, {**BF16, **fields, "changes": True}, backend="gloo")
+    assert found.masters == max(masters for _, _, masters, _ in results)
+
+
+def test_on_a_mesh_places_are_those_of_whole_parameters():
+    """Tensor parallelism by rows and by columns, and what each pair of ranks has a copy of."""
+
+    def run(mesh: Any) -> Story:
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        model = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8), nn.LayerNorm(8))
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                param.copy_(torch.arange(param.numel()).view(param.shape) / 64 + number)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        sharded: Any = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh=mesh, changes=True, **BF16
+        )
+        story = Story.__new__(Story)
+        story.told, version = [], None
+        for step in range(4):
+            changes = sharded.changes(since=version)
+            version = changes.version
+            story.told.append((changes, weights(model)))
+            inputs = torch.randn(5, 16, generator=torch.Generator().manual_seed(step))
+            model(inputs).float().square().mean().backward()
+            sharded.step()
+            sharded.zero_grad()
+        return story
+
+    stories = ThreadedWorld({"dp": 2, "tp": 2}).run(run)
+    reader = follow(stories)
+    told = [changes for story in stories for changes, _ in story.told[:1]]
+    assert sum(changes.numel for changes in told) == sum(value.numel() for value in reader.values())
+
+
+def test_of_runs_of_ranks_with_equal_masters_one_tells():
+    story = ["tell", "step", "tell", "copy_", "small step", "tell"]
+    stories = ThreadedWorld({"dp": 4}).run(
+        lambda _mesh: live(None, "AdamW", {**BF16, "shard_ranks": 2}, story)
+    )
+    follow(stories)
+    for at in range(3):
+        numels = [story.told[at][0].numel for story in stories]
+        assert sorted(bool(numel) for numel in numels) == [False, False, True, True]

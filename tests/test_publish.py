@@ -1,0 +1,477 @@
+"""Readers of a training: what they apply, what they refuse, and how they come to it by a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MLP, assert_same_bits, install, run_world, values
+from torch import Tensor, nn
+
+import shardcast
+from shardcast import publish
+from shardcast.publish import Changes, FolderReader, FolderSender, WeightPatch
+from shardcast.publish.folder import read_changes, write_changes
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:step skipped")]
+
+
+def trainer(group: Any = None, seed: int = 0, **fields: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fields = {"fuse": "eager", "autocast": False, "max_skipped_steps": 1000, **fields}
+    return model, shardcast.shard(model, optimizer, process_group=group, changes=True, **fields)
+
+
+def reader_model() -> nn.Module:
+    return MLP().to(torch.bfloat16)
+
+
+def advance(model: nn.Module, optimizer: Any, seed: int) -> None:
+    install(model, seed)
+    if seed % 7 == 3:
+        next(model.parameters()).grad.fill_(torch.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def told(steps: int = 2, **fields: Any) -> tuple[list[Changes], dict[str, Tensor]]:
+    """Full changes, then of each step; the weights in the end."""
+    model, optimizer = trainer(**fields)
+    found = [optimizer.changes()]
+    for step in range(steps):
+        advance(model, optimizer, step)
+        found.append(optimizer.changes(since=found[-1].version))
+    return found, values(model)
+
+
+def replaced(changes: Changes, **fields: Any) -> Changes:
+    """With other contents under the same checksum."""
+    return dataclasses.replace(changes, **fields)
+
+
+# -- apply ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_state", [False, True])
+def test_changes_are_applied_to_a_model_or_to_its_state(as_state: bool):
+    changes, expected = told(5)
+    model = reader_model()
+    target: Any = {n: t.clone() for n, t in model.state_dict().items()} if as_state else model
+    version = None
+    for each in changes:
+        version = publish.apply(target, each, version)
+    assert version == changes[-1].version
+    assert_same_bits(target if as_state else values(target), expected)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"fuse": "auto"}, {"param_dtype": "fp32"}, {"master": "split16"}]
+)
+def test_a_change_is_what_differs_in_its_bits_and_no_more(fields: dict[str, Any]):
+    model, optimizer = trainer(**fields)
+    optimizer.changes()
+    version = optimizer.changes().version
+    for step in range(3):
+        before = values(model)
+        if step == 1:
+            with torch.no_grad():
+                model.a.bias[3] = 2.0
+        else:
+            advance(model, optimizer, step)
+        changes = optimizer.changes(since=version)
+        version, after = changes.version, values(model)
+        found = {patch.name: patch.indices.tolist() for patch in changes}
+        bits = {n: (before[n] != after[n]).view(-1).nonzero().view(-1).tolist() for n in before}
+        assert found == {name: places for name, places in bits.items() if places}
+        every = sum(value.numel() for value in before.values())
+        assert 0 < changes.numel < every or fields == {"param_dtype": "fp32"}
+    assert len(optimizer.changes(since=version)) == 0
+
+
+def test_patches_have_the_fields_of_vllms_checkpoint_weight_patch():
+    (full, patch), _ = told(1)
+    assert WeightPatch._fields == ("name", "shape", "dtype", "values", "indices")
+    assert WeightPatch._field_defaults == {"indices": None}
+    for each in (*full, *patch):
+        assert each.values.shape == each.indices.shape
+        assert (each.values.dtype, each.indices.dtype) == (each.dtype, torch.int32)
+
+
+def test_an_edit_that_the_next_step_keeps_is_told():
+    """The step sees the edited value before it and after it; the reader has another one."""
+    model, optimizer = trainer()
+    version = optimizer.changes().version
+    with torch.no_grad():
+        model.a.weight[2, 3] = 100.0
+    advance(model, optimizer, 0)
+    assert model.a.weight[2, 3] == 100.0
+    (patch,) = [p for p in optimizer.changes(since=version) if p.name == "a.weight"]
+    assert 2 * 7 + 3 in patch.indices.tolist()
+
+
+@pytest.mark.parametrize("since", [None, "00000000-00000001-0", "older"])
+def test_any_other_version_is_answered_by_all_elements(since: str | None):
+    model, optimizer = trainer()
+    first = optimizer.changes().version
+    optimizer.changes(since=first)
+    changes = optimizer.changes(since=first if since == "older" else since)
+    assert changes.is_full
+    target = reader_model()
+    publish.apply(target, changes, "something else")
+    assert_same_bits(values(target), values(model))
+
+
+def refused(error: type[Exception], changes: Any, version: str | None, named: str) -> None:
+    """Nothing is written."""
+    target = reader_model()
+    before = values(target)
+    with pytest.raises(error, match=named):
+        publish.apply(target, changes, version)
+    assert_same_bits(values(target), before)
+
+
+def test_changes_since_another_version_are_refused():
+    changes, _ = told(3)
+    for version in (None, changes[0].version, changes[3].version, told(1)[0][1].version):
+        refused(publish.WrongVersionError, changes[2], version, changes[1].version)
+
+
+def test_changes_that_are_not_what_was_sent_are_refused():
+    (full, patch), _ = told(1)
+    first, *rest = patch.patches
+    more = first.values.clone()
+    more[0] += 1
+    moved = first.indices.clone()
+    moved[0] += 1
+    for other in (
+        replaced(patch, patches=(first._replace(values=more), *rest)),
+        replaced(patch, patches=(first._replace(indices=moved), *rest)),
+        replaced(patch, patches=(first._replace(name="b.weight"), *rest)),
+        replaced(patch, patches=tuple(rest)),
+        replaced(patch, version=full.version),
+        replaced(patch, aliases={"c.weight": "b.weight"}),
+    ):
+        refused(publish.DamagedChangesError, other, full.version, "checksum")
+    out_of_range = first._replace(indices=first.indices + 7 * 13)
+    other = replaced(patch, patches=(out_of_range, *rest), checksum="")
+    refused(publish.DamagedChangesError, other, full.version, "a.weight")
+
+
+def test_parts_that_are_not_those_of_one_version_are_refused():
+    def run(group: Any) -> list[Changes]:
+        model, optimizer = trainer(group)
+        found = [optimizer.changes()]
+        for step in range(2):
+            advance(model, optimizer, step)
+            found.append(optimizer.changes(since=found[-1].version))
+        return found
+
+    (left, right), _ = run_world(2, run)
+    since = left[1].version
+    refused(publish.IncompleteChangesError, [left[2]], since, "parts 0 to 1")
+    refused(publish.IncompleteChangesError, [left[2], left[2]], since, "parts 0 to 1")
+    refused(publish.IncompleteChangesError, [left[2], right[1]], since, left[2].version)
+    refused(publish.IncompleteChangesError, [], since, "none")
+    target = reader_model()
+    version = publish.apply(target, [right[0], left[0]])
+    version = publish.apply(target, (each for each in (left[1], right[1])), version)
+
+
+def test_a_model_that_is_not_the_trainings_is_refused():
+    changes, _ = told(1)
+    for other in (MLP(), nn.Linear(3, 3), {"a.weight": torch.zeros(13, 7, dtype=torch.bfloat16)}):
+        with pytest.raises(publish.WrongModelError, match=r"a\.weight|a\.bias"):
+            publish.apply(other, changes[0])
+
+
+def test_tied_weights_are_written_wherever_they_lie():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MLP()
+    model.again = nn.Linear(7, 13)
+    model.again.weight = model.a.weight
+    model.again.bias = model.a.bias
+    sharded = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters()), changes=True, autocast=False
+    )
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    publish.apply(state, sharded.changes())
+    assert_same_bits(state, values(model))
+
+
+def test_changes_survive_a_pickle_and_a_file(tmp_path: Path):
+    changes, expected = told(3)
+    for carry in (lambda each: pickle.loads(pickle.dumps(each)), lambda each: by_file(each)):
+        target, version = reader_model(), None
+        for each in changes:
+            version = publish.apply(target, carry(each), version)
+        assert_same_bits(values(target), expected)
+
+
+def by_file(changes: Changes, path: str = "/dev/shm") -> Changes:
+    where = Path(path) / f"changes-{os.getpid()}-{random.random()}"
+    try:
+        write_changes(where, changes)
+        return read_changes(where)
+    finally:
+        where.unlink(missing_ok=True)
+
+
+# -- asking ---------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_asked_is_refused_by_name():
+    model, optimizer = trainer(averages={"ema": 0.5})
+    advance(model, optimizer, 0)
+    with optimizer.averaged("ema"), pytest.raises(RuntimeError, match="changes"):
+        optimizer.changes()
+    with pytest.raises(TypeError, match="since"):
+        optimizer.changes(since=3)
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.changes()
+    model = MLP()
+    plain = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="changes=True"):
+            plain.changes()
+
+
+# -- a folder -------------------------------------------------------------------------------
+
+
+class Trainer:
+    """One rank, whose script may end and begin again."""
+
+    def __init__(self, group: Any, folder: Path, full_every: int) -> None:
+        self.group, self.folder, self.full_every = group, folder, full_every
+        self.state: Any = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.model, self.optimizer = trainer(self.group, seed=1)
+        if self.state is not None:
+            self.optimizer.load_state_dict(self.state)
+        self.sender = FolderSender(self.folder, self.optimizer, self.full_every)
+
+    def meet(self) -> None:
+        self.group.barrier().wait()
+
+
+def files(folder: Path, kind: str = "") -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors") if f".{kind}" in path.name)
+
+
+def spoil(path: Path, seed: int) -> None:
+    """Another byte somewhere in it."""
+    data = bytearray(path.read_bytes())
+    place = random.Random(seed).randrange(len(data) - 64, len(data))
+    data[place] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 60), (2, 200), (3, 40), (4, 40)])
+def test_a_reader_follows_a_folder_through_all_that_happens(ranks: int, steps: int, tmp_path: Path):
+    """Skipped steps, a restart of either side, a lost patch, spoiled bytes, a slow reader."""
+
+    def run(group: Any) -> tuple[int, int]:
+        training = Trainer(group, tmp_path, full_every=8)
+        target, reader = reader_model(), FolderReader(tmp_path)
+        met, damaged, draw = 0, 0, random.Random(ranks)
+        for step in range(steps):
+            advance(training.model, training.optimizer, step)
+            if step % 3 != 1:
+                version = training.sender.send()
+            training.meet()
+            if group.rank() == 0:
+                act = draw.random()
+                newest = files(tmp_path, "next")[-1:]
+                if act < 0.06 and newest:  # lost, before anybody has seen it
+                    newest[0].unlink()
+                elif act < 0.12 and newest:
+                    spoil(newest[0], step)
+                elif act < 0.2:  # the reader begins again, with or without what it had
+                    if draw.random() < 0.5:
+                        target, reader = reader_model(), FolderReader(tmp_path)
+                    else:
+                        reader = FolderReader(tmp_path, reader.version)
+                if draw.random() < 0.7:
+                    try:
+                        reader.update(target)
+                    except publish.DamagedChangesError:
+                        damaged += 1
+                    if reader.version == version and step % 3 != 1:
+                        assert_same_bits(values(target), values(training.model))
+                        met += 1
+            training.meet()
+            if step % 50 == 29:
+                training.state = training.optimizer.state_dict()
+                training.begin()
+        for _ in range(9):  # at the latest a full one brings everybody up
+            training.sender.send()
+        training.meet()
+        if group.rank() == 0:
+            reader.update(target)
+            assert reader.version == training.sender.version
+            assert_same_bits(values(target), values(training.model))
+        training.meet()
+        return met, damaged
+
+    results, _ = run_world(ranks, run)
+    met, damaged = results[0]
+    assert met >= steps // 6
+    assert damaged or steps < 200
+
+
+def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
+    (full, patch), expected = told(1)
+    path, draw, refusals = tmp_path / "part", random.Random(0), 0
+    write_changes(path, patch)
+    data = path.read_bytes()
+    for _ in range(400):
+        spoiled = bytearray(data)
+        spoiled[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(bytes(spoiled))
+        target = reader_model()
+        version = publish.apply(target, full)
+        before = values(target)
+        try:
+            publish.apply(target, read_changes(path), version)
+        except (publish.DamagedChangesError, publish.WrongVersionError):
+            refusals += 1
+            assert_same_bits(values(target), before)
+        else:
+            assert_same_bits(values(target), expected)
+    assert refusals > 350
+    for length in (0, 7, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(publish.DamagedChangesError):
+            read_changes(path)
+
+
+def test_what_a_killed_writer_leaves_is_no_version(tmp_path: Path, monkeypatch: Any):
+    model, optimizer = trainer()
+    sender, target, reader = FolderSender(tmp_path, optimizer), reader_model(), None
+    sender.send()
+    reader = FolderReader(tmp_path)
+    first = reader.update(target)
+    before = values(target)
+    advance(model, optimizer, 0)
+
+    def killed(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(OSError, match="no space"):
+            sender.send()
+    (tmp_path / ".writing-half.safetensors").write_bytes(b"half")
+    assert reader.update(target) == first
+    assert_same_bits(values(target), before)
+    advance(model, optimizer, 1)
+    assert sender.send() == reader.update(target)  # all elements: the last answer reached nobody
+    assert_same_bits(values(target), values(model))
+
+
+def test_a_version_without_all_its_parts_waits(tmp_path: Path):
+    def run(group: Any) -> None:
+        model, optimizer = trainer(group)
+        sender, target, reader = FolderSender(tmp_path, optimizer), reader_model(), None
+        reader = FolderReader(tmp_path)
+        assert reader.update(target) is None
+        if group.rank() == 1:
+            sender.send()
+        group.barrier().wait()
+        assert reader.update(target) is None
+        if group.rank() == 0:
+            sender.send()
+        group.barrier().wait()
+        first = reader.update(target)
+        assert first is not None
+        advance(model, optimizer, 0)
+        group.barrier().wait()
+        if group.rank() == 0:
+            sender.send()
+        group.barrier().wait()
+        assert reader.update(target) == first
+        group.barrier().wait()
+        if group.rank() == 1:
+            sender.send()
+        group.barrier().wait()
+        assert first != reader.update(target) == sender.version
+        assert_same_bits(values(target), values(model))
+
+    run_world(2, run)
+
+
+def test_old_versions_go_and_who_is_too_far_behind_has_a_full_one(tmp_path: Path):
+    model, optimizer = trainer()
+    sender, slow = FolderSender(tmp_path, optimizer, full_every=4), FolderReader(tmp_path)
+    target = reader_model()
+    sender.send()
+    slow.update(target)
+    for step in range(20):
+        advance(model, optimizer, step)
+        sender.send()
+    assert len(files(tmp_path, "full")) == 2
+    assert len(files(tmp_path)) <= 2 * (4 + 2)
+    assert slow.update(target) == sender.version
+    assert_same_bits(values(target), values(model))
+
+
+def test_a_reader_that_keeps_up_reads_no_full_version_again(tmp_path: Path, monkeypatch: Any):
+    read: list[str] = []
+    inner: Callable[..., Changes] = read_changes
+
+    def noted(path: Path) -> Changes:
+        read.append(path.name)
+        return inner(path)
+
+    monkeypatch.setattr("shardcast.publish.folder.read_changes", noted)
+    model, optimizer = trainer()
+    sender, reader = FolderSender(tmp_path, optimizer, full_every=3), FolderReader(tmp_path)
+    target = reader_model()
+    for step in range(10):
+        sender.send()
+        assert reader.update(target) == sender.version
+        assert_same_bits(values(target), values(model))
+        advance(model, optimizer, step)
+    assert [name for name in read if ".full." in name] == read[:1]
+
+
+def test_files_of_a_version_are_safetensors_with_plain_facts(tmp_path: Path):
+    from safetensors import safe_open
+
+    (full, patch), _ = told(1)
+    for changes in (full, patch):
+        write_changes(tmp_path / "part", changes)
+        with safe_open(tmp_path / "part", framework="pt") as file:
+            head = json.loads(file.metadata()["shardcast"])
+            assert head["version"] == changes.version
+            assert head["since"] == changes.since
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert nbytes == 2 * full.numel if changes is full else nbytes <= patch.nbytes
+
+
+def test_a_reader_needs_no_process_group():
+    code = (
+        "import torch.distributed as dist, shardcast.publish; assert not dist.is_initialized();"
+        "print(sorted(shardcast.publish.__all__))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "FolderReader" in done.stdout
