@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
-from shardcast._compat import dtensor, groups, inductor, observer, serialization
+from shardcast._compat import dtensor, groups, inductor, observer, serialization, storages
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 from shardcast.testing import _compat as mocks
 from shardcast.testing.fake import FakeGroup
@@ -479,3 +479,43 @@ def test_watches_of_any_step_leave_torchs_hooks_alone():
     end()
     optimizer.step()
     assert seen == [optimizer]
+
+
+def test_a_storage_is_there_as_long_as_somebody_has_it():
+    base = torch.arange(4.0)
+    view, weak = base[1:], storages.WeakStorage(base)
+    assert storages.base_of(view) is base and storages.base_of(view.detach()) is None
+    view.data = torch.empty(0)  # the base has it still, which the view keeps
+    del base
+    found = weak()
+    assert found is not None and found.nbytes() == 16
+    del found, view
+    assert weak() is None
+    shared = torch.arange(4.0)
+    weak, other = storages.WeakStorage(shared), _compat.own_storage(shared)
+    del shared
+    assert weak() is not None, "a tensor over its memory keeps it"
+    del other
+    assert weak() is None
+
+
+def test_a_hook_can_come_first():
+    seen: list[str] = []
+    tensor, module = torch.ones(1, requires_grad=True), nn.Linear(1, 1)
+    for place, note in enumerate((seen.append, lambda text: seen.append(text.upper()))):
+        handles = (
+            tensor.register_hook(lambda _grad, note=note: note("backward")),
+            module.register_load_state_dict_pre_hook(lambda *_, note=note: note("load")),
+        )
+        if place:
+            [*map(storages.put_first, handles)]
+    (2 * tensor).backward()
+    module.load_state_dict(module.state_dict())
+    assert seen == ["BACKWARD", "backward", "LOAD", "load"]
+
+
+def test_tensors_inside_of_others_are_found():
+    one, two = torch.zeros(2), torch.ones(3)
+    nested = {"a": [one, (two, "text")], "b": 3, "c": torch.nested.nested_tensor([one])}
+    found = [*storages.plain_tensors(nested)]
+    assert found[0] is one and found[1] is two

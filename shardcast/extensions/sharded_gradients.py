@@ -129,6 +129,10 @@ class ShardedGradients(Gradients):
         if self._zeroed and self._own is not None:
             self._own.zero_()
 
+    def free(self) -> None:
+        super().free()
+        self._own, self._coming, self._coming_bytes = None, [], 0
+
     def local(self, sent: Tensor) -> Tensor:
         return sent[self.pack.own.start : self.pack.own.stop]
 

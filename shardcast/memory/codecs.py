@@ -14,6 +14,7 @@ as :attr:`.Option.codec`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -168,6 +169,11 @@ class Encoded:
     def nbytes(self) -> int:
         """Bytes held, the published parameter aside."""
         return sum(piece.nbytes for piece in self._pieces[self.codec.has_published :])
+
+    @property
+    def pieces(self) -> Sequence[Tensor]:
+        """The memory itself, wherever it is; the published parameter among it."""
+        return self._pieces
 
     @property
     def data(self) -> Tensor:

@@ -122,6 +122,14 @@ class Gradients:
         for position in ours:
             self.show(position)
 
+    def free(self) -> None:
+        """Give the storage back, after a clear; the next gradient has it allocated anew."""
+        if self._data is not None:
+            for position in range(len(self.pack.params)):
+                self._part_with(position)
+        self._data = self._marks = None
+        self._own_data = torch.empty(0)
+
     def presence(self) -> list[bool]:
         """Per slot, whether there is a gradient of this rank, or a mean that it knows of."""
         if self.taken or self.lent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -25,6 +26,10 @@ class Record(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that are held; they are counted with those of masters."""
+
+    @abstractmethod
+    def memory(self) -> Iterator[Tensor]:
+        """What is held, the very tensors."""
 
     @abstractmethod
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:

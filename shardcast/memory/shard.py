@@ -99,6 +99,14 @@ class Shard:
         """Whether masters are in host memory while no update needs them."""
         return self._on_host
 
+    def memory(self) -> Iterator[Tensor]:
+        """What is kept here, the very tensors; that of the pack among them."""
+        yield from (self.pack.data, self.pack.own_data, *self.master.pieces)
+        if self._last is not None:
+            yield self._last
+        if self.record is not None:
+            yield from self.record.memory()
+
     def fill(self, source: Tensor) -> None:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
         own = source[self.pack.own.start : self.pack.own.stop]

@@ -118,6 +118,7 @@ class FullState:
     def check_copies(self) -> None:
         """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
         optimizer, process_groups = self._optimizer, self._optimizer.process_groups
+        optimizer.need_masters("check_copies")
         optimizer.sync.wait()
         differing: list[str] = []
         for shard in optimizer.shards:
@@ -214,6 +215,7 @@ class FullState:
 
     def _check_gathers(self, call: str) -> None:
         """Raise RuntimeError beside model parallelism, or with experts: no rank has them all."""
+        self._optimizer.need_masters(call)
         process_groups = self._optimizer.process_groups
         parallel_dims = process_groups.parallel_dims
         if process_groups.model.size > 1 or parallel_dims.experts:

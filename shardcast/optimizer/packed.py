@@ -177,6 +177,7 @@ class PackedOptimizer:
         A published value that is not the cast of its master becomes the master, other elements keep
         their full precision. The update does the same.
         """
+        self.need_masters("masters")
         self.sync.wait()
         if self.is_closed or self.average_in_model is not None:  # the model goes its own way
             return
@@ -184,8 +185,14 @@ class PackedOptimizer:
         for shard in self.shards:
             shard.absorb()
 
+    def need_masters(self, call: str) -> None:
+        """Raise RuntimeError where an option has masters and state elsewhere."""
+        for hook in self.step_hooks:
+            hook.refuse(call)
+
     def refuse_averaged(self, call: str) -> None:
-        """Raise RuntimeError inside ``averaged()``."""
+        """Raise RuntimeError inside ``averaged()``, and as :meth:`need_masters`."""
+        self.need_masters(call)
         if self.average_in_model is not None:
             raise RuntimeError(
                 f"{call}: the average {self.average_in_model!r} is in the model; leave "

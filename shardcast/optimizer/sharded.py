@@ -445,8 +445,9 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def train(self, mode: bool = True) -> None:
         """Switch optimizers that have modes (schedule-free ones); every rank must call it."""
-        self.wait_sync()
         to = "train" if mode else "eval"
+        self._packed.need_masters(to)
+        self.wait_sync()
         switched = [update.switch(to) for update in self._packed.updates]
         if any(switched):  # masters may have changed and were published
             self._packed.sync()

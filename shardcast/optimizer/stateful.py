@@ -149,6 +149,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return self._packed.plain_names
         if called_by_dcp("state"):
             raise outside_as_plain("state")
+        self._packed.need_masters("state")
         return StateView(self._packed.shards, self._packed.update_of)
 
     @state.setter

@@ -39,6 +39,9 @@ class StepHook:
     def begin_backward(self) -> None:
         """Hear that a backward reached an output of an eager forward of a root; local."""
 
+    def refuse(self, call: str) -> None:
+        """Raise a RuntimeError where masters and state, which ``call`` needs, are not there."""
+
     def before_reduce(self) -> None:
         """See the gradients of this rank; maybe several times before a step."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast._compat import observer
+from shardcast._compat import observer, storages
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.any_optimizer import muon, probe, twins
@@ -277,6 +277,19 @@ class AnyOptimizerUpdate(Update):
             for value in self._inner.state.get(param, {}).values()
             if isinstance(value, Tensor) and value.dim()
         )
+
+    def memory(self) -> Iterator[Tensor]:
+        """See :meth:`Update.memory`. What a class keeps in objects of its own is not found.
+
+        An array of numpy holds such a tensor, not its memory, which then has to stay where it is.
+        """
+        yield from super().memory()
+        for params in self._params.values():
+            yield from params
+            states = [self._inner.state.get(param, {}) for param in params]
+            for value in storages.plain_tensors(states):
+                if value.dim() and value.untyped_storage().resizable():
+                    yield value
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
         """See :meth:`Update.fragment_state`; all in the shape of the master parameter."""

@@ -15,6 +15,7 @@ values that were told last are kept, and compared when somebody asks.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -141,6 +142,9 @@ class MarkedChanges(Changed):
     def nbytes(self) -> int:
         return self._marks.nbytes
 
+    def memory(self) -> Iterator[Tensor]:
+        yield from self._marks.pieces
+
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:
         changed = before.view(torch.int16) != after.view(torch.int16)
         missing = -changed.numel() % self._row
@@ -177,6 +181,9 @@ class ComparedChanges(Changed):
     @property
     def nbytes(self) -> int:
         return self._told.nbytes
+
+    def memory(self) -> Iterator[Tensor]:
+        yield self._told
 
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:
         """Nothing: all is compared."""

@@ -48,6 +48,7 @@ class PublishedReader(StepHook):
 
     def read(self, name: str) -> Published:
         """See :meth:`shardcast.ShardedOptimizer.published`."""
+        self._optimizer.need_masters("published")
         self._optimizer.sync.wait()
         known = []
         for shard in self._optimizer.shards:

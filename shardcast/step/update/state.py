@@ -197,6 +197,15 @@ class ShardState:
             if name in self._unbegun:
                 (self._unbegun[name].add if value is None else self._unbegun[name].discard)(number)
 
+    def memory(self) -> Iterator[Tensor]:
+        """What is kept for elements, the very tensors; views of it are forgotten."""
+        self._fetched, self._part, self._operands = (), None, Operands()
+        for stored in self.stored.values():
+            yield from stored.pieces
+        if self._keys is not None:
+            yield self._keys
+        yield self.row_sums
+
     def nbytes(self, averages: bool) -> int:
         """Bytes of the averages, or of all else."""
         names = [name for name in self.stored if (name in self._codecs) == averages]
@@ -269,6 +278,11 @@ class Update(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the state, 0-dim tensors and averages aside."""
+
+    def memory(self) -> Iterator[Tensor]:
+        """What is kept for elements, the very tensors: state, and views of masters."""
+        for state in self._states.values():
+            yield from state.memory()
 
     def averages_nbytes(self) -> int:
         """Bytes of all averages."""
