@@ -39,7 +39,10 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
 
 
 # Methods of the optimizer that modules of extensions have, imported and made with a first call.
-CALLS = {"attempt": "on_error", "failures": "on_error", "changes": "changes"}
+CALLS = {
+    "attempt": "on_error", "failures": "on_error", "changes": "changes",
+    "sleep": "sleep", "wake": "sleep", "asleep": "sleep",
+}  # fmt: skip
 
 
 class Option(NamedTuple):

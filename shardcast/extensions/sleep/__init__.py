@@ -1,0 +1,340 @@
+"""``optimizer.sleep()``: the device is somebody else's between steps, as a rollout engine's.
+
+Masters, state and parameters go to host memory, or into a file, one copy of each storage, and their
+memory is freed. All that is here stays the same object: tensors of ours become empty ones, and
+parameters NaN, which take the room of one element. So nobody can have a value that is old, and what
+is asked of the optimizer meanwhile is an error that says ``wake()``.
+
+Memory is freed when nobody has it any more. A view that a script holds would be of the old memory
+after ``wake()``, so ``sleep()`` looks whether each storage is gone, and where one is not it gives
+all back and says which. Bare addresses cannot be seen: those in a CUDA graph, in another process,
+or in an array of numpy that has a parameter itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from shardcast._compat import own_storage, storages
+from shardcast.comm import warn_first
+from shardcast.extensions.sleep.memory import Memory, StandIn, expanded, over, stood_in
+from shardcast.hook import Hook
+from shardcast.memory.aliases import tie
+from shardcast.memory.shard import Shard, take_moved
+from shardcast.messages import SHOWN
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option
+from shardcast.step.step_hook import StepHook
+
+KINDS = ("parameters", "masters", "state")  # what may stay
+WAY_OUT = "the optimizer is asleep: call optimizer.wake() on every rank first"
+
+
+class Sleep(StepHook):
+    """Sleeping and waking of one optimizer."""
+
+    name = "asleep"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._memories: list[Memory] = []
+        self._stand_ins: list[tuple[Shard, list[StandIn]]] = []
+        self._file: IO[bytes] | None = None
+        self._doors: list[Any] = []
+        self._sleeps = False
+
+    def sleep(self, keep: Iterable[str] = (), to: str | os.PathLike[str] | None = None) -> int:
+        """Free the memory of masters, state, averages and parameters, until :meth:`wake`.
+
+        Every rank must call it, between steps. Gradients are dropped, with their memory. Until then
+        a forward, a backward, a step, and all that reads or writes masters, state or parameters
+        (state dicts, checkpoints, averages) raise a RuntimeError that says ``wake()``; a parameter
+        reads as NaN. It waits for the device, and for a sync under way; a save in the background
+        has a copy of its own. Parameters have other addresses afterwards: capture CUDA graphs anew,
+        and hand the weights anew to other processes.
+
+        Args:
+            keep: what stays, of ``parameters`` (which can be read then, and forwards be run; in
+                fp32 they are their own masters), ``masters`` and ``state``, with averages.
+            to: a directory for a file of this rank, of which nothing is left when the process ends.
+                By default they go to host memory, pinned for a GPU; a CPU has no other than what
+                they are in, so there this alone frees something.
+
+        Returns:
+            The bytes moved on this rank. With ``offload`` those of the parameters alone.
+
+        Raises:
+            RuntimeError: on every rank: it is asleep already, an average is in the model, or a
+                tensor of the script, or a graph, has some of the memory.
+            TypeError, ValueError, OSError: on every rank: ``keep`` or ``to`` cannot be used.
+        """
+        optimizer, kept = self._optimizer, {keep} if isinstance(keep, str) else set(keep)
+        everyone, device = optimizer.process_groups.everyone, optimizer.device
+
+        def copied() -> None:
+            self._check(kept)
+            optimizer.sync.wait()
+            take_moved(optimizer.shards)
+            if to is not None:
+                self._file = tempfile.TemporaryFile(dir=to)  # noqa: SIM115
+            self._memories = self._found(kept)
+            for memory in self._memories:
+                memory.copy_out(self._file)
+            if self._file is not None:
+                self._file.flush()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        try:
+            everyone.together(copied, device, "sleep")
+        except BaseException:
+            if not self._sleeps:
+                self._forget()
+            raise
+        self._drop_gradients()
+        optimizer.reduce.touched = True  # so that a clip of what is gone is lost, too
+        self._free(keeps_parameters="parameters" in kept)
+        try:
+            everyone.together(self._refuse_holders, device, "sleep")
+        except BaseException:
+            self._restore()
+            raise
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return sum(memory.nbytes for memory in self._memories)
+
+    def wake(self) -> int:
+        """Bring back what :meth:`sleep` moved, to the bit. Every rank must call it.
+
+        Where some rank has no memory for it the optimizer sleeps on, and it may be called again.
+
+        Returns:
+            The bytes moved on this rank; 0 where it is awake.
+
+        Raises:
+            RuntimeError, OSError: on every rank, one of which has no memory, or cannot read.
+        """
+        optimizer, found = self._optimizer, list[torch.UntypedStorage]()
+        everyone, device = optimizer.process_groups.everyone, optimizer.device
+        moved = sum(memory.nbytes for memory in self._memories)
+        everyone.together(lambda: found.extend(self._allocated()), device, "wake")
+        self._restore(found)
+        return moved
+
+    @contextmanager
+    def asleep(
+        self, keep: Iterable[str] = (), to: str | os.PathLike[str] | None = None
+    ) -> Iterator[None]:
+        """Sleep inside it: ``with optimizer.asleep(): rollouts()``.
+
+        Every rank must enter and leave it, see :meth:`sleep` and :meth:`wake`. Where an exception
+        leaves it the rank wakes without waiting for the others.
+        """
+        self.sleep(keep, to)
+        try:
+            yield
+        except BaseException:
+            self._restore()
+            raise
+        self.wake()
+
+    # -- before ----------------------------------------------------------------------------------
+
+    def _check(self, kept: set[str]) -> None:
+        optimizer = self._optimizer
+        if unknown := kept - {*KINDS}:
+            raise ValueError(
+                f"keep: expected names among {', '.join(map(repr, KINDS))}, got "
+                f"{', '.join(map(repr, sorted(unknown, key=repr)))}"
+            )
+        if self._sleeps:
+            raise RuntimeError("sleep: it is asleep already; call optimizer.wake() before")
+        if optimizer.is_closed:
+            raise RuntimeError("sleep: the optimizer was closed; it has no masters any more")
+        optimizer.refuse_averaged("sleep")
+        if optimizer.plain_names is not None:
+            raise RuntimeError("sleep: leave `with optimizer.as_plain():` first")
+
+    def _found(self, kept: set[str]) -> list[Memory]:
+        """The storages to be moved; each is what the first tensor in it is."""
+        optimizer = self._optimizer
+        found: dict[int, Memory | None] = {}
+        for kind, label, tensor in self._tensors():
+            address = tensor.untyped_storage().data_ptr()
+            if not address or tensor.device.type != optimizer.device.type:
+                continue
+            if address not in found:
+                stays = kind in kept or (optimizer.config.offload and kind != "parameters")
+                found[address] = None if stays else Memory(tensor, label)
+            if (memory := found[address]) is not None:
+                memory.add(tensor)
+        return [memory for memory in found.values() if memory is not None]
+
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What is kept for elements: its kind, a label, the very tensor."""
+        parameters, masters, state = KINDS
+        labels = {
+            shard: f"of the pack that begins with {shard.pack.layout.slots[0].name!r}"
+            for shard in self._optimizer.shards
+        }
+        for shard, label in labels.items():
+            yield parameters, f"{parameters} {label}", shard.pack.data
+        for shard, label in labels.items():
+            for tensor in shard.memory():
+                yield masters, f"{masters} {label}", tensor
+        for update in self._optimizer.updates:
+            for tensor in update.memory():
+                yield state, f"{state}, {tensor.numel()} elements in {tensor.dtype}", tensor
+
+    def _drop_gradients(self) -> None:
+        """Clear all gradients, and free their storage."""
+        optimizer, reduce = self._optimizer, self._optimizer.reduce
+        reduce.cleared()
+        for shard in optimizer.shards:
+            for param in shard.pack.in_model:
+                param.grad = None
+        for bucket in reduce.buckets.values():
+            bucket.grads.free()
+            if reduce.micro_batches is not None:
+                bucket.tree = reduce.micro_batches.sums(bucket.wire)
+        if reduce.backwards:
+            optimizer.decider.tokens.clear()
+            reduce.backwards = 0
+
+    # -- meanwhile -------------------------------------------------------------------------------
+
+    def _free(self, keeps_parameters: bool) -> None:
+        self._sleeps = True
+        optimizer = self._optimizer
+        self._doors += [
+            storages.put_first(param.register_hook(_door("backward")))
+            for shard in optimizer.shards
+            for param in shard.pack.in_model
+            if param.requires_grad
+        ]
+        modules = {module for stage in optimizer.stages for module in stage.modules()}
+        for module in {*modules, *optimizer.called}:
+            load = module.register_load_state_dict_pre_hook(Hook(_door("load_state_dict")))
+            self._doors.append(storages.put_first(load))
+        if not keeps_parameters:
+            for module in {*modules, *optimizer.called}:
+                forward, copy = _door("forward"), _door("a copy of the model")
+                hook = Hook(forward, copy)
+                self._doors += [
+                    module.register_forward_pre_hook(hook, prepend=True),
+                    module.register_state_dict_pre_hook(Hook(_door("state_dict"))),
+                ]
+            for shard in optimizer.shards:
+                if shard.pack.data.numel():
+                    self._stand_ins.append((shard, [*stood_in(shard)]))
+            for alias in optimizer.aliases:
+                value = torch.full((1,), math.nan, dtype=alias.param.dtype, device=optimizer.device)
+                alias.holder[alias.key] = expanded(value, alias.shape)
+        for memory in self._memories:
+            memory.free()
+
+    def _holders(self) -> list[str]:
+        """What is still there, though we have let go of it."""
+        names = [
+            f"parameter {stand_in.name!r}"
+            for _, stand_ins in self._stand_ins
+            for stand_in in stand_ins
+            if stand_in.held() is not None
+        ]
+        return names or [m.label for m in self._memories if m.still_here() is not None]
+
+    def _refuse_holders(self) -> None:
+        names = self._holders()
+        if names:
+            gc.collect()  # what a cycle holds, as a traceback does
+            names = self._holders()
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise RuntimeError(
+                f"sleep: memory of {', '.join(names[:SHOWN])}{more} is held by a tensor outside of "
+                "the optimizer, which would be of old memory after wake(); let go of it before (a "
+                "detached parameter, a kept state_dict, a loss whose backward was not run), or "
+                "keep a clone"
+            )
+
+    def refuse(self, call: str) -> None:
+        if self._sleeps and call != "close":  # which wakes
+            raise RuntimeError(f"{call}: {WAY_OUT}")
+
+    def before_reduce(self) -> None:
+        """No step, and no clip."""
+        self.refuse("step, or what else reduces gradients")
+
+    def nbytes(self) -> int | None:
+        """Bytes in host memory."""
+        if not self._sleeps or self._file is not None:
+            return None
+        return sum(memory.nbytes for memory in self._memories)
+
+    def close(self) -> None:
+        """Wake up, without the others."""
+        self._restore()
+
+    # -- after -----------------------------------------------------------------------------------
+
+    def _allocated(self) -> list[torch.UntypedStorage]:
+        """The memory of all with its values."""
+        if self._file is not None:
+            self._file.seek(0)
+        return [memory.allocate(self._file) for memory in self._memories]
+
+    @torch.no_grad()
+    def _restore(self, found: list[torch.UntypedStorage] | None = None) -> None:
+        """Have everything where it was. Local."""
+        if not self._sleeps:
+            return
+        optimizer = self._optimizer
+        found = self._allocated() if found is None else found
+        for memory, storage in zip(self._memories, found, strict=True):
+            memory.put(storage)
+        written = list[str]()
+        for shard, stand_ins in self._stand_ins:
+            views = shard.pack.views(shard.pack.data)
+            for param, view, stand_in in zip(shard.pack.params, views, stand_ins, strict=True):
+                if stand_in.is_written(param):
+                    written.append(stand_in.name)
+                held = stand_in.held()  # by somebody else, so that we did not sleep
+                param.data = own_storage(view) if held is None else over(held, view)
+        if self._stand_ins:
+            tie(optimizer.aliases)
+        for door in self._doors:
+            door.remove()
+        self._sleeps = False
+        self._drop_gradients()  # of a backward that was refused
+        optimizer.reduce.touched = False
+        self._forget()
+        if written:
+            warn_first(
+                f"sleep: {', '.join(map(repr, written[:SHOWN]))} was written meanwhile; that is "
+                "dropped, as the weights of the training are back"
+            )
+
+    def _forget(self) -> None:
+        self._memories, self._stand_ins, self._doors = [], [], []
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def _door(call: str) -> Callable[..., None]:
+    def refuse(*_args: Any) -> None:
+        raise RuntimeError(f"{call}: {WAY_OUT}")
+
+    return refuse
+
+
+OPTION = Option(help="free the memory between steps", hook=Sleep)

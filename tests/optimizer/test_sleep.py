@@ -1,0 +1,668 @@
+"""``optimizer.sleep()``: memory is free until ``wake()``, and the training does not notice.
+
+What DeepSpeed's ``tests/unit/v1/zero/test_offload_states.py`` demands of ``offload_states`` is
+demanded here: of each kind of state alone and of all, the memory falls, and comes back with the
+values.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, adamw, assert_same_bits, everything, run_world, sharded, values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import shardcast
+from shardcast import checkpoint
+from shardcast.extensions.sleep import memory as sleeping
+from shardcast.optimizer.stateful import packed_of
+from shardcast.testing import SpawnedWorld, threaded_world
+
+pytestmark = pytest.mark.timeout(90)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def muon(model: nn.Module) -> Any:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if param.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+def two(model: nn.Module) -> Any:
+    params = [*model.parameters()]
+    return [torch.optim.AdamW(params[:2], lr=1e-2), torch.optim.SGD(params[2:], lr=1e-2)]
+
+
+AXES: dict[str, list[Any]] = {
+    "optimizer": [adamw, sgd, muon, adafactor, two],
+    "size": [1, 2, 3, 4],
+    "case": ["mlp", "gpt", "scalars"],
+    "param_dtype": [FP32, BF16, FP16],
+    "master": ["fp32", "split16"],
+    "moments": ["fp32", "bf16", "int8"],
+    "grads": ["full", "sharded"],
+    "averages": [(), {"ema": 0.9, "low": {"decay": 0.5, "stored": "bf16"}}],
+    "metrics": [False, 2],
+    "guard": [None, {"norm": 50.0, "window": 4}],
+    "on_error": ["raise", "skip"],
+    "replica_check": [0, 1],
+    "overlap_sync": [False, True],
+    "offload": [False, True],
+    "reproducible": [False, 12],
+    "published": [None, {"mxfp8": ["*.weight"]}],
+    "partition": ["auto", "whole"],
+    "changes": [False, True],
+    "pack_params": [None, 1],
+    "keep": [(), ("parameters",), ("masters",), ("parameters", "state")],
+    "to": [False, True],
+}
+APART = ("optimizer", "size", "case", "keep", "to")
+
+
+# Which choice of each axis, in so many trainings: all pairs of choices that go together are there.
+ROWS = """
+    421110101000010010021 030102001101111011130 132201000110100001101 400000000001111010011
+    102112110000010001000 310100010111100001110 020001110101100010120 412001010011000001031
+    420202111001110011101 412110011101101010031 020112011000100001101 200200011110000001110
+    031002010001011000020 401111001100101001131 111202010101011011100 121000011000001010111
+    011200001011000001010 222100000100101001110 432200001110110010021 301100101001000001010
+    110101111100110011030 130110000011110010110 320200010111100011101 132111100101100011110
+    001202010111100000010 022200001011110011030 102201001000100001021 231000000000000010130
+    230000000010000011120 202000100101000011001 322000011111100010131 301000000100001011001
+    330100000100001001130 411200010011010010020 210000000000000001000 310000000000000001020
+    010000000000000000000
+""".split()
+
+
+def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in row.items() if name not in APART}
+    if fields["guard"] is None:
+        del fields["guard"]
+    return fields
+
+
+def build(row: Mapping[str, Any], group: Any) -> tuple[nn.Module, Any]:
+    model = CASES[row["case"]].build()
+    model.register_buffer("statistics", torch.zeros(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, sharded(model, group, row["optimizer"], **fields_of(row))
+
+
+def rows() -> list[dict[str, Any]]:
+    choices = [zip(AXES.items(), map(int, row), strict=True) for row in ROWS]
+    return [{name: values[number] for (name, values), number in row} for row in choices]
+
+
+def held(optimizer: Any) -> dict[str, int]:
+    """Its report, gradients apart, which come and go."""
+    return {kind: n for kind, n in optimizer.memory_report().items() if kind != "gradients"}
+
+
+def train(row: Mapping[str, Any], group: Any, folder: str | None, sleeps: bool) -> Any:
+    model, optimizer = build(row, group)
+    case, rank = CASES[row["case"]], group.rank()
+    micros = row["reproducible"] // row["size"] if row["reproducible"] else 1
+    for step in range(4):
+        for micro in range(micros):
+            loss = case.loss(model, case.batch(100 * step + 12 * rank + micro))
+            optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if sleeps and step in (0, 2):
+            before, keep = held(optimizer), row["keep"]
+            moved = optimizer.sleep(keep, to=folder if row["to"] else None)
+            report = optimizer.memory_report()
+            gone = {"parameters", "masters", "state", "averages"}.difference(keep)
+            if row["offload"]:
+                gone &= {"parameters"}
+            if "state" in keep:
+                gone.discard("averages")
+            assert report["gradients"] == 0
+            assert {kind: report[kind] for kind in gone & report.keys()} == dict.fromkeys(
+                gone & report.keys(), 0
+            )
+            assert row["to"] or report["asleep"] == moved
+            assert moved >= sum(before[kind] for kind in gone & before.keys())
+            assert optimizer.wake() == moved
+            assert held(optimizer) == before
+    digest = optimizer.digest()
+    state = everything(model, optimizer)
+    optimizer.close()
+    return digest, state, values(model)
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_sleeps_is_the_one_that_does_not_bit_by_bit(part: int, tmp_path: Path):
+    for row in rows()[part::4]:
+
+        def both(group: Any, row: Mapping[str, Any] = row) -> None:
+            first, second = (train(row, group, str(tmp_path), sleeps) for sleeps in (False, True))
+            assert first[0] == second[0], row
+            assert_same_bits(first[1], second[1])
+            assert_same_bits(first[2], second[2])
+
+        run_world(row["size"], both)
+    assert not [*tmp_path.iterdir()]
+
+
+def made(group: Any = None, case: str = "mlp", **fields: Any) -> tuple[nn.Module, Any]:
+    """A model after one step of the training that the functions below go on with."""
+    model = CASES[case].build()
+    optimizer = sharded(model, group, **fields)
+    go_on(model, optimizer, 0, 1, case)
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: Any, first: int, last: int, case: str = "mlp") -> None:
+    rank = packed_of(optimizer).comm.rank
+    for step in range(first, last):
+        CASES[case].loss(model, CASES[case].batch(10 * step + rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def doors(model: nn.Module, optimizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Calls that need what sleeps."""
+    x, _ = CASES["mlp"].batch(0)
+    extra = {"params": [nn.Parameter(torch.zeros(3))]}
+    state = {name: tensor.clone() for name, tensor in CASES["mlp"].build().state_dict().items()}
+    return {
+        "forward": lambda: model(x),
+        "forward of a part": lambda: model.a(x),
+        "step": optimizer.step,
+        "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
+        "clip_grad_value_": lambda: optimizer.clip_grad_value_(1.0),
+        "gather_gradients": optimizer.gather_gradients,
+        "state_dict": optimizer.state_dict,
+        "state": lambda: optimizer.state,
+        "load_state_dict": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
+        "full_state_dict": optimizer.full_state_dict,
+        "full_parameters": optimizer.full_parameters,
+        "averaged": lambda: optimizer.averaged("ema").__enter__(),
+        "average": lambda: optimizer.full_parameters("ema"),
+        "load_average": lambda: optimizer.load_average("ema", state),
+        "as_plain": lambda: optimizer.as_plain().__enter__(),
+        "digest": optimizer.digest,
+        "check_copies": optimizer.check_copies,
+        "train": optimizer.train,
+        "add_param_group": lambda: optimizer.add_param_group(extra),
+        "save": lambda: checkpoint.save(folder, model, optimizer, step=9),
+        "save_async": lambda: checkpoint.save_async(folder, model, optimizer, step=8),
+        "load": lambda: checkpoint.load(folder, model, optimizer),
+        "model.state_dict": model.state_dict,
+        "model.load_state_dict": lambda: model.load_state_dict(state),
+        "sleep": optimizer.sleep,
+    }
+
+
+OF_PARAMETERS = {"forward", "forward of a part", "model.state_dict"}
+
+
+@pytest.mark.parametrize("keep", [(), ("parameters",)])
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": BF16, "overlap_sync": True}], ids=str)
+def test_what_needs_the_memory_says_wake_on_every_rank_and_changes_nothing(
+    keep: tuple[str, ...], fields: dict[str, Any], tmp_path: Path
+):
+    def run(group: Any) -> None:
+        both = []
+        for sleeps in (False, True):
+            model, optimizer = made(group, averages={"ema": 0.5}, **fields)
+            if sleeps:
+                checkpoint.save(tmp_path, model, optimizer, step=1)
+                optimizer.sleep(keep)
+                calls = doors(model, optimizer, tmp_path)
+                for name in [*calls]:
+                    if "parameters" in keep and name in OF_PARAMETERS:
+                        calls.pop(name)()
+                for name, call in calls.items():
+                    with pytest.raises(RuntimeError, match=r"wake\(\)"):
+                        call()
+                        print(name)  # of the one that did not raise
+                optimizer.zero_grad()
+                optimizer.wake()
+            go_on(model, optimizer, 1, 3)
+            both.append(everything(model, optimizer))
+        assert_same_bits(*both)
+        assert checkpoint.latest(tmp_path).name.endswith("1")
+
+    run_world(2, run)
+
+
+def test_parameters_stay_the_same_objects_and_are_nan_meanwhile():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.last.weight = self.first.weight
+            self.views = [self.first.bias.detach()[1:3]]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.first(x)))
+
+    model = Tied()
+    optimizer = shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before, params = values(model), [*model.parameters()]
+    with optimizer.asleep():
+        assert [*model.parameters()] == params and model.last.weight is model.first.weight
+        assert all(bool(param.isnan().all()) for param in params)
+        assert all(param.untyped_storage().nbytes() == param.itemsize for param in params)
+        assert bool(model.views[0].isnan().all())
+        with pytest.raises(RuntimeError, match="memory location"):
+            params[0].data.copy_(torch.ones(5, 5))
+    assert_same_bits(values(model), before)
+    with torch.no_grad():
+        model.first.bias.fill_(2.0)
+    assert model.views[0].tolist() == [2.0, 2.0]
+
+
+def test_what_a_script_writes_meanwhile_is_dropped_with_a_warning():
+    model, optimizer = made(case="scalars")
+    before = everything(model, optimizer)
+    optimizer.sleep()
+    model.scale.data.fill_(3.0)
+    model.linear.weight.data = torch.ones(3, 3)
+    with pytest.warns(UserWarning, match="'scale', 'linear.weight' was written meanwhile"):
+        optimizer.wake()
+    assert_same_bits(everything(model, optimizer), before)
+
+
+HOLDERS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "parameter 'b.weight'": lambda model, _: model.b.weight.detach(),
+    "parameter 'b.bias'": lambda model, _: model.b.bias[1:].detach().numpy(),
+    "parameter 'c.weight'": lambda model, _: model(CASES["mlp"].batch(0)[0]).sum(),
+    "state": lambda model, optimizer: [state["exp_avg"] for state in optimizer.state.values()],
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_memory_that_somebody_else_holds_is_named_on_every_rank_and_stays(name: str):
+    def run(group: Any) -> None:
+        model, optimizer = made(group)
+        before = everything(model, optimizer)
+        other = HOLDERS[name](model, optimizer) if group.rank() == 1 else None
+        with pytest.raises(RuntimeError, match=f"sleep: memory of .*{name}"):
+            optimizer.sleep()
+        assert_same_bits(everything(model, optimizer), before)
+        if isinstance(other, list):  # it is a view still, not of old memory
+            found = [state["exp_avg"] for state in optimizer.state.values()]
+            assert [t.data_ptr() for t in other] == [t.data_ptr() for t in found]
+            del found
+        elif other is not None and name.endswith("'b.weight'"):
+            assert other.data_ptr() == model.b.weight.data_ptr()
+        go_on(model, optimizer, 1, 2)
+        other = None
+        optimizer.sleep()
+        optimizer.wake()
+        go_on(model, optimizer, 2, 3)
+        expected = made(group)
+        go_on(*expected, 1, 3)
+        assert_same_bits(everything(model, optimizer), everything(*expected))
+
+    run_world(2, run)
+
+
+def test_an_array_of_a_state_of_any_class_has_its_memory_left():
+    model = CASES["mlp"].build()
+    optimizer = shardcast.shard(model, torch.optim.NAdam(model.parameters()))
+    go_on(model, optimizer, 0, 1)
+    before = optimizer.memory_report()["state"]
+    first = next(iter(optimizer.state.values()))["exp_avg"]
+    array, copy = first.numpy(), first.clone()
+    optimizer.sleep()
+    assert 0 < optimizer.memory_report()["state"] == first.nbytes < before
+    assert torch.equal(torch.from_numpy(array), copy)
+    optimizer.wake()
+
+
+def test_a_parameter_in_its_own_memory_sleeps_too():
+    model = nn.Linear(64, 64, bias=False)  # which shard() leaves where it is
+    optimizer = shardcast.shard(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), param_dtype=FP32
+    )
+    before = model.weight.detach().clone()
+    assert optimizer.sleep() == before.nbytes
+    optimizer.wake()
+    assert torch.equal(model.weight, before)
+
+
+def test_rollouts_with_parameters_that_stay():
+    def run(group: Any) -> None:
+        both = []
+        for sleeps in (False, True):
+            model, optimizer = made(group, param_dtype=BF16, overlap_sync=True)
+            x, _ = CASES["mlp"].batch(5)
+            seen = model.eval()(x)
+            if sleeps:
+                with optimizer.asleep(keep={"parameters"}):
+                    assert torch.equal(model(x), seen)
+                    with pytest.raises(RuntimeError, match=r"backward: .*wake\(\)"):
+                        model(x).sum().backward()
+                    assert all(param.grad is None for param in model.parameters())
+            go_on(model.train(), optimizer, 1, 3)
+            both.append(everything(model, optimizer))
+        assert_same_bits(*both)
+
+    run_world(2, run)
+
+
+def test_a_backward_of_a_graph_from_before_says_wake_and_brings_nothing():
+    class Shift(nn.Module):  # its graph holds no values
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.bias
+
+    def run(group: Any) -> float:
+        model = Shift()
+        optimizer = sharded(model, group, sgd)
+        loss = model(torch.ones(4)).sum()
+        optimizer.sleep()
+        with pytest.raises(RuntimeError, match=r"backward: .*wake\(\)"):
+            loss.backward()
+        assert optimizer.memory_report()["gradients"] == 0
+        optimizer.wake()
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        return float(model.bias[0])
+
+    assert run_world(2, run)[0] == [pytest.approx(-0.1)] * 2
+
+
+def test_gradients_and_a_clip_of_them_are_dropped():
+    def run(group: Any) -> None:
+        model, optimizer = made(group)
+        CASES["mlp"].loss(model, CASES["mlp"].batch(3)).backward()
+        kept = model.a.weight.grad
+        optimizer.clip_grad_norm_(1e-3)
+        assert optimizer.memory_report()["gradients"] > 0
+        optimizer.sleep()
+        assert all(param.grad is None for param in model.parameters())
+        assert optimizer.memory_report()["gradients"] == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(RuntimeError, match=r"wake\(\)"):
+                optimizer.step()
+        optimizer.wake()
+        go_on(model, optimizer, 1, 2)
+        expected = made(group)
+        go_on(*expected, 1, 2)
+        assert_same_bits(everything(model, optimizer), everything(*expected))
+        assert kept is not None  # a script may keep a gradient, which has memory of its own then
+
+    run_world(2, run)
+
+
+@pytest.mark.parametrize(
+    "keep", [("masters", "state"), ("parameters", "state"), ("parameters", "masters"), ()]
+)
+@pytest.mark.parametrize("kind", [adamw, adafactor])
+def test_each_kind_of_state_can_sleep_alone(keep: tuple[str, ...], kind: Any):
+    """The cases of DeepSpeed's test; as there each kind falls and comes back to the bit."""
+    model = CASES["gpt"].build()
+    optimizer = sharded(model, None, kind, param_dtype=BF16)
+    go_on(model, optimizer, 0, 1, "gpt")
+    before, report = everything(model, optimizer), held(optimizer)
+    moved = optimizer.sleep(keep)
+    now = held(optimizer)
+    kinds = {"parameters", "masters", "state"}
+    assert all(now[name] == (report[name] if name in keep else 0) for name in kinds)
+    assert moved == sum(report[name] for name in kinds.difference(keep))
+    assert optimizer.wake() == moved and optimizer.wake() == 0
+    assert held(optimizer) == report
+    assert_same_bits(everything(model, optimizer), before)
+    assert all(param.untyped_storage().nbytes() == param.nbytes for param in model.parameters())
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
+def test_resident_memory_falls_by_what_was_moved_and_comes_back(tmp_path: Path):
+    model = nn.Linear(3000, 4000, bias=False)  # of 48 MB, so that freed memory goes back at once
+    optimizer = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters()), param_dtype=FP32, pack_mb=512.0
+    )
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    weights = model.weight.detach().clone()
+    before = resident()
+    moved = optimizer.sleep(to=tmp_path)
+    asleep = resident()
+    assert moved == 3 * model.weight.nbytes
+    assert before - asleep > 0.95 * moved, (before, asleep, moved)  # and the gradients
+    optimizer.wake()
+    assert resident() - asleep > 0.95 * moved
+    assert torch.equal(model.weight, weights)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_that_cannot_be_made_on_one_rank_is_an_error_on_all_and_nothing_sleeps(
+    tmp_path: Path,
+):
+    def run(group: Any) -> None:
+        model, optimizer = made(group)
+        before = everything(model, optimizer)
+        folder = tmp_path / "missing" if group.rank() == 1 else tmp_path
+        with pytest.raises((OSError, RuntimeError), match="missing"):
+            optimizer.sleep(to=folder)
+        assert "asleep" not in optimizer.memory_report()
+        assert_same_bits(everything(model, optimizer), before)
+        with pytest.raises(ValueError, match="keep: expected names among"):
+            optimizer.sleep(keep={"moments"} if group.rank() == 0 else ())
+        optimizer.sleep()
+        optimizer.wake()
+
+    run_world(2, run)
+
+
+def test_where_one_rank_has_no_memory_all_sleep_on(monkeypatch: pytest.MonkeyPatch):
+    allocate, is_full = sleeping.Memory.allocate, [True]
+
+    def short(memory: Any, file: Any) -> Any:
+        if is_full[0] and "'a.weight'" in memory.label and memory.label.startswith("masters"):
+            raise torch.OutOfMemoryError("no memory left")
+        return allocate(memory, file)
+
+    monkeypatch.setattr(sleeping.Memory, "allocate", short)
+
+    def run(group: Any) -> None:
+        model, optimizer = made(group, param_dtype=BF16, pack_params=2, partition="whole")
+        before = everything(model, optimizer)
+        optimizer.sleep()
+        with pytest.raises(RuntimeError, match="no memory left"):
+            optimizer.wake()
+        with pytest.raises(RuntimeError, match=r"wake\(\)"):
+            optimizer.step()
+        group.barrier().wait()
+        is_full[0] = False
+        group.barrier().wait()
+        optimizer.wake()
+        assert_same_bits(everything(model, optimizer), before)
+
+    run_world(2, run)
+
+
+def test_a_checkpoint_after_ten_sleeps_has_what_is_trained(tmp_path: Path):
+    def run(group: Any, sleeps: int) -> Any:
+        model, optimizer = made(group, param_dtype=BF16)
+        for step in range(1, 11):
+            go_on(model, optimizer, step, step + 1)
+            if sleeps:
+                with optimizer.asleep():
+                    pass
+                checkpoint.save(tmp_path, model, optimizer, step=step, keep=2)
+        if not sleeps:
+            model, optimizer = made(group, param_dtype=BF16)
+            assert checkpoint.load(tmp_path, model, optimizer).step == 10
+        go_on(model, optimizer, 11, 13)
+        return everything(model, optimizer)
+
+    slept, _ = run_world(2, run, 10)
+    loaded, _ = run_world(2, run, 0)
+    for left, right in zip(slept, loaded, strict=True):
+        assert_same_bits(left, right)
+
+
+def test_a_save_in_the_background_has_what_was_there_before(tmp_path: Path):
+    def run(group: Any) -> None:
+        model, optimizer = made(group, param_dtype=BF16)
+        before = everything(model, optimizer)
+        saving = checkpoint.save_async(tmp_path, model, optimizer, step=1)
+        with optimizer.asleep():
+            saving.wait()
+        go_on(model, optimizer, 1, 2)
+        checkpoint.load(tmp_path, model, optimizer)
+        assert_same_bits(everything(model, optimizer), before)
+
+    run_world(2, run)
+
+
+def test_it_does_not_sleep_beside_an_average_in_the_model_or_twice():
+    def run(group: Any) -> None:
+        model, optimizer = made(group, averages={"ema": 0.5})
+        before = everything(model, optimizer)
+        with optimizer.averaged("ema"), pytest.raises(RuntimeError, match="'ema' is in the model"):
+            optimizer.sleep()
+        with optimizer.as_plain(), pytest.raises(RuntimeError, match="as_plain"):
+            optimizer.sleep()
+        assert_same_bits(everything(model, optimizer), before)
+
+    run_world(2, run)
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_close_wakes(restore: bool):
+    def run(group: Any) -> None:
+        expected = made(group, param_dtype=BF16)
+        expected[1].close(restore)
+        model, optimizer = made(group, param_dtype=BF16)
+        optimizer.sleep()
+        optimizer.close(restore)
+        assert_same_bits(values(model), values(expected[0]))
+        with pytest.raises(RuntimeError, match="was closed"):
+            optimizer.sleep()
+
+    run_world(2, run)
+
+
+def test_an_exception_inside_leaves_it_awake_without_the_others():
+    def run(group: Any) -> None:
+        model, optimizer = made(group)
+        with pytest.raises(KeyError), optimizer.asleep():
+            raise KeyError("rollout")
+        go_on(model, optimizer, 1, 2)
+
+    run_world(2, run)
+
+
+def test_attempts_go_on_after_a_sleep():
+    def run(group: Any) -> list[Any]:
+        model, optimizer = made(group, on_error="drop")
+        for step in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with optimizer.attempt():
+                    CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
+                    if step == 1 and group.rank() == 1:
+                        raise ValueError("a bad sample")
+                optimizer.step()
+            optimizer.sleep()
+            optimizer.wake()
+        return [(it.step, it.rank) for it in optimizer.failures()]
+
+    assert run_world(2, run)[0] == [[(3, 1)]] * 2
+
+
+def test_tensor_parallel_parameters_sleep_and_are_named():
+    def run(mesh: DeviceMesh) -> None:
+        both = []
+        for sleeps in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(6, 8, bias=False)
+            weight = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)])
+            model.weight = nn.Parameter(weight)
+            optimizer = shardcast.shard(
+                model, torch.optim.AdamW(model.parameters()), mesh=mesh, param_dtype=FP32
+            )
+            for step in range(3):
+                model.weight.to_local().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if sleeps:
+                    param = model.weight
+                    moved = optimizer.sleep()
+                    assert bool(model.weight.to_local().isnan().all()), step
+                    assert optimizer.memory_report()["parameters"] == 0 < moved
+                    optimizer.wake()
+                    assert model.weight is param
+            if sleeps:
+                local = model.weight.to_local().detach()
+                with pytest.raises(RuntimeError, match="memory of parameter 'weight'"):
+                    optimizer.sleep()
+                del local
+            both.append({"weight": model.weight.to_local().detach().clone()})
+        assert_same_bits(*both)
+
+    threaded_world({"dp": 2, "tp": 2}, run)
+
+
+def test_two_models_sleep_each_by_itself():
+    def run(group: Any) -> None:
+        actor, of_actor = made(group)
+        critic, of_critic = made(group, param_dtype=BF16)
+        before = everything(critic, of_critic)
+        of_actor.sleep()
+        assert_same_bits(everything(critic, of_critic), before)
+        go_on(critic, of_critic, 1, 2)
+        of_critic.sleep()
+        of_actor.wake()
+        go_on(actor, of_actor, 1, 2)
+        of_critic.wake()
+
+    run_world(2, run)
+
+
+def in_processes(group: Any, folder: str) -> str:
+    model, optimizer = made(group, param_dtype=BF16, overlap_sync=True)
+    for step in range(1, 4):
+        go_on(model, optimizer, step, step + 1)
+        with optimizer.asleep(to=folder if step == 2 else None):
+            pass
+    return str(optimizer.digest())
+
+
+def without(group: Any) -> str:
+    model, optimizer = made(group, param_dtype=BF16)
+    go_on(model, optimizer, 1, 4)
+    return str(optimizer.digest())
+
+
+def test_processes_sleep_and_wake(gloo: SpawnedWorld, tmp_path: Path):
+    slept = gloo.run(in_processes, str(tmp_path))
+    assert [*slept] == [*gloo.run(without)]
