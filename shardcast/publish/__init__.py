@@ -5,7 +5,7 @@ A reader has a model, or a dictionary of tensors, without an optimizer and witho
 through a directory. How they travel otherwise is up to a script: they are tensors with names.
 """
 
-from shardcast.extensions.changes.patches import Changes, WeightPatch
+from shardcast.extensions.changes.patches import Changes, WeightPatch, step_of
 
 from .applying import (
     DamagedChangesError,
@@ -26,4 +26,5 @@ __all__ = [
     "WrongModelError",
     "WrongVersionError",
     "apply",
+    "step_of",
 ]

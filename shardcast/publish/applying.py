@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.extensions.changes.patches import Changes, WeightPatch
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 RECOMPUTED = "_checkpoint_wrapped_module."  # torch takes it out of the keys of state dicts
 
 
@@ -44,7 +45,7 @@ def apply(
 
     Args:
         target: a model, or tensors by the keys of its ``state_dict()``, such as a file's; in the
-            dtypes of the training. They are written in place.
+            dtypes of the training. They are written in place; an empty dictionary gets them all.
         changes: the parts of all ranks, in any order; of one rank, that one.
         version: that the target has, as the last call returned it; ``None`` where it has none yet,
             to which full changes alone apply.
@@ -74,6 +75,8 @@ def apply(
                 "checksum is another one; nothing was written. Get it again, or a full version"
             )
     tensors = _tensors(target)
+    is_full = all(part.is_full for part in parts)
+    made = target if isinstance(target, dict) and not target and is_full else None
     also: dict[str, list[str]] = {}  # names of tied parameters
     for alias, name in (pair for part in parts for pair in part.aliases.items()):
         also.setdefault(name, []).append(alias)
@@ -81,12 +84,16 @@ def apply(
     writes = []
     for patch in patches:
         _check_values(patch)
+        if made is not None and patch.name not in tensors:
+            tensors[patch.name] = torch.empty(patch.shape, dtype=patch.dtype)
         names = [patch.name, *(alias for alias in also.get(patch.name, ()) if alias in tensors)]
         writes += [(_fitting(tensors, name, patch), patch) for name in names]
-    if all(part.is_full for part in parts):
+    if is_full:
         _check_whole(patches)
     for tensor, patch in writes:
         _write(tensor, patch)
+    if made is not None:
+        made.update(tensors)
     return parts[0].version
 
 
@@ -155,11 +162,13 @@ def _check_whole(patches: Sequence[WeightPatch]) -> None:
 
 
 def _write(tensor: Tensor, patch: WeightPatch) -> None:
-    values = patch.values.to(tensor.device)
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    """By bits: torch does not write all dtypes of codes at indices."""
+    bits = INTEGERS[patch.dtype.itemsize]
+    values = patch.values.to(tensor.device).view(bits)
+    flat = tensor.reshape(-1).view(bits)  # a copy, where the tensor is not contiguous
     if patch.indices is None:
         flat.copy_(values)
     else:
         flat[patch.indices.to(tensor.device, torch.int64)] = values
     if not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))

@@ -45,7 +45,7 @@ FULL_EVERY = 100  # versions
 class Follows(Protocol):
     """An optimizer that knows what has changed: what ``shard(..., changes=True)`` returns."""
 
-    def changes(self, since: str | None = None) -> Changes:
+    def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
         """See :meth:`shardcast.ShardedOptimizer.changes`."""
 
 
@@ -69,14 +69,25 @@ class FolderSender:
         optimizer: of ``shardcast.shard(..., changes=True)``.
         full_every: versions from one to the next that has all elements, for readers that begin or
             are too far behind. Files of before the last but one of these are removed.
+        weights: what :meth:`shardcast.ShardedOptimizer.changes` is asked for.
+
+    Attributes:
+        values, nbytes: how many values of this rank had changed when it last sent, and bytes of
+            them and their indices.
     """
 
+    values = nbytes = 0
+
     def __init__(
-        self, directory: str | os.PathLike[str], optimizer: Follows, full_every: int = FULL_EVERY
+        self,
+        directory: str | os.PathLike[str],
+        optimizer: Follows,
+        full_every: int = FULL_EVERY,
+        weights: str | None = None,
     ) -> None:
         if full_every < 1:
             raise ValueError(f"full_every: expected a number of versions >= 1, got {full_every!r}")
-        self._directory, self._optimizer = Path(directory), optimizer
+        self._directory, self._optimizer, self._weights = Path(directory), optimizer, weights
         self._full_every, self._sent = full_every, 0
         self._version: str | None = None
         self._fulls: list[int] = []  # numbers of the last two
@@ -101,10 +112,11 @@ class FolderSender:
         """
         version, self._version = self._version, None  # until the file is there
         due, self._sent = self._sent % self._full_every == 0, self._sent + 1  # equal on all ranks
-        changes = self._optimizer.changes(since=version)
+        changes = self._optimizer.changes(version, self._weights)
+        self.values, self.nbytes = changes.numel, changes.nbytes
         self._write(changes)
         if due and version is not None:
-            full = self._optimizer.changes()
+            full = self._optimizer.changes(None, self._weights)
             self._write(full)
             # Nothing has happened since: who has the one has the other.
             self._write(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import assert_same_bits, run_world
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardcast
-from shardcast import publish
+from shardcast import checkpoint, publish
 from shardcast.estimate import estimate
+from shardcast.extensions.published_forms.forms import FORMS
+from shardcast.extensions.published_forms.reading import as_exported
 from shardcast.optimizer.stateful import packed_of
 from shardcast.publish import Changes
 from shardcast.testing import ThreadedWorld
@@ -204,7 +208,7 @@ def live(group: Any, kind: str, fields: Mapping[str, Any], acts: Sequence[str]) 
 
 
 BF16 = {"autocast": False}
-FORMS = {
+TRAININGS = {
     "bf16": ("AdamW", {}),
     "averages and metrics": ("AdamW", {"averages": {"ema": 0.5}, "metrics": 2}),
     "fp16": ("Adam", {"param_dtype": "fp16", "loss_scale": 1.0}),
@@ -223,14 +227,14 @@ FORMS = {
 
 # Each form on two of the worlds of 1 to 4 ranks.
 DRAWN = [
-    (1 + (n + more) % 4, form) for n, form in enumerate(FORMS) for more in (n // 4, n // 4 + 2)
+    (1 + (n + more) % 4, form) for n, form in enumerate(TRAININGS) for more in (n // 4, n // 4 + 2)
 ]
 
 
 @pytest.mark.parametrize(("ranks", "form"), DRAWN)
 def test_a_reader_of_changes_has_the_bits_of_the_training(ranks: int, form: str):
-    kind, fields = FORMS[form]
-    number = [*FORMS].index(form)
+    kind, fields = TRAININGS[form]
+    number = [*TRAININGS].index(form)
     fuse = {} if number % 2 else {"fuse": "eager"}
     story = drawn(1000 * ranks + number, 30)
     stories, _ = run_world(ranks, live, kind, {**BF16, **fuse, **fields}, story)
@@ -250,7 +254,7 @@ def test_a_compiled_update_marks_what_it_changes():
 @pytest.mark.parametrize("form", ["bf16", "norms in fp32", "split16", "mxfp8", "any class"])
 def test_training_is_what_it_is_without_it(form: str):
     """Nothing that is trained depends on whether somebody asks."""
-    kind, fields = FORMS[form]
+    kind, fields = TRAININGS[form]
 
     def run(group: Any, asks: bool) -> str:
         model, optimizer = build(kind)
@@ -275,7 +279,7 @@ def test_training_is_what_it_is_without_it(form: str):
 
 @pytest.mark.parametrize("form", ["bf16", "split16", "mxfp8", "fp32", "norms in fp32"])
 def test_memory_is_a_bit_for_each_owned_element_or_a_copy_where_no_master_is_apart(form: str):
-    kind, fields = FORMS[form]
+    kind, fields = TRAININGS[form]
 
     def run(group: Any) -> tuple[int, int, int, int]:
         reports, kept = [], 0
@@ -350,3 +354,91 @@ def test_of_runs_of_ranks_with_equal_masters_one_tells():
     for at in range(3):
         numels = [story.told[at][0].numel for story in stories]
         assert sorted(bool(numel) for numel in numels) == [False, False, True, True]
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "mxfp4", "fp8_block128"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
+    form: str, ranks: int, tmp_path: Path
+):
+    """Blocks of which a value has changed come whole, with their scale."""
+
+    def run(group: Any) -> list[tuple[Changes, Values]]:
+        model = nn.ModuleDict({"a": nn.Linear(256, 384), "b": nn.Linear(128, 256, bias=False)})
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+                param.copy_(noise / 16)
+        sharded: Any = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-5), process_group=group,
+            published={form: ["a", "b"]}, changes=True, **BF16,
+        )  # fmt: skip
+        told, version = [], None
+        for step in range(4):
+            if step == 3:
+                with torch.no_grad():
+                    model["b"].weight[7, 9] = 3.0
+            generator = torch.Generator().manual_seed(step)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            sharded.step()
+            sharded.zero_grad()
+            changes = sharded.changes(since=version, weights="published")
+            version = changes.version
+            state: Values = {"a.bias": model["a"].bias.detach().clone()}
+            for name in ("a.weight", "b.weight"):
+                there = sharded.published(name)
+                as_file = as_exported(FORMS[form], there.codes, there.scales.view(torch.uint8))
+                state[name], state[name + "_scale_inv"] = as_file
+            told.append((changes, state))
+        checkpoint.save(tmp_path / "saved", model, sharded, step=1)
+        return told
+
+    results, _ = run_world(ranks, run)
+    reader: Values = {}
+    version = None
+    for parts in zip(*results, strict=True):
+        version = publish.apply(reader, [changes for changes, _ in parts], version)
+        assert_same_bits(dict(sorted(reader.items())), dict(sorted(parts[0][1].items())))
+    first, second = (sum(part[at][0].numel for part in results) for at in (0, 1))
+    assert 0 < second < first or form == "fp8_block128"  # a block has 16,384 elements
+    checkpoint.export(tmp_path / "saved", tmp_path / "out", optimizer=False, weights="published")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == reader.keys()
+    for name in exported.keys() - {"a.bias"}:
+        assert_same_bits({name: reader[name]}, {name: exported[name]})
+
+
+def test_codes_of_tensor_parallel_parts_are_those_of_the_whole():
+    def run(mesh: Any) -> tuple[Changes, Values]:
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+                param.copy_(noise / 16)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        sharded: Any = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters()), mesh=mesh, changes=True,
+            published={"mxfp4": "*"}, **BF16,
+        )  # fmt: skip
+        return sharded.changes(weights="published"), weights(model)
+
+    results = ThreadedWorld({"dp": 2, "tp": 2}).run(run)
+    reader: Values = {}
+    publish.apply(reader, [changes for changes, _ in results])
+    for name, values in results[0][1].items():
+        codes, scales = reader[name].view(torch.uint8), reader[name + "_scale_inv"]
+        assert_same_bits({name: FORMS["mxfp4"].dequantize(codes, scales)}, {name: values})
+
+
+def test_codes_are_refused_where_nothing_has_a_form():
+    model, optimizer = build("AdamW")
+    sharded: Any = shardcast.shard(model, optimizer, changes=True, **BF16)
+    with pytest.raises(ValueError, match="weights"):
+        sharded.changes(weights="published")

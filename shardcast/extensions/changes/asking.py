@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.extensions.chance import global_index
-from shardcast.extensions.changes.patches import Changes, WeightPatch
+from shardcast.extensions.changes.patches import Changes, WeightPatch, in_32_bits
 from shardcast.extensions.changes.records import Changed
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
@@ -56,7 +57,7 @@ class ChangesOfRank(StepHook):
                     )
 
     @torch.no_grad()
-    def changes(self, since: str | None = None) -> Changes:
+    def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
         """What has changed of the elements that this rank owns, since a version.
 
         Every rank must call it, at the same point of the script and with the same ``since``; it
@@ -68,6 +69,9 @@ class ChangesOfRank(StepHook):
 
         Args:
             since: the ``version`` of the last answer; ``None`` asks for all elements.
+            weights: ``published``: of parameters that have a form (``published``) codes, and scales
+                as ``..._scale_inv``, of the blocks in which a value has changed, as
+                ``checkpoint.export`` writes them; in place of their bf16 values.
 
         Returns:
             patches in the coordinates of whole parameters, values on the device: copies, of 2 bytes
@@ -77,12 +81,18 @@ class ChangesOfRank(StepHook):
         Raises:
             RuntimeError: without the option ``changes``; inside ``averaged()``; after ``close()``.
             TypeError: ``since`` is no version.
+            ValueError: ``weights`` is something else, or there are no published forms.
         """
         optimizer = self._optimizer
         if since is not None and not isinstance(since, str):
             raise TypeError(
                 f"changes: since: expected the version of an answer, or None, got {since!r} "
                 f"({type(since).__name__})"
+            )
+        if weights is not None and (weights != "published" or not optimizer.config.published):
+            raise ValueError(
+                f"changes: weights: expected None, or 'published' beside published={{...}} of "
+                f"shard(), got {weights!r}"
             )
         if optimizer.is_closed:
             raise RuntimeError("changes: the optimizer is closed; ask before optimizer.close()")
@@ -93,9 +103,7 @@ class ChangesOfRank(StepHook):
         for shard in optimizer.shards:
             if self._reports(shard):
                 for _, fragment, param in shard.owned():
-                    patch = _patch(shard, fragment, param, known is None)
-                    if patch.values.numel():
-                        patches.append(patch)
+                    patches += _patches(shard, fragment, param, known is None, bool(weights))
         for shard in optimizer.shards:
             _record(shard).tell()
         self._number += 1
@@ -122,21 +130,27 @@ class ChangesOfRank(StepHook):
         }
 
 
-def _patch(shard: Shard, fragment: Fragment, param: nn.Parameter, full: bool) -> WeightPatch:
+def _patches(
+    shard: Shard, fragment: Fragment, param: nn.Parameter, full: bool, as_codes: bool
+) -> Iterator[WeightPatch]:
     record, part = _record(shard), shard.local(fragment.start, fragment.stop)
-    values = shard.published[part]
+    values, start = shard.published[part], fragment.param_range[0]
     if full or record.is_new:
         places = torch.arange(fragment.numel, device=values.device)
-        values = values.clone()
     else:
         places = record.since(part.start, part.stop)
-        values = values[places]
+    if not places.numel():
+        return
+    name, form = _key(fragment.slot.name), shard.pack.layout.cast
+    if as_codes and form:
+        from shardcast.extensions.changes.coded import coded
+
+        yield from coded(name, values, param, start, places, form)
+        return
     whole: Tensor = param  # of a DTensor the shape of all ranks' parts
-    indices = global_index(param, places + fragment.param_range[0])
-    if whole.numel() < 1 << 31:
-        indices = indices.to(torch.int32)
-    name, shape = _key(fragment.slot.name), tuple(whole.shape)
-    return WeightPatch(name, shape, values.dtype, values, indices)
+    indices = in_32_bits(global_index(param, places + start), whole)
+    told = values.clone() if places.numel() == values.numel() else values[places]
+    yield WeightPatch(name, tuple(whole.shape), values.dtype, told, indices)
 
 
 def _record(shard: Shard) -> Changed:

@@ -33,6 +33,16 @@ class WeightPatch(NamedTuple):
     indices: Tensor | None = None
 
 
+def in_32_bits(indices: Tensor, whole: Tensor) -> Tensor:
+    """Indices of elements of a tensor in the shorter dtype, where that has them all."""
+    return indices.to(torch.int32) if whole.numel() < 1 << 31 else indices
+
+
+def step_of(version: str) -> int:
+    """After how many steps of its run a version was told, skipped ones among them."""
+    return int(version.rsplit("-", 1)[1])
+
+
 @dataclass(frozen=True, eq=False)
 class Changes(Sequence[WeightPatch]):
     """What has changed in the parameters that one rank owns elements of: one part of a version.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
-from shardcast.extensions.published_forms.forms import FORMS
+from shardcast.extensions.published_forms.forms import FORMS, Form
 from shardcast.extensions.published_forms.option import FormCasts
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.step.step_hook import StepHook
@@ -66,6 +66,13 @@ class PublishedReader(StepHook):
         )
 
 
+def as_exported(form: Form, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales in the dtypes that files have them in."""
+    if form.name == "fp8_block128":
+        scales = scales.view(torch.float8_e8m0fnu).float()  # exact
+    return codes if form.bits == 8 else codes.view(torch.int8), scales
+
+
 class Exported:
     """Tensors of a folder that others read, from exact ones.
 
@@ -99,10 +106,8 @@ class Exported:
             if values.dim() > 1:
                 self._bare.add(key.rpartition(".")[0])
             return {key: values}
-        codes, scales = form.quantize(values)
-        if form.name == "fp8_block128":  # an exact float
-            return {key: codes, key + SCALE: scales.view(torch.float8_e8m0fnu).float()}
-        return {key: codes if form.bits == 8 else codes.view(torch.int8), key + SCALE: scales}
+        codes, scales = as_exported(form, *form.quantize(values))
+        return {key: codes, key + SCALE: scales}
 
     def config(self) -> dict[str, Any]:
         """What ``config.json`` of the model needs, for transformers; after all tensors."""
