@@ -3,6 +3,9 @@
 There a product takes up to 150 times as long as in fp32. :func:`by_way_of_fp32` takes the operands
 to fp32, multiplies, and rounds once: the same arithmetic as of kernels for low precision, up to the
 order of their fp32 sums. It holds for all of a process, in forwards and backwards, whoever trains.
+
+torch says which CPUs these are. Nothing is measured for it: a run that goes on on the same machine
+has to have the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.plan.products import SLOW, slowdown
+from shardcast._compat import has_products
+from shardcast.plan.products import slowdown, told
 
 LOW = (torch.bfloat16, torch.float16)
 OPERATORS = (
@@ -28,16 +32,15 @@ OPERATORS = (
 
 def why(device: torch.device) -> str:
     """The line that says that products go by way of fp32; empty where torch's own are kept."""
-    times = {dtype: slowdown(dtype) for dtype in LOW} if device.type == "cpu" else {}
-    if max(times.values(), default=0.0) <= SLOW:
+    if device.type != "cpu" or all(map(has_products, LOW)):
         return ""
-    known = ", ".join(f"{str(d).removeprefix('torch.')} {x:.0f}x" for d, x in times.items())
+    known = ", ".join(f"{str(d).removeprefix('torch.')} {slowdown(d):.0f}x" for d in LOW)
     return f"products by way of fp32, as this CPU has no fast ones in low precision ({known})"
 
 
 @contextmanager
 def by_way_of_fp32(device: torch.device) -> Iterator[str]:
-    """Within it products on a CPU go by way of fp32, if that is faster: in all of this process.
+    """Within it products go by way of fp32 in all of this process, on a CPU without its own.
 
     Gives the line of :func:`why`.
     """
@@ -51,12 +54,14 @@ def by_way_of_fp32(device: torch.device) -> Iterator[str]:
         for name in OPERATORS:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
             library.impl(name, _through_fp32(kernel), "CPU", with_keyset=True, allow_override=True)
-    slowdown.cache_clear()  # nothing is slow any more, until the end
+    warned = told.copy()
+    told.update(LOW)  # nothing is slow any more, until the end
     try:
         yield reason
     finally:
         library._destroy()
-        slowdown.cache_clear()
+        told.clear()
+        told.update(warned)
 
 
 def multiplied(group: Any, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -183,6 +183,20 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel for products of matrices in ``dtype`` on this CPU, or a loop.
+
+    What oneDNN says of the CPU, and so the same in each run, whatever else the machine does.
+    """
+    asked = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    if dtype not in asked:
+        return True
+    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, asked[dtype])())
+
+
 def is_host(device: torch.device) -> bool:
     """Whether the host reads values on ``device`` without waiting for it.
 

@@ -1,7 +1,7 @@
-"""How slow a CPU multiplies matrices in low precision, where torch has no kernel for it.
+"""CPUs for which torch has no kernel that multiplies matrices in low precision.
 
-On CPUs without AVX-512 torch multiplies bf16 and fp16 by a plain loop, which takes 20 to 150 times
-as long as fp32 (pytorch 146508, 118499). The results are right.
+Without AVX-512 torch multiplies bf16 and fp16 by a plain loop, which takes 20 to 150 times as long
+as fp32 (pytorch 146508, 118499). The results are right.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import torch
 
+from shardcast._compat import has_products
 from shardcast.messages import warn
 
-SLOW = 3.0  # products in low precision are called slow above so many times the time of fp32
 _SIZE, _TRIES = 128, 4
 
 told: set[torch.dtype] = set()  # dtypes that nobody is warned of any more in this process
@@ -52,7 +52,7 @@ def warn_of_slow_products(device: torch.device, dtypes: Iterable[torch.dtype]) -
         return
     for dtype in set(dtypes) - told:
         told.add(dtype)
-        if dtype.itemsize < torch.float32.itemsize and slowdown(dtype) > SLOW:
+        if not has_products(dtype):
             name = str(dtype).removeprefix("torch.")
             warn(
                 f"param_dtype: products of matrices in {name} take {slowdown(dtype):.0f} times as "

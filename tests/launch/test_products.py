@@ -12,6 +12,7 @@ from oracle import mlp
 from torch import Tensor
 
 from shardcast import shard
+from shardcast._compat import has_products
 from shardcast.plan import products as plan_products
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,14 +21,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each product in low precision seems to take seven times as long."""
-
-    def seven(_dtype: torch.dtype) -> float:
-        return 7.0
-
-    seven.cache_clear = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setattr(plan_products, "slowdown", seven)
-    monkeypatch.setattr(products, "slowdown", seven)
+    """No product in low precision seems to have a kernel, and to take seven times as long."""
+    for module in (plan_products, products):
+        monkeypatch.setattr(module, "has_products", lambda dtype: dtype == torch.float32)
+        monkeypatch.setattr(module, "slowdown", lambda _dtype: 7.0)
 
 
 def every_product(dtype: torch.dtype) -> list[Tensor]:
@@ -66,7 +63,7 @@ def test_products_and_their_gradients_are_torchs_own_but_for_the_order_of_sums(
         assert apart <= torch.finfo(dtype).eps, (mine.shape, apart)
 
 
-def test_only_products_within_go_by_way_of_fp32_and_only_where_that_is_faster(
+def test_only_products_within_go_by_way_of_fp32_and_only_where_there_is_no_kernel(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounded = torch.tensor([[1.0, 1.0, -1.0]]).bfloat16()
@@ -92,7 +89,7 @@ def test_only_products_within_go_by_way_of_fp32_and_only_where_that_is_faster(
     with products.by_way_of_fp32(torch.device("cuda")) as reason:
         rounded @ rounded.t()
     assert (calls, reason) == ([torch.bfloat16], "")
-    monkeypatch.setattr(products, "slowdown", lambda _dtype: 2.9)
+    monkeypatch.setattr(products, "has_products", lambda _dtype: True)
     with products.by_way_of_fp32(CPU) as reason:
         rounded @ rounded.t()
     assert (calls, reason) == ([torch.bfloat16], "")
@@ -111,6 +108,15 @@ def test_a_cpu_that_multiplies_slowly_is_named_once(
     assert len(texts) == 2 and all("7 times" in text for text in texts)
     assert "bfloat16" in texts[0] and "float16" in texts[1] and "bfloat16" not in texts[1]
     assert {one.filename for one in told} == {__file__}
+
+
+def test_whether_there_is_a_kernel_is_no_matter_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on while the machine is busy has the same bits: nothing is measured."""
+    for ratio in (0.5, 50.0):
+        monkeypatch.setattr(products, "slowdown", lambda _dtype, ratio=ratio: ratio)
+        reasons = {bool(products.why(CPU)), not all(map(has_products, products.LOW))}
+        assert len(reasons) == 1, ratio
+    assert has_products(torch.float32)
 
 
 def test_a_measured_ratio_leaves_the_number_of_threads_alone() -> None:
