@@ -14,7 +14,6 @@ bf16     shardcast, parameters in bf16
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import tempfile
@@ -25,24 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchvision_operators  # noqa: F401 before a script imports torchvision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
 from shardcast.testing import spawn_world
 
-
-def _define_operators_of_torchvision() -> None:
-    """Its wheel for CUDA cannot load its operators beside a CPU torch; timm imports it, no more."""
-    if importlib.util.find_spec("torchvision") and torch.version.cuda is None:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARIES.append(library)  # operators live as long as it does
-
-
-_LIBRARIES: list[torch.library.Library] = []
-_define_operators_of_torchvision()
 VARIANTS = ("ddp", "autocast", "fp32", "bf16")
 
 

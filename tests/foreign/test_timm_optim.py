@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torchvision_operators
 from evidence import Suite, Verdict
 
 SUITE = Suite(
@@ -80,7 +81,8 @@ def checks_of(file: Path, world_size: int, **environment: str) -> list[tuple[str
     folder = file.parent / f"checks-{world_size}{''.join(environment)}"
     folder.mkdir()
     (file.parent / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    path = os.pathsep.join([str(Path.cwd()), str(Path(__file__).parent)])
+    helpers = Path(torchvision_operators.__file__).parent
+    path = os.pathsep.join(map(str, [Path.cwd(), Path(__file__).parent, helpers]))
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NAMED, str(file)]
     ended = subprocess.run(
         [sys.executable, *OURS[world_size], *words], cwd=file.parent, check=False, text=True,

@@ -15,15 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchvision_operators  # noqa: F401 before timm imports torchvision
 from torch import nn
 from zero_redundancy import holder_of
 
 import shardcast
 
-if torch.version.cuda is None:  # torchvision's wheel is for another build; its operators are unused
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
 

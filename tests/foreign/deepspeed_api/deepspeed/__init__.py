@@ -1,0 +1,226 @@
+"""What DeepSpeed's tests of ZeRO ask of the package ``deepspeed``, by shardcast, on CPUs.
+
+Stage 1 is ``grads="full"``, stage 2 ``grads="sharded"``, and stage 3, which shards the parameters,
+is not offered. Names that only stage 3 has can be imported, and are not there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardcast
+
+GPU = "cpu"
+# Their tests start processes for each test: not each of them imports torch anew.
+multiprocessing.set_forkserver_preload(["deepspeed"])
+
+
+class Accelerator:
+    """``get_accelerator()``: CPUs, as many as are asked for."""
+
+    device_name = current_device_name = current_device = staticmethod(lambda *_: GPU)
+    communication_backend_name = staticmethod(lambda: "gloo")
+    is_available = staticmethod(lambda: True)
+    # Models are of the lowest dtype that there is.
+    is_bf16_supported = is_fp16_supported = staticmethod(lambda: "FP32" not in os.environ)
+    device_count = staticmethod(lambda: 8)
+    supported_dtypes = staticmethod(lambda: [torch.float32, torch.float16, torch.bfloat16])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_, **__: None  # synchronize, set_device, empty_cache
+
+
+class ZeROOptimizer:
+    """A sharded optimizer under the names that the tests use of DeepSpeed's."""
+
+    def __init__(self, sharded: Any) -> None:
+        self.sharded = sharded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sharded, name)
+
+    def needs_scaler(self) -> bool:
+        return self.sharded.loss_scale is not None
+
+
+class DeepSpeedEngine(nn.Module):
+    """``deepspeed.initialize(...)[0]``."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Any) -> None:
+        super().__init__()
+        zero = config.get("zero_optimization", {})
+        if (stage := zero.get("stage", 0)) not in (1, 2):
+            raise NotImplementedError(f"ZeRO stage {stage} is not what shardcast has")
+        low = next(
+            (name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32"
+        )
+        self.module, self.device, self.config = model, torch.device(GPU), config
+        self.optimizer = ZeROOptimizer(
+            shardcast.shard(
+                model, optimizer, param_dtype=low, autocast=False,
+                grads="sharded" if stage == 2 else "full",
+                max_grad_norm=config.get("gradient_clipping") or None,
+                offload=zero.get("offload_optimizer", {}).get("device", "none") == "cpu",
+            )
+        )  # fmt: skip
+        self.sharded = self.optimizer.sharded
+        self.ranks = dist.get_world_size()
+        if config.get("gradient_allreduce_op") == "sum":
+            self.ranks = 1
+        self._micro_steps = self.global_steps = self.global_samples = 0
+        self._boundary: bool | None = None
+        self._applied = False
+        model.register_forward_pre_hook(self._scaled_by_steps)
+        ENGINES.append(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _scaled_by_steps(self, *_: Any) -> None:
+        """Gradients of a backward that the caller makes are divided by the micro-batches."""
+        self.sharded.divisor = self.ranks * self.gradient_accumulation_steps()
+
+    def gradient_accumulation_steps(self) -> int:
+        return int(self.config.get("gradient_accumulation_steps", 1))
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return int(self.config["train_micro_batch_size_per_gpu"])
+
+    def train_batch_size(self) -> int:
+        ranks = dist.get_world_size()
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * ranks
+
+    def managed_gradient_accumulation(self) -> bool:
+        return bool(self.config.get("managed_gradient_accumulation", True))
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        assert self.managed_gradient_accumulation(), "set_gradient_accumulation_boundary()"
+        self._boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        if not self.managed_gradient_accumulation():
+            return True
+        if self._boundary is not None:
+            return self._boundary
+        return (self._micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        assert loss.numel() == 1, "expected a scalar tensor"
+        return self.sharded.scale_loss(loss)
+
+    def backward(self, loss: Tensor, scale_wrt_gas: bool = True) -> None:
+        if not scale_wrt_gas:
+            self.sharded.divisor = self.ranks
+        self.sharded.scale_loss(loss).backward()
+        self._backwards = getattr(self, "_backwards", 0) + 1
+
+    def step(self) -> None:
+        self._applied = self.is_gradient_accumulation_boundary()
+        if self._applied:
+            self.sharded.step()
+            self.sharded.zero_grad()
+            self.global_steps += 1
+        made = self.__dict__.pop("_backwards", 1)
+        micro_batch = self.train_batch_size() // self.gradient_accumulation_steps()
+        self.global_samples += micro_batch * (1 if self.managed_gradient_accumulation() else made)
+        self._micro_steps += 1
+
+    def was_step_applied(self) -> bool:
+        return self._applied
+
+    def destroy(self) -> None:
+        ENGINES.remove(self)
+        self.sharded.close()
+
+
+ENGINES: list[DeepSpeedEngine] = []
+OPTIMIZERS: Mapping[str, Any] = {"Adam": torch.optim.AdamW, "AdamW": torch.optim.AdamW}
+
+
+def initialize(
+    model: nn.Module, config: Any = None, optimizer: Any = None, model_parameters: Any = None,
+    **_: Any,
+) -> tuple[DeepSpeedEngine, ZeROOptimizer, None, None]:  # fmt: skip
+    """``deepspeed.initialize``; its optimizers are made of torch's."""
+    if isinstance(optimizer, Callable) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+    if optimizer is None:
+        asked = config["optimizer"]
+        params: Iterable[Any] = model.parameters() if model_parameters is None else model_parameters
+        options = {key: value for key, value in asked["params"].items() if key != "torch_adam"}
+        # Its Adam decays as AdamW does, and not at all by default.
+        optimizer = OPTIMIZERS[asked["type"]](params, **{"weight_decay": 0.0, **options})
+    engine = DeepSpeedEngine(model, optimizer, config or {})
+    return engine, engine.optimizer, None, None
+
+
+def init_distributed(
+    dist_backend: str = "gloo", init_method: str | None = None, rank: int = -1,
+    world_size: int = -1, **_: Any,
+) -> None:  # fmt: skip
+    if not dist.is_initialized():
+        dist.init_process_group(dist_backend, init_method, rank=rank, world_size=world_size)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The mean over ranks, without the loss scale; every rank calls it for every parameter."""
+    for engine in ENGINES:
+        if any(param is one for one in engine.module.parameters()):
+            engine.sharded.gather_gradients()
+            scale = engine.sharded.loss_scale
+            return param.grad if scale is None or param.grad is None else param.grad / scale
+    raise ValueError("a parameter of no engine")
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor:
+    raise NotImplementedError("masters of all ranks are read by full_state_dict()")
+
+
+def all_gather_into_tensor(out: Tensor, own: Tensor) -> None:
+    """Of NCCL, which takes numbers without a dimension, as gloo does not."""
+    dist.all_gather_into_tensor(out, own.view(-1))
+
+
+def _module(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(f"deepspeed.{name}")
+    module.__path__ = []  # type: ignore[attr-defined]
+    module.__getattr__ = _absent  # type: ignore[method-assign]
+    vars(module).update(members)
+    sys.modules[module.__name__] = module
+    above, _, last = name.rpartition(".")
+    setattr(sys.modules[f"deepspeed.{above}" if above else "deepspeed"], last, module)
+    return module
+
+
+def _absent(name: str) -> Any:
+    """What only stage 3 has: a class without instances, which can be imported."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+ONE = Accelerator()
+for path in ("pipe", "moe", "moe.layer", "runtime", "runtime.zero", "ops", "ops.aio", "zero"):
+    _module(path)
+_module("comm", **{key: getattr(dist, key) for key in dir(dist) if not key.startswith("__")}
+        | {"all_gather_into_tensor": all_gather_into_tensor})  # fmt: skip
+_module("accelerator", get_accelerator=lambda: ONE, is_current_accelerator_supported=lambda: True)
+_module("git_version_info", torch_info={})
+_module("utils", safe_get_full_grad=safe_get_full_grad,
+        safe_get_full_fp32_param=safe_get_full_fp32_param)  # fmt: skip
+_module("utils.zero_to_fp32")
+_module("runtime.base_optimizer", ZeROOptimizer=ZeROOptimizer)
+_module("runtime.engine", DeepSpeedEngine=DeepSpeedEngine)
+for path in ("bf16_optimizer", "zero.partition_parameters", "zero.offload_config", "zero.utils"):
+    _module(f"runtime.{path}")

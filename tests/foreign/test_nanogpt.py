@@ -1,0 +1,114 @@
+"""nanoGPT's published loss of a small GPT on Shakespeare, by its own script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from evidence import Suite, Verdict
+
+PUBLISHED = 1.88
+NOISE = 0.05  # over seeds, each on 20 batches; the spread of the rows without shardcast
+SUITE = Suite(
+    name="nanoGPT",
+    claim=(
+        "`train_shakespeare_char.py` with the settings that its README has for a CPU, on the "
+        "tinyshakespeare of char-rnn: 2,000 steps of 12 sequences, and a validation loss of 1.88. "
+        f"Passed is a loss of at most {PUBLISHED + NOISE:.2f} that lies within {NOISE} of the same "
+        "script with DDP, which has the same batches on as many processes"
+    ),
+    source="karpathy/nanoGPT",
+    commit="3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+    blob="de5785051050d64bbda37a4964c2c079f0739b2b",
+    path="train.py",
+    license="MIT",
+    cases=10,
+    replaced={
+        "    device = f'cuda:{ddp_local_rank}'\n    torch.cuda.set_device(device)\n": "",
+        "from model import GPTConfig, GPT": "from model import GPTConfig, GPT; import shardcast",
+        "    model = DDP(model, device_ids=[ddp_local_rank])": (
+            "    optimizer = shardcast.shard(model, optimizer)"
+        ),
+        "model.module if ddp else model": "model",
+        "torch.nn.utils.clip_grad_norm_(": "optimizer.clip_grad_norm_(",
+        "                    'optimizer': optimizer.state_dict(),\n": "",
+    },
+)
+DDP = {"device_ids=[ddp_local_rank]": ""}
+SETTINGS = """config/train_shakespeare_char.py --device=cpu --compile=False
+--log_interval=1 --block_size=64 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000
+--lr_decay_iters=2000 --dropout=0.0"""  # as its README
+LEAN = str(Path(__file__).resolve().parents[2] / "configs" / "lean.yaml")
+BLOCKS = "[transformer.h.*.weight]"
+FORMS = ("mxfp8", "mxfp4", "fp8_block128")
+OPTIONS = {
+    "fp32": {"SHARDCAST_PARAM_DTYPE": "fp32"},
+    "bf16": {},
+    "lean": {"SHARDCAST_CONFIG": LEAN},
+    **{form: {"SHARDCAST_PUBLISHED": f"{{{form}: {BLOCKS}}}"} for form in FORMS},
+}
+CASES = [
+    *((world_size, option) for option in ("fp32", "bf16") for world_size in (1, 2, 4)),
+    *((2, option) for option in ("lean", *FORMS)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(sources: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout with the text, as its prepare.py writes it, and both scripts."""
+    ours, folder = SUITE.text(sources), tmp_path_factory.mktemp("nanogpt") / "checkout"
+    assert sources is not None
+    shutil.copytree(sources / "nanoGPT", folder)
+    data = folder / "data" / "shakespeare_char"
+    shutil.copy(sources / "char-rnn" / "data" / "tinyshakespeare" / "input.txt", data)
+    subprocess.run([sys.executable, "prepare.py"], cwd=data, check=True, capture_output=True)
+    stock = (folder / "train.py").read_text(encoding="utf-8")
+    for old, new in (*[*SUITE.replaced.items()][:1], *DDP.items()):
+        stock = stock.replace(old, new)
+    (folder / "ddp.py").write_text(stock, encoding="utf-8")
+    (folder / "ours.py").write_text(ours, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> Iterator[dict[int, float]]:
+    """The losses with DDP, by the number of processes; of one process by the unedited script."""
+    yield {1: loss_of(folder, "train.py", 1, {})} | {
+        world_size: loss_of(folder, "ddp.py", world_size, {}) for world_size in (2, 4)
+    }
+
+
+@pytest.mark.timeout(5400)  # with the losses of DDP
+@pytest.mark.parametrize(("world_size", "option"), CASES)
+def test_the_published_loss(
+    world_size: int, option: str, folder: Path, stock: dict[int, float], verdicts: list[Verdict]
+) -> None:
+    loss = loss_of(folder, "ours.py", world_size, OPTIONS[option])
+    case = f"{option}, {world_size} process{'es' * (world_size > 1)}"
+    assert loss <= PUBLISHED + NOISE, (loss, stock)
+    assert abs(loss - stock[world_size]) <= NOISE, (loss, stock)
+    told = f"{case}: {loss:.2f}, with DDP {stock[world_size]:.2f}"
+    verdicts.append(Verdict(SUITE, case, "passed", told))
+
+
+def loss_of(folder: Path, script: str, world_size: int, options: dict[str, str]) -> float:
+    """The last validation loss; of 12 sequences a step over all processes, and 240 at the end."""
+    words = [script, *SETTINGS.split(), f"--batch_size={12 // world_size}", "--dtype=float32"]
+    words += [f"--gradient_accumulation_steps={world_size}", f"--eval_iters={20 * world_size}"]
+    words += ["--backend=gloo"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    alone = script == "train.py"
+    ended = subprocess.run(
+        [sys.executable, *([] if alone else launcher), *words], cwd=folder, text=True,
+        env={**os.environ, **options}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert not ended.returncode, ended.stdout[-2000:] + ended.stderr[-4000:]
+    found = re.findall(r"step (\d+): train loss [\d.]+, val loss ([\d.]+)", ended.stdout)
+    assert found[-1][0] == "2000", found
+    return float(found[-1][1])
