@@ -10,6 +10,7 @@
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks reproducible --ranks 2      # the same bits at any number of ranks
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
+    python -m benchmarks fine-tuning --record        # published forms: what changes in a step
     python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
 
@@ -35,6 +36,7 @@ from benchmarks import (
     checkpoint,
     digests,
     document,
+    fine_tuning,
     launches,
     matrix,
     report,
@@ -70,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.command == "worlds":
         title = f"processor time of one rank's step, {worlds.PACKS} packs, nothing is sent, bf16"
         lines, columns = worlds.rows(worlds.measure(args.sizes, args.rounds)), worlds.COLUMNS
+    elif args.command == "fine-tuning":
+        title = f"GPT of {fine_tuning.CONFIG.depth} blocks, {args.steps} steps on text, 1 rank"
+        runs = on_ranks(fine_tuning.measure, 1, args.pretraining, args.steps, args.interval)
+        if args.record:
+            fine_tuning.record(runs)
+        lines, columns = [*fine_tuning.rows(runs)], fine_tuning.COLUMNS
     elif args.command == "launches":
         title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
         lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
@@ -135,6 +143,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     every.add_argument("--idle", action="store_true", help="no --clock processor")
     every.add_argument("--only", nargs="+", default=[], metavar="PART", help="of a command")
     every.add_argument("--document", type=Path, default=ROOT / "BENCHMARKS.md")
+    tuning = commands.add_parser("fine-tuning", allow_abbrev=False)
+    tuning.add_argument("--pretraining", type=int, default=500, help="steps on Python's library")
+    tuning.add_argument("--steps", type=int, default=60)
+    tuning.add_argument("--interval", type=int, default=20, help="steps between held-out losses")
+    tuning.add_argument("--record", action="store_true", help="for launch/picture.py --fine-tuning")
+    tuning.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)
