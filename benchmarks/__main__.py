@@ -10,6 +10,7 @@
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks reproducible --ranks 2      # the same bits at any number of ranks
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
+    python -m benchmarks forms                       # steps with published forms, beside bf16
     python -m benchmarks fine-tuning --record        # published forms: what changes in a step
     python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
@@ -37,6 +38,7 @@ from benchmarks import (
     digests,
     document,
     fine_tuning,
+    forms,
     launches,
     matrix,
     report,
@@ -72,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.command == "worlds":
         title = f"processor time of one rank's step, {worlds.PACKS} packs, nothing is sent, bf16"
         lines, columns = worlds.rows(worlds.measure(args.sizes, args.rounds)), worlds.COLUMNS
+    elif args.command == "forms":
+        title = f"one step of {forms.LAYERS * forms.WIDTH**2:,} weights, AdamW, 1 rank, 1 thread"
+        title += ", processor time"
+        lines, columns = forms.rows(forms.measure(args.rounds)), forms.COLUMNS
     elif args.command == "fine-tuning":
         title = f"GPT of {fine_tuning.CONFIG.depth} blocks, {args.steps} steps on text, 1 rank"
         runs = on_ranks(fine_tuning.measure, 1, args.pretraining, args.steps, args.interval)
@@ -136,7 +142,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "launches": 200, "matrix": 9,
-        "reproducible": 15, "step": 15, "peers": 15,
+        "forms": 9, "reproducible": 15, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
@@ -158,6 +164,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             continue
         if name == "launches":
             sub.add_argument("--packs", type=int, default=15)
+            continue
+        if name == "forms":
             continue
         if name == "update":
             sub.add_argument("--threads", type=int, default=1)

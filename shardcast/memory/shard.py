@@ -53,6 +53,7 @@ class Shard:
         # What was published last, where an element that a script wrote cannot be told by its master
         # alone: with it its whole block would be cast in another way.
         self._last: Tensor | None = None
+        self._runs = () if pack.cast is None else pack.cast.runs(self.fragments)
         options = config.extensions().values()
         asked = (it.record(self, config) for it in options if it.record is not None)
         self.record: Record | None = next(asked, None)
@@ -171,15 +172,20 @@ class Shard:
                 self._note(piece, self.published[piece], masters)
                 self.published[piece].copy_(masters)
         elif self._is_copied:
-            for fragment in self.fragments:
-                part = self.published[self.local(fragment.start, fragment.stop)]
-                part.copy_(self.rounded(fragment, self.exact(fragment)))
-            self.note_published()
+            assert self.pack.cast is not None and self._last is not None
+            for run in self._runs:
+                part = self.local(run.start, run.stop)
+                # A record is to see both of what was published last and of what is now.
+                both = (self.published[part], self._last[part])
+                outputs = both if self.record is None else both[:1]
+                self.pack.cast.publish_(self.master.read(part), run.width, outputs)
+            if self.record is not None:
+                self.note_published()
 
     def settle(self) -> None:
         """Cast what a script wrote, before a sync without an update; see :class:`.casts.Wire`."""
         if self.pack.cast is not None:
-            self.absorb()
+            self.absorb(publishes=True)
             self.publish()
 
     def rounded(self, fragment: Fragment, values: Tensor) -> Tensor:
@@ -212,23 +218,35 @@ class Shard:
         return own
 
     @torch.no_grad()
-    def absorb(self) -> None:
+    def absorb(self, publishes: bool = False) -> None:
         """Have masters as the model shows them, see :func:`.codecs.shown`; the update does so too.
 
         Whatever reads masters calls it first. Split masters are changed by changing what is
         published, and keep their lower bits. Waits for no device.
+
+        Args:
+            publishes: they are published next, so that what is published now need not be noted.
         """
         if not self._is_copied:
+            return
+        if self.pack.cast is not None and self._last is not None:
+            found = False
+            for start in range(0, self.published.numel(), PIECE):
+                part = slice(start, start + PIECE)
+                masters = self.master.read(part)
+                if self.pack.cast.take_written_(masters, self.published[part], self._last[part]):
+                    self.master.write(part, masters)
+                    found = True
+            if found and not (publishes and self.record is None):
+                self.note_published()
             return
         for start in range(0, self.published.numel(), PIECE):
             part = slice(start, start + PIECE)
             masters = self.master.read(part)  # plain ones are the memory itself
-            last = None if self._last is None else self._last[part]
             if self.casts:
                 self._note(part, masters, self.published[part])
-            take_shown_(masters, self.published[part], last)
+            take_shown_(masters, self.published[part])
             self.master.write(part, masters)
-        self.note_published()
 
     def _note(self, part: slice, before: Tensor, after: Tensor) -> None:
         """Tell the record of published values of a part, or of masters whose casts they are."""

@@ -10,13 +10,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
-from shardcast.plan.layout import PackLayout, Span
+from shardcast.plan.layout import Fragment, PackLayout, Span
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of a pack that are cast together.
+
+    Attributes:
+        width: of the rows that they are in, for casts in which rows meet.
+    """
+
+    start: int
+    stop: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 class Cast(ABC):
@@ -26,7 +42,7 @@ class Cast(ABC):
         name: parameters of different casts share no pack.
     """
 
-    name: ClassVar[str]
+    name: str
 
     @abstractmethod
     def unit(self, shape: tuple[int, ...]) -> int:
@@ -39,6 +55,26 @@ class Cast(ABC):
         Args:
             masters: 1-d fp32, whole units.
             shape: of the parameter.
+        """
+
+    @abstractmethod
+    def runs(self, fragments: Sequence[Fragment]) -> Sequence[Run]:
+        """What of an own span is cast in one call: whole units, all fragments among them."""
+
+    @abstractmethod
+    def publish_(self, masters: Tensor, width: int, outputs: Sequence[Tensor]) -> None:
+        """Overwrite each of the outputs by the cast of masters; all are 1-d.
+
+        Args:
+            masters: of a run; fp32.
+            width: of the run.
+        """
+
+    @abstractmethod
+    def take_written_(self, masters: Tensor, published: Tensor, last: Tensor) -> bool:
+        """Have published values be masters where they are not the last ones; all are 1-d.
+
+        Bits decide. Returns whether there may be such values; waits for no device.
         """
 
 

@@ -117,7 +117,7 @@ class AnyOptimizerUpdate(Update):
     def _update(self, shards: Sequence[Shard], decision: Decision) -> None:
         owned = [shard for shard in shards if shard in self._params]
         for shard in owned:
-            shard.absorb()  # what a script wrote
+            shard.absorb(publishes=True)  # what a script wrote
         measured = any(epilogue.sums for epilogue in self._active)
         old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:

@@ -11,33 +11,36 @@ Bits are those of others: ``mxfp8`` and ``mxfp4`` of torchao's ``to_mx`` with
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import functools
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.plan.casts import Cast
 
 BIAS = 127  # of an exponent in fp32, bf16 and E8M0
 MANTISSA = 23  # bits in fp32
+EXPONENT = 0x7F800000  # its bits there
 NAN_SCALE = 255  # the E8M0 byte of a block with a NaN
 E4M3_MAX = 448.0
 E4M3_INFINITE = 248.0 * 2.0**120  # rounds to 2**128
 E2M1_MAX = 6.0
 
 
-class Form(Cast):
+class Form(ABC):
     """One form; blocks are of ``(block_rows, block_columns)`` elements of a matrix.
 
     Attributes:
+        name: of the form.
         lowest: the least byte of a scale whose codes all stand for bf16 numbers.
         of_zeros: the byte of the scale of zeros.
         limit: the largest size of a code.
         bits: of a code.
     """
 
+    name: ClassVar[str]
     block_rows: ClassVar[int]
     block_columns: ClassVar[int]
     lowest: ClassVar[int]
@@ -49,10 +52,6 @@ class Form(Cast):
         """See :meth:`.Cast.unit`: a row of blocks, or a block of elements that are in a row."""
         columns = self.block_columns if self.block_rows == 1 else shape[-1]
         return self.block_rows * columns
-
-    def __call__(self, masters: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """See :meth:`.Cast.__call__`."""
-        return self.round(masters.view(-1, self.unit(shape) // self.block_rows)).view(-1)
 
     def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of a matrix.
@@ -70,7 +69,12 @@ class Form(Cast):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The bf16 values that codes and scales of :meth:`quantize` stand for."""
-        return self._scaled_back(self._values(codes), scales)
+        if _compat.is_host(codes.device) and not torch.compiler.is_compiling():
+            # Of torch's own conversions those from fp8 take the longest on a CPU.
+            index = codes.view(torch.uint8).reshape(-1).int()
+            values = _table(self).index_select(0, index).view(torch.float32)
+            return self._scaled_back(values.view(*codes.shape[:-1], -1), scales)
+        return self._scaled_back(self.values(codes), scales)
 
     def round(self, values: Tensor) -> Tensor:
         """What is published of values: bf16, of their shape; ``dequantize(*quantize(values))``."""
@@ -110,14 +114,19 @@ class Form(Cast):
         The maximum of a block depends on no order.
         """
         blocks = self._blocks(values.contiguous().float())
-        largest = blocks.abs().amax((-3, -1))
+        size = blocks.abs()
+        largest = size.amax((-3, -1))
         byte = self._scale_of(largest)
         tiny = byte < self.lowest
         is_nan = self._is_nan(largest)
         factor = _power(2 * BIAS - byte).masked_fill_(tiny, 0.0)  # a zero keeps its sign
-        scaled = blocks * factor[..., :, None, :, None]
+        scaled = torch.mul(blocks, factor[..., :, None, :, None], out=size)
         byte = byte.masked_fill(tiny, self.of_zeros).masked_fill_(is_nan, NAN_SCALE)
         return scaled.clamp_(-self.limit, self.limit), byte.to(torch.uint8)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """What codes stand for without a scale: fp32."""
+        return codes.float()
 
     @abstractmethod
     def _scale_of(self, largest: Tensor) -> Tensor:
@@ -128,14 +137,11 @@ class Form(Cast):
         return largest.isnan()
 
     def _nearest(self, scaled: Tensor) -> Tensor:
-        """Rounded to the nearest code, ties to even; fp32, may overwrite."""
-        return scaled.to(torch.float8_e4m3fn).float()
+        """Rounded to the nearest code, ties to even; fp32."""
+        return _to_bits(scaled, 3, -6)
 
     def _codes(self, scaled: Tensor) -> Tensor:
         return scaled.to(torch.float8_e4m3fn)
-
-    def _values(self, codes: Tensor) -> Tensor:
-        return codes.float()
 
 
 class MXFP8(Form):
@@ -162,19 +168,17 @@ class MXFP4(Form):
         return _exponent(largest) - 2
 
     def _nearest(self, scaled: Tensor) -> Tensor:
-        # Codes are 0.5 apart below 2, 1 below 4, else 2.
-        size = scaled.abs()
-        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-        return scaled.div_(step).round_().mul_(step)
+        return _to_bits(scaled, 1, 0)
 
     def _codes(self, scaled: Tensor) -> Tensor:
         values = self._nearest(scaled)
-        size = values.abs()
-        code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
-        code = code.nan_to_num_(7.0).to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
+        twice = (2 * values.abs()).to(torch.int8)  # 0, 1, 2, 3, 4, 6, 8, 12
+        code = twice - ((twice - 4).clamp_(min=0) >> 1) - ((twice - 8).clamp_(min=0) >> 2)
+        sign = (values.view(torch.int32) >> 28).to(torch.int8) & 8
+        code = ((code & 7) | sign).view(torch.uint8)
         return code[..., ::2] | (code[..., 1::2] << 4)
 
-    def _values(self, codes: Tensor) -> Tensor:
+    def values(self, codes: Tensor) -> Tensor:
         pair = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
         size = (pair & 7).float()
         size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
@@ -201,6 +205,24 @@ class FP8Block128(Form):
 
 
 FORMS: dict[str, Form] = {form.name: form for form in (MXFP8(), MXFP4(), FP8Block128())}
+
+
+@functools.cache
+def _table(form: Form) -> Tensor:
+    """What each byte of codes stands for: fp32, two of them as one int64."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = form.values(codes if form.bits < 8 else codes.view(torch.float8_e4m3fn))
+    return values if form.bits == 8 else values.view(torch.int64)
+
+
+def _to_bits(values: Tensor, bits: int, lowest: int) -> Tensor:
+    """Fp32 values with so many bits of mantissa, or multiples of those at ``2**lowest``.
+
+    Rounded by adding a number whose last bit is the one to be kept: to nearest, ties to even.
+    """
+    power = (values.view(torch.int32) & EXPONENT).view(torch.float32)
+    large = power.clamp_(min=2.0**lowest).mul_(1.5 * 2.0 ** (MANTISSA - bits))
+    return (values + large).sub_(large).copysign_(values)
 
 
 def _exponent(size: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from shardcast.config import ShardcastConfig
-from shardcast.extensions.published_forms.forms import FORMS, Form
+from shardcast.extensions.published_forms.cast import FormCast
+from shardcast.extensions.published_forms.forms import FORMS
 from shardcast.option_values import Option, ValidatedOptions, one_of, option, read_mapping
 from shardcast.plan.casts import Casts, Wire
 from shardcast.plan.layout import PackLayout
@@ -46,7 +47,7 @@ class FormCasts(Casts):
         self._config = config
         self._patterns = config.published.patterns()
 
-    def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Form | None:
+    def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> FormCast | None:
         found = [form for form, patterns in self._patterns.items() if _matches(patterns, name)]
         if not found:
             return None
@@ -72,10 +73,10 @@ class FormCasts(Casts):
                 f"{form.block_rows} x {form.block_columns} for {form.name}; choose other "
                 "dimensions, or leave it out of the patterns"
             )
-        return form
+        return self.named(form.name)
 
-    def named(self, name: str) -> Form:
-        return FORMS[name]
+    def named(self, name: str) -> FormCast:
+        return FormCast(FORMS[name], self._config)
 
     def wire(self, layout: PackLayout) -> Wire | None:
         from shardcast.extensions.published_forms.wire import FormWire

@@ -101,12 +101,12 @@ class Exported:
             name: of the parameter.
         """
         shape = tuple(values.shape)
-        form = self._casts.of(name, shape, torch.bfloat16) if name in self._trained else None
-        if form is None:
+        cast = self._casts.of(name, shape, torch.bfloat16) if name in self._trained else None
+        if cast is None:
             if values.dim() > 1:
                 self._bare.add(key.rpartition(".")[0])
             return {key: values}
-        codes, scales = as_exported(form, *form.quantize(values))
+        codes, scales = as_exported(cast.form, *cast.form.quantize(values))
         return {key: codes, key + SCALE: scales}
 
     def config(self) -> dict[str, Any]:

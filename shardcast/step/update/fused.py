@@ -88,7 +88,7 @@ class FusedUpdate(Update):
             return
         behind = [shard for shard in self._states if shard.pack.cast is not None]
         for shard in behind:
-            shard.absorb()
+            shard.absorb(publishes=True)
         present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
         taken = ~decision.skip
         self._count(taken, present)
