@@ -253,7 +253,7 @@ class ShardcastConfig(ValidatedOptions):
         return self.loss_scale != 1
 
     def extensions(self, stages: Iterable[torch.nn.Module] = ()) -> dict[str, Option]:
-        """What the options ask for of :mod:`shardcast.extensions`, imported now, by their names.
+        """Return the parts of :mod:`shardcast.extensions` that options ask for, by their names.
 
         Args:
             stages: of the model; without them those alone that need nothing of it.

@@ -12,7 +12,7 @@ from shardcast.option_values import CostFn, GroupFn, KeepRule
 
 
 class Keywords(TypedDict, total=False):
-    """What each option takes as a keyword; ``tests/test_config.py`` compares it with the config.
+    """The options as keywords; ``tests/test_config.py`` compares them with the config.
 
     Beyond the type that the config has in the end these are names of dtypes, single items in place
     of sequences, and mappings.

@@ -1,4 +1,4 @@
-"""What the launcher of this process must know of, or should have set."""
+"""The launcher of this process: what it must know of, or should have set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sharded = False  # whether shard() was called; shardcast.run asks at the end of 
 
 
 def is_first_process() -> bool:
-    """Whether this is the first process of the job, as its launcher numbers them."""
+    """Return whether this is the first process of the job, as its launcher numbers them."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -119,7 +119,7 @@ class ShardcastPrecision(Precision):
         return scale_loss(self.sharded, loss)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """As Lightning's; ``on_after_backward`` of the script sees the mean gradients of all."""
+        """Do as Lightning does; ``on_after_backward`` of the script sees mean gradients."""
         if not self.accumulates:
             self._show_gradients(module, "on_after_backward")
         loss: Tensor = super().post_backward(tensor, module)
@@ -144,14 +144,14 @@ class ShardcastPrecision(Precision):
                     sharded.gather_gradients()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """As Lightning's; a handle of several optimizers steps without a closure."""
+        """Do as Lightning does; a handle of several optimizers steps without a closure."""
         if isinstance(optimizer, OptimizerHandle) and closure is do_nothing_closure:
             self._wrap_closure(model, optimizer, closure)  # its hooks
             return optimizer.step()
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; a RuntimeError for one of several optimizers alone."""
+        """Do as Lightning does; a RuntimeError for one of several optimizers alone."""
         if isinstance(_unwrapped(optimizer), OptimizerHandle):
             raise RuntimeError(
                 "clip_gradients: optimizers that are sharded together are clipped together, within "
@@ -161,7 +161,7 @@ class ShardcastPrecision(Precision):
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """By the global norm over all ranks, in the coming step."""
+        """Clip by the global norm over all ranks, in the coming step."""
         if self.sharded:
             _unwrapped(optimizer).clip_grad_norm_(float(clip_val))
 
@@ -270,7 +270,7 @@ class ShardcastStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """As DDPStrategy's; Lightning asks for them where it deals out the samples itself."""
+        """The keywords of DDPStrategy; Lightning asks for them where it deals samples out."""
         if self.precision_plugin.config.reproducible and self.world_size > 1:
             warn_first(
                 "reproducible: Lightning's DistributedSampler deals samples to the ranks in turn, "
@@ -281,7 +281,7 @@ class ShardcastStrategy(DDPStrategy):
         return dict(super().distributed_sampler_kwargs)
 
     def setup(self, trainer: Any) -> None:
-        """As DDPStrategy's; to fit, the module's optimizer is sharded instead of wrapping it."""
+        """Do as DDPStrategy does; to fit, shard the module's optimizer instead of wrapping it."""
         precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
         config = following(
             config, "lightning: precision", precision, DTYPES[precision],
@@ -332,7 +332,7 @@ class ShardcastStrategy(DDPStrategy):
         self._sharded_module = module
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As DDPStrategy's, which sends buffers before it, as it bypasses the module's forward."""
+        """Do as DDPStrategy, which sends buffers before it, as it bypasses the module's forward."""
         for sharded in self.precision_plugin.sharded:
             if (buffers := packed_of(sharded).hook_of("broadcast_buffers")) is not None:
                 buffers.before(self.lightning_module)
@@ -402,7 +402,7 @@ class ShardcastStrategy(DDPStrategy):
 
 
 def _refuse_parallel(found: str) -> None:
-    """What Lightning's ModelParallelStrategy is for."""
+    """Refuse what Lightning's ModelParallelStrategy is for."""
     raise ValueError(
         f"strategy: 'shardcast' is data-parallel, without the tensor parallelism of "
         f"ModelParallelStrategy, got {found}; use shardcast.shard(model, optimizer, mesh=...) in a "
@@ -435,7 +435,7 @@ def _parts(
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """What may be inside a LightningOptimizer."""
+    """Return what may be inside a LightningOptimizer."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 

@@ -1,4 +1,4 @@
-"""How this package talks to its users: warnings at their own line, facts by rank."""
+"""Messages to users: warnings at their own line, facts by rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMESAKE = (
 
 
 def namesake() -> str | None:
-    """What to do about another distribution of the same import name, if it is installed."""
+    """Say what to do about another distribution of the same import name, if one is installed."""
     try:
         return NAMESAKE.format(version=importlib.metadata.version("shardcast"))
     except importlib.metadata.PackageNotFoundError:
@@ -31,7 +31,7 @@ def namesake() -> str | None:
 
 
 def page(name: str) -> str:
-    """Where a page of the documentation is: what the installed distribution names, or a file.
+    """Return where a page of the documentation is: as the installed distribution says, or a file.
 
     ``launch/release.sh`` writes the address of the project into the metadata of a wheel, which
     has no ``docs/`` of its own.

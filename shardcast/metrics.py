@@ -1,4 +1,4 @@
-"""What ``optimizer.metrics()`` gives, for people and for loggers."""
+"""Results of ``optimizer.metrics()``, for people and for loggers."""
 
 from __future__ import annotations
 

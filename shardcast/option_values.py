@@ -1,4 +1,4 @@
-"""How options are declared, read and checked, and the options that are mappings themselves."""
+"""Declarations, readers and checks of options, and the options that are mappings themselves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CALLS = {
 
 
 class Option(NamedTuple):
-    """What a module of :mod:`shardcast.extensions` declares, as its ``OPTION``.
+    """The declaration of a module of :mod:`shardcast.extensions`, its ``OPTION``.
 
     Attributes:
         help: one sentence for docs/options.md and the command line.

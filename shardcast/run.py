@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def install() -> None:
-    """From now on ``from accelerate import Accelerator`` gives a ``ShardcastAccelerator``."""
+    """Have ``from accelerate import Accelerator`` give a ``ShardcastAccelerator`` from now on."""
     from shardcast.accelerate import ShardcastAccelerator  # says which extra is missing
 
     import accelerate  # isort: skip
@@ -121,11 +121,11 @@ class TrainerLoader(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader does."""
+        """Do as the loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the loader does; then exchange the constructor."""
+        """Do as the loader does; then exchange the constructor."""
         self._loader.exec_module(module)
         module.Trainer.__new__ = new_trainer
 

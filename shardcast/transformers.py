@@ -130,7 +130,7 @@ class ShardcastTrainerMixin:
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer does; its accelerator then shards what it prepares."""
+        """Do as Trainer does; its accelerator then shards what it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = enable(self.accelerator, self._shardcast_config)
         config = accelerator.shardcast_config
@@ -139,18 +139,18 @@ class ShardcastTrainerMixin:
             accelerator.shardcast_config = config.replace(reproducible=total)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with the model in training mode, which tells what a loader is for."""
+        """Do as Trainer does, with the model in training mode, which tells what a loader is for."""
         self.model.train()
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As Trainer does, with the metrics of parameters that ``log_metrics`` names."""
+        """Do as Trainer does, with the metrics of parameters that ``log_metrics`` names."""
         if self._log_metrics is not None and "loss" in logs and _shards(self):
             logs = {**logs, **flat(_pair(self)[1].metrics(self._log_metrics))}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """As Trainer's; where the loss counts tokens, they alone are the divisor."""
+        """Do as Trainer does; where the loss counts tokens, they alone are the divisor."""
 
         def undivided() -> None:
             if _shards(self) and packed_of(_pair(self)[1]).decider.tokens.counted:
@@ -162,14 +162,14 @@ class ShardcastTrainerMixin:
         return stack
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does, with the average ``evaluate_average`` in the model."""
+        """Do as Trainer does, with the average ``evaluate_average`` in the model."""
         with ExitStack() as stack:
             if self._evaluate_average is not None and _shards(self):
                 stack.enter_context(_pair(self)[1].averaged(self._evaluate_average))
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does; weights of the loss, as sentence-transformers has, are sharded too.
+        """Do as Trainer does; weights of the loss, as sentence-transformers has, are sharded too.
 
         Modules of losses beside the model are prepared as a second model. Stock DDP leaves their
         gradients as each rank has them.
@@ -210,7 +210,7 @@ class ShardcastTrainerMixin:
             )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As Trainer does; of several optimizers for the groups of all, which are sharded now."""
+        """Do as Trainer does, for the groups of all optimizers, which are sharded now."""
         if isinstance(self.optimizer, (list, tuple)):  # Trainer 5.0 prepares them after this
             _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             optimizer = self.optimizer
@@ -227,7 +227,7 @@ class ShardcastTrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, in fp32; every rank must call it, as Trainer does itself.
+        """Save as Trainer does, in fp32; every rank must call it, as Trainer does itself.
 
         Where rank 0 does so alone it warns after a minute, and saves in ``param_dtype``. Set
         ``trainer.accelerator.save_masters = False`` for that everywhere.
@@ -267,7 +267,7 @@ class ShardcastTrainerMixin:
             Path(output_dir, f"{OPTIMIZER}.txt").write_text(note)
 
     def _load_optimizer_and_scheduler(self, directory: str | None) -> None:
-        """From ``shardcast/``; what the stock Trainer saved is taken too."""
+        """Load from ``shardcast/``; what the stock Trainer saved is taken too."""
         if directory is None or not _shards(self) or not Path(directory, FOLDER).is_dir():
             if directory and _shards(self) and not Path(directory, OPTIMIZER).exists():
                 warn_first(

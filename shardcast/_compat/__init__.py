@@ -46,7 +46,7 @@ def own_storage(view: Tensor) -> Tensor:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``, whose module takes long to import."""
+    """Return whether it is a ``DTensor``, whose module takes long to import."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -61,12 +61,12 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 
 def is_alias(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share a storage, be it one without memory, of the meta device."""
+    """Return whether two tensors share a storage, be it one without memory, of the meta device."""
     return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
 def rows_of(flat: Tensor, row: int) -> Tensor:
-    """The same memory as rows of ``row`` elements (0: 1-d), with an :func:`own_storage`.
+    """Return the same memory as rows of ``row`` elements (0: 1-d), with an :func:`own_storage`.
 
     For one graph of :func:`compiled` ``row`` is a constant, and the number of rows may be any.
     """
@@ -115,7 +115,7 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def accumulates() -> bool:
-    """Whether the backward that is running, seen from a tensor hook, adds to ``.grad``.
+    """Return whether the backward that is running, seen from a tensor hook, adds to ``.grad``.
 
     ``torch.autograd.grad`` runs the same hooks and does not: there the engine refuses to say
     whether it runs a leaf, of which the first below the hook is asked. With
@@ -184,7 +184,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether torch has a kernel for products of matrices in ``dtype`` on this CPU, or a loop.
+    """Return whether torch multiplies matrices in ``dtype`` by a kernel on this CPU, not a loop.
 
     What oneDNN says of the CPU, and so the same in each run, whatever else the machine does.
     """
@@ -198,7 +198,7 @@ def has_products(dtype: torch.dtype) -> bool:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether the host reads values on ``device`` without waiting for it.
+    """Return whether the host reads values on ``device`` without waiting for it.
 
     What a step does differently on accelerators hangs on this alone; tests and benchmarks put
     another function in its place, and so run the accelerator's path, with values, on a CPU.
@@ -229,12 +229,12 @@ def calling_module() -> nn.Module | None:
 
 
 def gradient_hooks(tensor: Tensor) -> list[Any]:
-    """What ``tensor.register_hook`` was given."""
+    """Return what ``tensor.register_hook`` was given."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def is_ddp(model: nn.Module) -> bool:
-    """Whether ``model`` is, or wraps, a DistributedDataParallel."""
+    """Return whether ``model`` is, or wraps, a DistributedDataParallel."""
     return any(isinstance(layer, DistributedDataParallel) for layer in _wrappers(model))
 
 
@@ -255,7 +255,7 @@ def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def inside_ddp(module: nn.Module) -> bool:
-    """Whether the running forward is that of a DDP wrapper of ``module``; DDP notes it."""
+    """Return whether the running forward is that of a DDP wrapper of ``module``; DDP notes it."""
     active = DistributedDataParallel._get_active_ddp_module()
     return active is not None and unwrapped(active) is module
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # slow to import
 
 
 def placements(tensor: Any) -> dict[str, Placement]:
-    """Those of a DTensor by the name of the mesh dimension; empty for a plain tensor.
+    """Return the placements of a DTensor by mesh dimension; empty for a plain tensor.
 
     Raises:
         TypeError: the dimensions of its mesh have no names.
@@ -77,7 +77,7 @@ def wrap_local(local: Tensor, like: Any, placements: Any) -> Any:
 
 
 def arrived(local: Tensor) -> Tensor:
-    """What a functional collective gives, once it is here."""
+    """Return what a functional collective gives, once it is here."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

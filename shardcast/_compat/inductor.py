@@ -41,7 +41,7 @@ EXACT_DIVISION = "eager_numerics.division_rounding"
 
 @functools.cache
 def divides_exactly() -> bool:
-    """Whether :func:`compiled` code divides as eager operations do, rounded to nearest.
+    """Return whether :func:`compiled` code divides as eager operations do, rounded to nearest.
 
     Triton's own division may be one bit off; Inductor has a setting for it (torch >= 2.13).
     """
@@ -51,7 +51,7 @@ def divides_exactly() -> bool:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What :func:`compiled` code raises if it cannot be compiled."""
+    """Return what :func:`compiled` code raises if it cannot be compiled."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 

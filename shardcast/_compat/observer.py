@@ -68,7 +68,7 @@ class StepObserver(TorchDispatchMode):
 
 
 def raised_in_distributed(error: BaseException) -> bool:
-    """Whether ``torch.distributed`` raised it, as it does where there is no process group."""
+    """Return whether ``torch.distributed`` raised it, as it does without a process group."""
     frames = traceback.walk_tb(error.__traceback__)
     names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     return names[-1].startswith("torch.distributed.")

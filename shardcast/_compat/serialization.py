@@ -1,4 +1,4 @@
-"""How ``torch.save`` writes."""
+"""The way ``torch.save`` writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def _is_of_context() -> bool:
-    """Whether the setting of ``torch.save``'s checksums is of a context, not of the process."""
+    """Return whether ``torch.save``'s checksums are set for a context, not for the process."""
     get, change = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
     before = get()
     contextvars.copy_context().run(change, not before)

@@ -131,7 +131,7 @@ class ShardcastAccelerator(Accelerator):
         return self.sharded[0]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As ``Accelerator.prepare``; models are placed, and their optimizers are sharded.
+        """Do as ``Accelerator.prepare``; models are placed, and their optimizers are sharded.
 
         Every rank must call it. Models come first, whatever the order of the arguments, because
         optimizers are sharded over parameters that are on their device. An optimizer of several
@@ -231,7 +231,7 @@ class ShardcastAccelerator(Accelerator):
         return args  # it would find the optimizer's parameters by address, which empty parts share
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``Accelerator.prepare_data_loader``: tp and cp ranks of a group get the same batches.
+        """Do as ``Accelerator.prepare_data_loader``: tp and cp ranks of a group share batches.
 
         With ``reproducible`` a step has its batches rank after rank, which are else dealt in turn;
         a loop that begins while the model is in eval mode has them in turn, as metrics expect.
@@ -252,7 +252,7 @@ class ShardcastAccelerator(Accelerator):
         return not self._owners or any(model.training for model in self._owners)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As ``Accelerator.prepare_scheduler``; a skip of its own optimizer alone holds it back."""
+        """Do as ``Accelerator.prepare_scheduler``; only skips of its own optimizer hold it up."""
         prepared = super().prepare_scheduler(scheduler)
         for optimizer in self.sharded:
             originals = packed_of(optimizer.optimizer).originals.optimizers
@@ -263,7 +263,7 @@ class ShardcastAccelerator(Accelerator):
     # -- backward and step --------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As ``Accelerator.backward``: divided by the accumulation steps, loss scale applied.
+        """Do as ``Accelerator.backward``: divided by the accumulation steps, loss scale applied.
 
         Where tokens are counted, :meth:`ShardedOptimizer.count`, they alone are the divisor, and
         with ``reproducible`` the step divides.
@@ -362,7 +362,7 @@ class ShardcastAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """As ``Accelerator.save_state``; every rank writes its own shard, and must call it.
+        """Do as ``Accelerator.save_state``; every rank writes its own shard, and must call it.
 
         The checkpoint in ``output_dir`` is committed as the last act: a run that is killed while
         it saves leaves the one that was there before.
@@ -378,7 +378,7 @@ class ShardcastAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """As ``Accelerator.load_state``, at any world size, also of what it saved under DDP.
+        """Do as ``Accelerator.load_state``, at any world size, also of what it saved under DDP.
 
         Every rank must call it.
 
@@ -392,7 +392,7 @@ class ShardcastAccelerator(Accelerator):
         state.load(self, input_dir, partial(super().load_state, **options))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """As ``Accelerator.get_state_dict``, with the fp32 masters as parameters on rank 0.
+        """Do as ``Accelerator.get_state_dict``, with the fp32 masters as parameters on rank 0.
 
         ``save_model`` writes it. Every rank must call it: where rank 0 does so alone it warns after
         a minute, and returns the parameters in ``param_dtype``, as the other ranks always do. Set
@@ -417,7 +417,7 @@ class ShardcastAccelerator(Accelerator):
             self._models, self._optimizers = before
 
     def free_memory(self, *objects: Any) -> Any:
-        """As ``Accelerator.free_memory``; the hooks on the model's gradients go with the optimizer:
+        """Do as ``Accelerator.free_memory``; hooks on the model's gradients go with the optimizer:
 
         at once if model or optimizer is among ``objects``, else when the caller drops it. One that
         is kept may be prepared again.
@@ -432,14 +432,14 @@ class ShardcastAccelerator(Accelerator):
 
 
 def _is_plain(item: Any) -> bool:
-    """Whether it is an optimizer that is not sharded yet."""
+    """Return whether it is an optimizer that is not sharded yet."""
     return isinstance(item, torch.optim.Optimizer) and not isinstance(
         item, (AcceleratedOptimizer, ShardedOptimizer)
     )
 
 
 def _is_list(item: Any) -> bool:
-    """Whether it is a list of optimizers that are to be sharded together."""
+    """Return whether it is a list of optimizers that are to be sharded together."""
     return isinstance(item, (list, tuple)) and len(item) > 0 and all(map(_is_plain, item))
 
 

@@ -1,4 +1,4 @@
-"""Which batches a rank has in a step that is to be reproducible."""
+"""The batches that a rank has in a step that is to be reproducible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ConsecutiveBatches:
 
     @property
     def sampler(self) -> Any:
-        """That of ``batch_sampler``, which ``loader.set_sampler`` replaces."""
+        """The sampler of ``batch_sampler``, which ``loader.set_sampler`` replaces."""
         return self.batch_sampler.sampler
 
     @sampler.setter

@@ -1,4 +1,4 @@
-"""What :mod:`shardcast.accelerate` refuses, and how it resolves its configuration."""
+"""Refusals of :mod:`shardcast.accelerate`, and the configuration that it uses."""
 
 from __future__ import annotations
 

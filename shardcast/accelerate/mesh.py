@@ -92,7 +92,7 @@ def refuse_dispatch(accelerator: Any, dispatches: bool) -> None:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """The same, with tensors in place of DTensors. Every rank must call it where there are any."""
+    """Return the same, tensors in place of DTensors; every rank must call it if there are any."""
     for name, value in state.items():
         if _compat.is_dtensor(value):
             state[name] = value.full_tensor()
@@ -100,5 +100,5 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether parameters are DTensors."""
+    """Return whether parameters are DTensors."""
     return any(map(_compat.is_dtensor, model.parameters()))

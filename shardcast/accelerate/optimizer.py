@@ -1,4 +1,4 @@
-"""What ``prepare`` returns for an optimizer."""
+"""The optimizer that ``prepare`` returns."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.sharded = sharded
 
     def averaged(self, name: str) -> AbstractContextManager[None]:
-        """As of ShardedOptimizer: have an average in the model, on every rank."""
+        """Have an average in the model, as ShardedOptimizer does; on every rank."""
         return self.sharded.averaged(name)
 
     def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
-        """As of ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
+        """Do as ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
         return self.sharded.metrics(patterns)
 
     def count(self, tokens: float | Tensor) -> None:
-        """As of ShardedOptimizer; the loss is then not divided by the accumulation steps.
+        """Do as ShardedOptimizer; the loss is then not divided by the accumulation steps.
 
         Of several optimizers that are sharded together call it of one.
         """
@@ -81,7 +81,7 @@ class ShardcastOptimizer(PreparedOptimizer):
         """Close the sharded optimizer without restoring fp32, and remove the hooks."""
 
     def step(self, closure: Any = None, loss: float | Tensor | None = None) -> None:
-        """As Accelerate's; ``loss`` as of :meth:`ShardedOptimizer.step`, for a ``guard``."""
+        """Do as Accelerate's; ``loss`` is for a ``guard``, see :meth:`ShardedOptimizer.step`."""
         if self.gradient_state.sync_gradients:
             self.sharded.step(closure, loss=loss)
 

@@ -111,7 +111,7 @@ def _shards_of(accelerator: Any, folder: Path) -> list[tuple[Path, Any]]:
 
 
 def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
-    """What ``find`` returns or raises on rank 0, on every rank. Collective."""
+    """Return or raise what ``find`` does on rank 0, on every rank. Collective."""
     outcome: list[Any] = [None]
     if accelerator.process_index == 0:
         try:

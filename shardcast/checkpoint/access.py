@@ -1,4 +1,4 @@
-"""What a checkpoint takes from, and gives to, a model and its sharded optimizer.
+"""The values that a checkpoint takes from, and gives to, a model and its sharded optimizer.
 
 The one place in this package that uses what a :class:`shardcast.ShardedOptimizer` works with.
 """
@@ -83,7 +83,7 @@ class Snapshot:
         }
 
     def together(self, act: Callable[[], T], call: str) -> T:
-        """What ``act`` returns here, if it succeeds on all ranks; else all raise. Collective.
+        """Return what ``act`` does here, if it succeeds on all ranks; else all raise. Collective.
 
         Args:
             call: what the caller is in; ranks that meet here in different calls all raise.
@@ -154,7 +154,7 @@ class Snapshot:
     # -- out --------------------------------------------------------------------------------
 
     def views(self) -> Iterator[ShardView]:
-        """What this rank stores: its masters and state, and its share of everything else."""
+        """Return what this rank stores: its masters and state, and its share of everything else."""
         self._packed.resync_masters()  # weights that the script wrote
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
@@ -202,12 +202,12 @@ class Snapshot:
         return objects
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules have besides tensors, of which this rank stores it."""
+        """Return what modules have besides tensors, where this rank stores it."""
         owners = self.inventory.extra
         return {n: value for n, (_, value) in self._extra.items() if owners[n] == self.comm.rank}
 
     def head(self) -> dict[str, Any]:
-        """What is stored once: plain facts, group options and the loss scale."""
+        """Return what is stored once: plain facts, group options and the loss scale."""
         groups = zip(self._packed.originals.groups, self.inventory.groups, strict=True)
         return {
             "optimizer": self._packed.originals.name,
@@ -223,7 +223,7 @@ class Snapshot:
         return {"digest": self._sharded.digest(), "digest_of": self.forms()}
 
     def forms(self) -> str:
-        """What decides which state there is, and how exact, equal on all ranks. Collective."""
+        """Return what decides the state and its precision, equal on all ranks. Collective."""
         config = self._packed.config
         averages = [(average.name, average.stored) for average in config.averages]
         forms = f"moments={config.moments!r}, averages={averages!r}"

@@ -41,7 +41,7 @@ def save_async(
     digest: bool = False,
     timeout: float = 1800.0,
 ) -> Saving:
-    """As :func:`~shardcast.checkpoint.save`, but return once the state is copied to the host.
+    """Save in the background: return once the state is copied to the host.
 
     Every rank of the optimizer's group must call it, between steps. Host memory for this rank's
     part is needed. A ``save_async`` that still runs is waited for first. One that fails is logged
@@ -103,11 +103,11 @@ class Saving:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether this rank's part is over, well or not. Local."""
+        """Return whether this rank's part is over, well or not. Local."""
         return not self._thread.is_alive()
 
     def end(self, call: str) -> list[str | None]:
-        """What went wrong on each rank, once all have ended. Collective."""
+        """Return what went wrong on each rank, once all have ended. Collective."""
 
         def outcome() -> str | None:
             self._thread.join()

@@ -64,7 +64,7 @@ class Stored:
 
 @dataclasses.dataclass
 class Written:
-    """What is in one rank's file: planned items, their places, and size and SHA-256 by file."""
+    """The contents of one rank's file: planned items, their places, size and SHA-256 by file."""
 
     plan: SavePlan
     results: list[WriteResult]
@@ -201,7 +201,7 @@ class Reader(FileSystemReader):
                 )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What ``.metadata`` says; unable to run code, unlike DCP's own."""
+        """Return what ``.metadata`` says; unable to run code, unlike DCP's own."""
         metadata: Metadata = unpickled((self.folder / METADATA).read_bytes())
         return metadata
 

@@ -1,4 +1,4 @@
-"""Which directories are checkpoints, which of them are sound, what they say, how one becomes one.
+"""Directories that are checkpoints: which of them are sound, what they say, how one becomes one.
 
 A checkpoint is written to a directory ``.writing-...`` and becomes ``step-...`` by one rename,
 after everything in it was flushed. So a directory with that name is complete; checksums tell
@@ -46,7 +46,7 @@ class DamagedCheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """A checkpoint's description of itself.
 
     Attributes:
         path: its folder.
@@ -114,7 +114,7 @@ def steps(directory: Path) -> dict[int, Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is one checkpoint, not a directory of them."""
+    """Return whether ``path`` is one checkpoint, not a directory of them."""
     files = (MANIFEST, MARKER, METADATA)
     named = NAME.fullmatch(path.name) is not None and not steps(path)
     return named or any((path / name).exists() for name in files)
@@ -204,7 +204,7 @@ def _damaged(folder: Path, name: str, wrong: str) -> DamagedCheckpointError:
 def damage(
     folder: Path, share: int = 0, shares: int = 1, written_since: int | None = None
 ) -> DamagedCheckpointError | None:
-    """What is wrong with a checkpoint; of ``shares`` ranks, rank ``share`` reads its part.
+    """Return what is wrong with a checkpoint; of ``shares`` ranks, rank ``share`` reads its part.
 
     The error names the file, what is wrong with it, and parameters in it.
 

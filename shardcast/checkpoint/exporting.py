@@ -117,7 +117,7 @@ def export(
 
 
 def _state_paths(reader: Reader) -> list[KeyPath]:
-    """Of the tensors of the optimizer's state; averages are none of a plain optimizer."""
+    """Return paths of the optimizer's state, without averages, which a plain one has not."""
     state = [path for path in reader.stored if path[:2] == ("optimizer", "state")]
     return [path for path in state if not path[3].startswith(AVERAGE)]
 
@@ -125,7 +125,7 @@ def _state_paths(reader: Reader) -> list[KeyPath]:
 def _optimizer_files(
     reader: Reader, head: dict[str, Any], read: Callable[[KeyPath], Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """By name of file, plain optimizers' state dicts: parameters are numbered group by group."""
+    """Return plain optimizers' state dicts by name of file; groups number their parameters."""
     state: dict[str, dict[str, Any]] = {}
     for path in _state_paths(reader):
         state.setdefault(path[2], {})[path[3]] = read(path)
@@ -157,7 +157,7 @@ def _name_of(path: KeyPath) -> str:
 
 
 def _model_paths(reader: Reader, average: str | None) -> Paths:
-    """Of parameters and buffers; of an average those of parameters that were trained."""
+    """Return paths of parameters and buffers; of an average those that were trained."""
     names = {path[1]: path for path in reader.paths if path[0] == "model"}
     if average is None:
         return names

@@ -1,4 +1,4 @@
-"""What others wrote, into a sharded run: plain torch, and FSDP2 through DCP.
+"""Files that others wrote, into a sharded run: plain torch, and FSDP2 through DCP.
 
 Nothing in their files can run code. Every rank reads the same files, mapped into memory, and copies
 out what it owns. They have no checksums: files of DCP are compared in size only.
@@ -95,7 +95,7 @@ def _values(source: Values) -> Any:
 
 
 def torch_file(path: Path) -> Any:
-    """What ``torch.save`` wrote, mapped into memory, unable to run code.
+    """Return what ``torch.save`` wrote, mapped into memory, unable to run code.
 
     Raises:
         RuntimeError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What all ranks of a job hold between them, by name: with a pipeline no rank has all of it.
+"""Tensors that all ranks of a job hold between them, by name: in a pipeline no rank has all.
 
 Names and shapes alone, and pure, so that jobs of any grid can be looked at in one process.
 """
@@ -33,7 +33,7 @@ class Replica(NamedTuple):
 
 
 class LocalInventory(NamedTuple):
-    """What one rank holds.
+    """The tensors that one rank holds.
 
     Attributes:
         groups: names in each of the optimizer's groups.
@@ -52,7 +52,7 @@ class LocalInventory(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """What is stored, of all ranks.
+    """The tensors that are stored, of all ranks.
 
     Attributes:
         shapes: of parameters and buffers.
@@ -75,7 +75,7 @@ class Inventory:
 
 
 def merge(by_rank: Mapping[int, LocalInventory]) -> Inventory:
-    """What ranks hold between them; of ranks that hold the same, one is enough.
+    """Return what ranks hold between them; of ranks that hold the same, one is enough.
 
     Raises:
         ValueError: two pipeline stages, or experts, have different parameters of one name, or a

@@ -23,7 +23,7 @@ Directory = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was loaded.
+    """A description of what was loaded.
 
     Attributes:
         step: number of the step after which it was saved.
@@ -64,7 +64,7 @@ def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -
 
 
 def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed | None:
-    """As :func:`load`, but ``None`` where a directory has no checkpoint yet. Collective."""
+    """Load, or return ``None`` where a directory has no checkpoint yet. Collective."""
     began = time.monotonic()
     snapshot = Snapshot(model, optimizer)
     snapshot.meet("load")

@@ -1,4 +1,4 @@
-"""Where a rank's elements lie in the whole tensor: flat intervals as boxes of global indices.
+"""The place of a rank's elements in the whole tensor: flat intervals as boxes of global indices.
 
 DCP describes a shard by the offsets and sizes of a box. A rank owns a flat interval of a
 parameter, which is at most ``2 d - 1`` boxes, each contiguous in memory::
@@ -64,7 +64,7 @@ class Region:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Region:
-        """Where the local tensor of a DTensor lies; all of a plain one."""
+        """Return where the local tensor of a DTensor lies; all of a plain one."""
         if not _compat.is_dtensor(tensor):
             return cls.whole(tensor.shape)
         return cls(tuple(tensor.shape), tuple(_runs(tensor, dim) for dim in range(tensor.dim())))
@@ -143,7 +143,7 @@ def _properties(dtype: torch.dtype) -> TensorProperties:
 
 
 def slices_of(chunk: ChunkStorageMetadata) -> tuple[slice, ...]:
-    """What a whole tensor is indexed with for a box of it."""
+    """Return what a whole tensor is indexed with for a box of it."""
     return tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
 
 

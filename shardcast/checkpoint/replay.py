@@ -24,7 +24,7 @@ Part = tuple[str, int, str]  # parameter, first element, master or name of the s
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the steps that were made again part from the recorded ones first.
+    """The place where the steps that were made again first part from the recorded ones.
 
     Attributes:
         first, last: the checkpoints between which it happened, by their steps.

@@ -175,7 +175,7 @@ class RankSave:
         return self._message(self.rank).with_suffix(".draft")
 
     def commit(self, written: Written, began: float) -> None:
-        """On rank 0: commit what all ranks wrote, itself and the others. Elsewhere nothing.
+        """Commit what all ranks wrote, on rank 0; elsewhere do nothing.
 
         Args:
             began: when the save did, on the monotonic clock.
@@ -206,12 +206,12 @@ class RankSave:
         note_speed(f"saved {str(self.target)!r}", sum(size for size, _ in sums.values()), began)
 
     def retain(self) -> None:
-        """On rank 0: delete older checkpoints, as ``keep`` says."""
+        """Delete older checkpoints, as ``keep`` says, on rank 0."""
         if self.rank == 0 and self.keep is not None:
             folders.retain(self.target.parent, self.facts["step"], self.keep)
 
     def abandon(self) -> None:
-        """On rank 0: delete what was written of a save that failed."""
+        """Delete what was written of a save that failed, on rank 0."""
         if self.rank == 0:
             shutil.rmtree(self.writing, ignore_errors=True)
 

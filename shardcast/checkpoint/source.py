@@ -1,4 +1,4 @@
-"""What a model and its optimizer can be loaded from, whoever wrote it.
+"""Sources that a model and its optimizer can be loaded from, whoever wrote them.
 
 Our checkpoints, plain torch files and DCP of others all become a :class:`StateSource`,
 which says what there is before any of it is read, and reads what a rank owns.
@@ -42,19 +42,19 @@ class StateSource:
 
 
 def model_path(name: str) -> KeyPath:
-    """Where a parameter or buffer is stored."""
+    """Return where a parameter or buffer is stored."""
     return ("model", name)
 
 
 def state_path(name: str, state: str) -> KeyPath:
-    """Where a tensor of a parameter's optimizer state is stored."""
+    """Return where a tensor of a parameter's optimizer state is stored."""
     return ("optimizer", "state", name, state)
 
 
 def from_reader(
     where: str, reader: Reader, model_key: str = "model", optimizer_key: str | None = "optimizer"
 ) -> StateSource:
-    """What DCP files hold under two keys, in the dtypes in which it is stored."""
+    """Return what DCP files hold under two keys, in the dtypes in which it is stored."""
     weights: dict[str, Stored] = {}
     state: dict[str, dict[str, Any]] = {}
     stored_paths: dict[KeyPath, KeyPath] = {}
@@ -78,7 +78,7 @@ def from_tensors(
     weights: Mapping[str, Tensor],
     state: Mapping[str, Mapping[str, Any]],
 ) -> StateSource:
-    """What is in memory, or mapped into it."""
+    """Return a source of what is in memory, or mapped into it."""
     values = {model_path(name): value for name, value in weights.items()} | {
         state_path(name, key): value
         for name, known in state.items()
@@ -100,5 +100,5 @@ def from_tensors(
 
 
 def _stored(value: Any) -> Any:
-    """What a tensor is; other values as they are."""
+    """Describe a tensor; return other values as they are."""
     return Stored(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value

@@ -238,7 +238,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether ``name`` is that of a file in the directory at hand, and leads nowhere else."""
+    """Return whether ``name`` is that of a file in the directory at hand, and leads nowhere."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")

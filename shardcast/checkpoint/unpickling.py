@@ -62,7 +62,7 @@ INSTEAD: dict[tuple[str, str], Any] = {
 
 
 def unpickled(data: bytes) -> Any:
-    """What metadata, or a message from rank to rank, says.
+    """Return what metadata, or a message from rank to rank, says.
 
     Raises:
         UnpicklingError, Exception: it is damaged, or names something that is not known here.

@@ -29,7 +29,7 @@ def inspect(arguments: list[str]) -> int:
 
 
 def _located(directory: str) -> str:
-    """Where the checkpoint is in a folder of Accelerate, Trainer or Lightning; else ``directory``.
+    """Find the checkpoint in a folder of Accelerate, Trainer or Lightning; else ``directory``.
 
     ``shardcast/`` in it, or in the newest of the folders that they number in it.
     """

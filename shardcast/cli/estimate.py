@@ -130,7 +130,7 @@ def function_of(parameter: str, name: str) -> Callable[[], Any]:
 
 
 def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
-    """What the function ``name`` returns; an optimizer ``kind`` unless it returns some."""
+    """Return what the function ``name`` does; an optimizer ``kind`` unless it returns some."""
     build = function_of("model", name)
     with torch.device("meta"):
         built = build()
@@ -215,7 +215,7 @@ def summary(rows: Sequence[Row], title: str) -> list[str]:
 
 
 def gigabytes(nbytes: float) -> str:
-    """In GB of 10^9 bytes, with digits for small ones."""
+    """Format bytes in GB of 10^9 bytes, with digits for small ones."""
     value = nbytes / 1e9
     return f"{value:,.1f}" if value >= 1 else f"{value:.4f}"
 

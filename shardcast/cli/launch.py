@@ -78,7 +78,7 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
 
 
 def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str, Any]) -> None:
-    """What would fail, or silently do something else, in every process that is started."""
+    """Refuse what would fail, or silently do something else, in every process."""
     # Not at the top: the other commands do not need Accelerate.
     from accelerate.utils import parse_flag_from_env
 

@@ -1,4 +1,4 @@
-"""What ranks did or planned differently, in words: errors that all of them raise."""
+"""Errors that all ranks raise: what some did or planned differently, in words."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class TensorCollectives:
         return self._backends[device.type]
 
     def sends_messages(self, device: torch.device) -> bool:
-        """Whether spans travel as messages from rank to rank rather than in collectives.
+        """Return whether spans travel as messages from rank to rank rather than in collectives.
 
         On gloo: its all-to-all copies the own piece too, its broadcasts wait for one another,
         and both run on the threads of collectives.
@@ -293,7 +293,7 @@ class Work:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory one by one, so that it can be sent as it is."""
+    """Return whether its elements lie in memory one by one, so that it can be sent as it is."""
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 

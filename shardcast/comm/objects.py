@@ -68,7 +68,7 @@ class Comm(TensorCollectives):
         return cls(group)
 
     def topology(self, device: torch.device) -> Topology:
-        """What joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
+        """Return what joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
         backend, on_host = self.backend(device), device.type == "cpu"
         machines = self._numbers(_digest(machine()), device, "the machines")
         node = machines.count(machines[0])
@@ -119,7 +119,7 @@ class Comm(TensorCollectives):
         return shared
 
     def agree(self, text: str, device: torch.device, about: object = "") -> bool:
-        """Whether all ranks pass the same text; one collective of 8 bytes per rank."""
+        """Return whether all ranks pass the same text; one collective of 8 bytes per rank."""
         return len(set(self._numbers(_digest(text), device, about))) == 1
 
     def together(self, fn: Callable[[], T], device: torch.device, call: str = "") -> T:
@@ -176,7 +176,7 @@ class Comm(TensorCollectives):
             raise differing(self, lines, device)
 
     def _on_host(self, values: Tensor) -> Tensor:
-        """What was received, on the host, which waits for it where there is a device."""
+        """Return what was received, on the host, which waits for it where there is a device."""
         with Work(self, "a collective", "values"):
             return values.cpu()
 
@@ -192,7 +192,7 @@ class Comm(TensorCollectives):
 
 
 def machine() -> str:
-    """What processes of one machine have in common, containers on it too."""
+    """Return what processes of one machine have in common, containers on it too."""
     try:
         return BOOT_ID.read_text()
     except OSError:  # not Linux

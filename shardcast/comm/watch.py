@@ -1,4 +1,4 @@
-"""What a rank notes of its collectives, for whoever looks after ranks that wait for long."""
+"""Notes of a rank on its collectives, for whoever looks after ranks that wait for long."""
 
 from __future__ import annotations
 

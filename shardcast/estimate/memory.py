@@ -1,4 +1,4 @@
-"""What each rank will hold and send, before a job starts, without its memory."""
+"""An estimate of what each rank will hold and send, before a job starts."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class Estimate:
 
     @property
     def copies(self) -> int:
-        """How many runs of ranks hold masters and state."""
+        """The number of runs of ranks that hold masters and state."""
         return self.world_size // self.layout.world_size
 
     @property
     def packs(self) -> int:
-        """How many the layout has."""
+        """The number of packs of the layout."""
         return len(self.layout.packs)
 
     @property
@@ -99,7 +99,7 @@ def estimate(
     ranks_per_node: int = 8,
     micro_batches: int = 1,
 ) -> Estimate:
-    """What :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
+    """Return what :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
     Args:
         model: usually built on ``meta``.
@@ -191,7 +191,7 @@ def estimate(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    """How many tensors one of the :data:`KNOWN` optimizers keeps of a parameter, 0-dim ones aside.
+    """Count the tensors that a :data:`KNOWN` optimizer keeps of a parameter, 0-dim ones aside.
 
     Args:
         group: its options.
@@ -217,7 +217,7 @@ def _allocated(
     originals: OptimizerList, config: ShardcastConfig, dtype: torch.dtype, group: GroupId,
     cast: str, numel: int, trained: int,
 ) -> _Allocated:  # fmt: skip
-    """What a run allocates for a span, here on ``meta``.
+    """Allocate what a run does for a span, here on ``meta``.
 
     Args:
         dtype, group, cast: of its pack.
@@ -248,7 +248,7 @@ def _allocated(
 
 
 class _Share(NamedTuple):
-    """What a rank does for its span of a pack, or for all of them; bytes.
+    """A rank's memory and messages for its span of a pack, or for all of them; bytes.
 
     Attributes:
         setup: at the worst moment of making the pack, above all else that is there.
@@ -266,7 +266,7 @@ def _share(
     plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout,
     grad: torch.dtype, numel: int, trained: int, values: int,
 ) -> _Share:  # fmt: skip
-    """Of a span of so many elements, see :func:`_allocated`, with gradients in ``grad``.
+    """Return the share of a span of elements, see :func:`_allocated`, with gradients in ``grad``.
 
     Args:
         values: bytes in which what is published of it travels.
@@ -332,7 +332,7 @@ def _sync_launches(
 
 
 def _sent_dtype(pack: PackLayout, config: ShardcastConfig) -> torch.dtype:
-    """Of gradients as they travel: sums of several micro-batches do so in fp32."""
+    """Return the dtype in which gradients travel: fp32 for sums of several micro-batches."""
     several = config.reproducible > len(pack.spans)
     return MASTER_DTYPE if several else wire_dtype(pack.dtype, config)
 

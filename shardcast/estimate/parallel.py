@@ -1,4 +1,4 @@
-"""What one rank holds of a model that is cut over tensor-parallel ranks and pipeline stages."""
+"""The part of one rank of a model that is cut over tensor-parallel ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_of(model: nn.Module) -> dict[str, int]:
 def stages_of(
     model: nn.Module, originals: OptimizerList, tp: int, pp: int, plan: Mapping[str, int]
 ) -> list[tuple[nn.Module, OptimizerList]]:
-    """For each stage the part of its first tensor-parallel rank, which has most, on ``meta``.
+    """Return each stage's part of its first tensor-parallel rank, which has most, on ``meta``.
 
     The longest list of modules is cut into ``pp`` runs; what comes before it in the model is of
     the first stage, what comes after it of the last one.

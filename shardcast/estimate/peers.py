@@ -1,4 +1,4 @@
-"""What others hold, each as its documentation says it is used, with AdamW in mixed precision."""
+"""Memory of others, each as its documentation says it is used, with AdamW in mixed precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is optional: each option has a module of its own here, which nothing in the core imports.
+"""Options: each has a module of its own here, which nothing in the core imports.
 
 A module declares its option as ``OPTION``, an :class:`.option_values.Option`, and one line of
 :class:`.ShardcastConfig` registers it: ``metrics: bool | int = extension(False, "metrics")``. It is

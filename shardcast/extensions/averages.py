@@ -175,7 +175,7 @@ class Averages(StepHook):
         optimizer.average_in_model = name
 
     def _is_edited(self, shard: Shard, name: str) -> bool:
-        """Whether what the own span publishes is not the average any more; waits for the device."""
+        """Return whether the own span publishes the average no more; waits for the device."""
         for number, fragment in enumerate(shard.fragments):
             published = shard.published[shard.local(fragment.start, fragment.stop)]
             cast = shard.rounded(fragment, self.values(shard, number, name))
@@ -219,7 +219,7 @@ class Averages(StepHook):
 
 
 def _places(update: Update) -> dict[str, int]:
-    """Where each average stands among the epilogues, by its name."""
+    """Return where each average stands among the epilogues, by its name."""
     epilogues = enumerate(update.epilogues)
     return {each.options.name: n for n, each in epilogues if isinstance(each, Average)}
 

@@ -28,7 +28,7 @@ OUTSIDE = (  # of a compiled forward, before its graph
 
 
 class Place(NamedTuple):
-    """Where a buffer is, and what it was when the ranks compared theirs."""
+    """The place of a buffer, and what it was when the ranks compared theirs."""
 
     name: str
     module: nn.Module
@@ -118,7 +118,7 @@ class Buffers(StepHook):
 
     @torch.no_grad()
     def _broadcast(self, places: Sequence[Place]) -> None:
-        """In one message, as bytes. Its length is the same whatever a rank has made of a buffer."""
+        """Send buffers in one message, as bytes. Its length depends on no rank's edits."""
         for device in dict.fromkeys(place.device for place in places):
             of_device = [place for place in places if place.device == device]
             found = [place.buffer() for place in of_device]
@@ -137,7 +137,7 @@ class Buffers(StepHook):
                         copy_strided_(buffer.data, value)
 
     def _missing(self, place: Place) -> Tensor:
-        """In place of a buffer of another kind: of rank 0's the others get NaN, or -1."""
+        """Return what stands for a buffer of another kind: others get NaN, or -1, for rank 0's."""
         if place.name not in self._warned:
             self._warned.add(place.name)
             warn_first(
@@ -150,13 +150,13 @@ class Buffers(StepHook):
         return torch.full((nbytes,), 255, dtype=torch.uint8, device=place.device)
 
     def _count(self) -> int:
-        """How many buffers there are; a few microseconds in each step."""
+        """Count the buffers; a few microseconds in each step."""
         return sum(
             buffer is not None for _, module in self._modules for buffer in module._buffers.values()
         )
 
     def _warn_of_new(self) -> None:
-        """Whether other ranks have them, too, is not known."""
+        """Return whether other ranks have them, too, is not known."""
         self._registered = self._count()
         new = [
             name

@@ -50,7 +50,7 @@ class GuardRule(ValidatedOptions):
 
 @dataclass(frozen=True)
 class GuardVerdict(Verdict):
-    """What the guard says of one step.
+    """The guard's verdict on one step.
 
     Attributes:
         factor: 0-dim fp64 that clips the gradients to the bound; else spikes are skipped.
@@ -130,7 +130,7 @@ class Guard(Signal):
         return readings.mean(0)
 
     def judge(self, reading: Tensor, norm: Tensor) -> GuardVerdict:
-        """What becomes of the step.
+        """Say what becomes of the step.
 
         Args:
             reading: the mean of the losses, 1-d, if one is taken.

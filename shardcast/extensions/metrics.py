@@ -93,7 +93,7 @@ class Metrics(StepHook):
         self._totals = totals
 
     def _index(self, shards: list[Shard]) -> None:
-        """Where each fragment of this rank stands."""
+        """Return where each fragment of this rank stands."""
         parallel_dims, device = self._optimizer.process_groups.parallel_dims, self._optimizer.device
         places: list[int] = []
         weights: list[float] = []

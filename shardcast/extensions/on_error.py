@@ -317,7 +317,7 @@ class Attempts(StepHook):
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
-    """Whether it was raised in a collective, which other ranks will not have done."""
+    """Return whether it was raised in a collective, which other ranks will not have done."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True

@@ -17,7 +17,7 @@ from shardcast.step.decide.signal import Reserved, known
 
 
 class TokenCount(Reserved):
-    """What a script counts on this rank for the coming step; waits for no device.
+    """The tokens that a script counts on this rank for the coming step; waits for no device.
 
     Attributes:
         counted: something was counted, be it 0.
@@ -75,7 +75,7 @@ class TokenCount(Reserved):
         return self.counted
 
     def read(self, total: Tensor) -> Tensor:
-        """Whether there are none, and how many there are over all ranks."""
+        """Return whether there are none, and how many there are over all ranks."""
         return torch.cat([(~(total > 0)).double(), total]) if self.counted else super().read(total)
 
     def scale(self, reading: Tensor | None) -> Tensor | None:

@@ -70,7 +70,7 @@ class Codec:
         return (values,)
 
     def row_keys(self, shard: Shard, row: int) -> Tensor:
-        """What random bits depend on for each row of the own span, 1-d int32, kept for all steps.
+        """Return what random bits of each row of the own span depend on, 1-d int32, for all steps.
 
         As :meth:`random_bits` only of a codec ``by_chance``.
         """
@@ -102,7 +102,7 @@ def moment_codec(config: ShardcastConfig, name: str) -> Codec:
 
 
 def _codec(config: ShardcastConfig, option: str, name: str) -> Codec:
-    """What the option gives, if it was asked for."""
+    """Return the codec that the option gives, if it was asked for."""
     asked = config.extensions().get(option)
     codec: Codec = Codec() if asked is None or asked.codec is None else asked.codec(config, name)
     return codec

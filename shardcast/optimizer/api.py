@@ -204,7 +204,7 @@ def _summary(packed: PackedOptimizer) -> str:
 
 
 class _Given(NamedTuple):
-    """What a rank was given, checked."""
+    """The arguments that a rank was given, checked."""
 
     config: ShardcastConfig
     stages: list[nn.Module]
@@ -270,7 +270,7 @@ def _check_mesh(
 
 
 def _device(stages: Sequence[nn.Module]) -> torch.device:
-    """Where the ranks tell each other how planning went.
+    """Return the device by which ranks tell each other how planning went.
 
     Of what has no memory yet the host, unless the default group does not serve it (NCCL alone).
     """

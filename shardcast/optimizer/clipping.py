@@ -1,4 +1,4 @@
-"""What clips are called with: all trained parameters, and a bound above 0."""
+"""Arguments of clips: all trained parameters, and a bound above 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapters of frameworks share: what is sharded together, and models saved in fp32."""
+"""Parts that the adapters of frameworks share: what is sharded together, models saved in fp32."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Cluster(NamedTuple):
 
 
 def models_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the ``models`` that ``optimizer`` trains."""
+    """Return those of the ``models`` that ``optimizer`` trains."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
     return [model for model in models if not params.isdisjoint(model.parameters())]
 
@@ -102,7 +102,7 @@ def scale_loss(optimizers: Sequence[ShardedOptimizer], loss: Tensor) -> Tensor:
 
 
 def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) -> bool:
-    """Whether steps alone divide by the tokens or micro-batches, and a framework must not.
+    """Return whether steps alone divide by the tokens or micro-batches, and a framework must not.
 
     Call it before each backward. With ``reproducible`` they do, since ``loss / 3`` and ``loss / 2``
     round differently.
@@ -148,7 +148,7 @@ def exact_state(
 
 
 def called_on_all_ranks(call: str) -> bool:
-    """Whether all ranks come to ``call``, a name that is equal on them and never used twice.
+    """Return whether all ranks come to ``call``, a name that is equal on them and never used twice.
 
     A script may save on rank 0 alone, which is enough under DDP. So rank 0 waits :data:`PATIENCE`
     for the ranks, and answers them: no rank begins a collective that another one leaves out.

@@ -174,7 +174,7 @@ class FullState:
     def _full_state(
         self, values: ValuesOf, on_all: bool, place: int | None = None
     ) -> dict[str, Any]:
-        """As ``state_dict()`` of a plain optimizer; without state on ranks that receive none."""
+        """Return the ``state_dict()`` of a plain optimizer; no state on ranks that receive none."""
         optimizer, originals = self._optimizer, self._optimizer.originals
         optimizer.process_groups.everyone.together(
             originals.check, optimizer.device, "full_state_dict"
@@ -187,7 +187,7 @@ class FullState:
     def _gathered(
         self, call: str, shards: Sequence[Shard], values: ValuesOf, on_all: bool
     ) -> Iterator[tuple[Slot, nn.Parameter, dict[str, Any]]]:
-        """Of each parameter what ``values`` gives of its fragments on all ranks.
+        """Return for each parameter what ``values`` gives of its fragments on all ranks.
 
         An error on one rank, in ``values`` or while states are pickled or joined, is raised on all.
 
@@ -233,7 +233,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _pickled(shard: Shard, values: ValuesOf, failure: Exception | None) -> bytes:
-    """What ``values`` gives of this rank's fragments, on the host."""
+    """Return what ``values`` gives of this rank's fragments, on the host."""
     _raise(failure)
     return pickle.dumps(
         [(fragment, copied(values(shard, number), "cpu")) for number, fragment, _ in shard.owned()]

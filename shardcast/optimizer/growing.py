@@ -1,4 +1,4 @@
-"""What a script changes of a sharded optimizer: its groups, and packs that were frozen before."""
+"""Changes that a script makes of a sharded optimizer: groups, and packs that were frozen before."""
 
 from __future__ import annotations
 

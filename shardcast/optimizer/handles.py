@@ -52,7 +52,7 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
+        """The groups of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
         return self._packed.originals.optimizers[self._place].param_groups
 
     @param_groups.setter
@@ -107,12 +107,12 @@ class OptimizerHandle(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As of :class:`ShardedOptimizer`, of this optimizer alone. Every rank must call it."""
+        """Do as :class:`ShardedOptimizer` for this optimizer alone. Every rank must call it."""
         return self._sharded.full_state_dict(self._place)
 
     @property
     def state(self) -> Any:
-        """That of its own parameters; see :attr:`ShardedOptimizer.state`."""
+        """The state of its own parameters; see :attr:`ShardedOptimizer.state`."""
         if called_by_dcp("state"):
             raise outside_as_plain("state")
         shards = [s for s in self._packed.shards if s.pack.layout.group.optimizer == self._place]

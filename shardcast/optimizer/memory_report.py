@@ -1,4 +1,4 @@
-"""What ``memory_report()`` returns: bytes by kind, printed as a table."""
+"""The result of ``memory_report()``: bytes by kind, printed as a table."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
 
 
 class ShardedModel:
-    """What a model knows of its sharding; its copies and pickles know nothing.
+    """A model's knowledge of its sharding; its copies and pickles know nothing.
 
     Args:
         low: the dtype of parameters that have masters; ``None`` where all are fp32.
@@ -68,13 +68,13 @@ def unmark(model: nn.Module) -> None:
 
 
 def is_marked(model: nn.Module) -> bool:
-    """Whether ``model`` itself, not the model it was copied from, is sharded."""
+    """Return whether ``model`` itself, not the model it was copied from, is sharded."""
     note: ShardedModel | None = getattr(model, MARK, None)
     return note is not None and note.restore is None
 
 
 def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """What gives these models back in fp32, each once; see :func:`mark`."""
+    """Return what gives these models back in fp32, each once; see :func:`mark`."""
     notes = (getattr(model, MARK, None) for model in models)
     return list(dict.fromkeys(note.restore for note in notes if note and note.restore))
 

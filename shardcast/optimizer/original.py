@@ -1,4 +1,4 @@
-"""What becomes of the optimizers that were given to :func:`shardcast.shard`."""
+"""Optimizers that were given to :func:`shardcast.shard`, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GoneState:
 
 
 def refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
-    """What stands for the method ``call`` of an ``owner``, and raises RuntimeError."""
+    """Return what stands for the method ``call`` of an ``owner``, and raises RuntimeError."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError(

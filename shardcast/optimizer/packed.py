@@ -35,7 +35,7 @@ from shardcast.step.update import Update, updates_of
 
 
 class PackedOptimizer:
-    """What is sharded; its step is in :mod:`.sharded`, its end in :mod:`.closing`.
+    """The sharded training; its step is in :mod:`.sharded`, its end in :mod:`.closing`.
 
     Attributes:
         config: the options that hold.

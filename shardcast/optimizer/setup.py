@@ -40,7 +40,7 @@ from shardcast.plan.traits import OptimizerTraits, known_traits
 
 @dataclass(frozen=True)
 class Plan:
-    """What is going to be sharded, and how.
+    """A plan of what is going to be sharded, and how.
 
     Attributes:
         model: the root module, without wrappers; of several pipeline stages what holds them.
@@ -73,7 +73,7 @@ class Plan:
     unmatched: tuple[str, ...]
 
     def facts(self) -> list[str]:
-        """What all data-parallel ranks must have planned alike, a line each."""
+        """Return what all data-parallel ranks must have planned alike, a line each."""
         outside = (*self.outside.items(), *self.model.named_buffers())
         return [
             *self.layout.lines(),
@@ -159,7 +159,7 @@ def plan_for(
 def _traits(
     originals: OptimizerList, config: ShardcastConfig, parallel_dims: ParallelDims
 ) -> list[OptimizerTraits]:
-    """What each optimizer needs.
+    """Return what each optimizer needs.
 
     Raises:
         TypeError: one cannot be sharded.
@@ -188,7 +188,7 @@ def _costs(
     traits: Sequence[OptimizerTraits],
     config: ShardcastConfig,
 ) -> dict[str, float]:
-    """Of the updates that cost something else than the parameter's elements."""
+    """Return costs of updates that are not the number of the parameter's elements, by name."""
     costs = {}
     for name, param in params.items():
         number = groups[name]
@@ -203,7 +203,7 @@ def _costs(
 def agreed(
     planned: Callable[[], Plan], process_groups: ProcessGroups, device: torch.device, call: str
 ) -> Plan:
-    """What all ranks planned alike, with the algorithms of packs; nothing is changed.
+    """Return what all ranks planned alike, with the algorithms of packs; nothing is changed.
 
     Args:
         planned: plans what is here, and may raise, of which all ranks hear.
@@ -274,7 +274,7 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: Proces
 
 
 def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:
-    """Of all parameters and buffers of each stage, by name."""
+    """Return the dtypes of all parameters and buffers of each stage, by name."""
     return [
         {name: t.dtype for name, t in (*stage.named_parameters(), *stage.named_buffers())}
         for stage in stages

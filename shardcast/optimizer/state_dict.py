@@ -27,7 +27,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class FragmentState(NamedTuple):
-    """What a fragment is to have: torch's state of it and, if not ``None``, its master."""
+    """The state that a fragment is to have: torch's and, if not ``None``, its master."""
 
     shard: Shard
     number: int
@@ -36,7 +36,7 @@ class FragmentState(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """What is going to be loaded: checked, nothing changed yet.
+    """A plan of what is going to be loaded: checked, nothing changed yet.
 
     Attributes:
         active: indices of the packs that are trained, or were at some time.
@@ -87,7 +87,7 @@ class StateDict:
         }
 
     def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
-        """What is to be written. Every rank must call it; if one cannot load, all raise.
+        """Return what is to be written. Every rank must call it; if one cannot load, all raise.
 
         A rank that raised alone would leave the others waiting for it where they publish.
 

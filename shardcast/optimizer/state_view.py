@@ -33,7 +33,7 @@ def caller_of(function: str) -> str:
 
 
 def called_by_dcp(function: str) -> bool:
-    """Whether ``torch.distributed.checkpoint`` called ``function``; see :func:`caller_of`.
+    """Return whether ``torch.distributed.checkpoint`` called ``function``; see :func:`caller_of`.
 
     It takes an optimizer for a plain one, and would save one rank's part as the whole.
     """
@@ -41,7 +41,7 @@ def called_by_dcp(function: str) -> bool:
 
 
 def outside_as_plain(call: str) -> RuntimeError:
-    """What DCP gets that asks a sharded optimizer as it is."""
+    """Return what DCP gets that asks a sharded optimizer as it is."""
     return RuntimeError(
         f"{call}: torch.distributed.checkpoint was given a sharded optimizer, of which each rank "
         "has a part; call it inside `with optimizer.as_plain():` on every rank, optimizer being "
@@ -105,7 +105,7 @@ class StateView(Mapping[Any, ReadOnly]):
 
 
 def is_elementwise(value: Any, fragment: Fragment, flat: bool) -> bool:
-    """Whether a fragment's state is a tensor with one value per element of the fragment.
+    """Return whether a fragment's state is a tensor with one value per element of the fragment.
 
     Args:
         flat: the optimizer keeps such state flat, whatever the shape of the parameter.

@@ -67,7 +67,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the original optimizers, whose own lists hold them.
+        """The groups of the original optimizers, whose own lists hold them.
 
         What is assigned goes there: other options for the same parameters, and further groups,
         which are added; every rank must then assign the same. A group that is removed, or that has
@@ -140,7 +140,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Per model parameter, this rank's part of torch's state: 1-d tensors, 0-dim ``step``.
+        """This rank's part of torch's state, by model parameter: 1-d tensors, 0-dim ``step``.
 
         Read-only; :meth:`load_state_dict` replaces. Edits of a tensor in place, on every rank,
         count where moments are kept in fp32 on the device, and are refused elsewhere.
@@ -327,5 +327,5 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
 
 def packed_of(optimizer: StatefulOptimizer) -> PackedOptimizer:
-    """What ``optimizer`` works with, for adapters and checkpoints of this library."""
+    """Return what ``optimizer`` works with, for adapters and checkpoints of this library."""
     return optimizer._packed

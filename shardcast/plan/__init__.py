@@ -1,1 +1,1 @@
-"""Who owns what, and in which dtype: pure Python, equal on all ranks, without storage."""
+"""Plans of who owns what, and in which dtype: pure Python, equal on all ranks, without storage."""

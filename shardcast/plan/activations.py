@@ -1,4 +1,4 @@
-"""Where activations are cast, and whose forward runs under autocast.
+"""Casts of activations, and modules whose forward runs under autocast.
 
 Every module computes in one of three ways (:class:`ComputeMode`). With ``autocast`` a
 :class:`CastForward` replaces the ``forward`` of each module that has low-precision weights, since a
@@ -41,7 +41,7 @@ LOOKS = 8  # calls of a forward of which it is seen whose they are
 
 
 class ComputeMode(Enum):
-    """In what a module's own code computes.
+    """The dtypes that a module's own code computes in.
 
     ``AUTOCAST`` is that of a whole model with ``autocast``, of modules in fp32 that would be under
     autocast beside DDP (teachers, parametrized layers), and of a user's class that holds a matrix
@@ -147,13 +147,13 @@ class CastForward:
         return enabled and ours
 
     def _dtype(self) -> torch.dtype:
-        """That of an autocast of the script's, if it is on."""
+        """The dtype of an autocast of the script's, if one is on."""
         kind = self._device_type
         enabled = torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if enabled else self._low
 
     def _is_turned_off(self, args: tuple[Any, ...]) -> bool:
-        """Whether the script turned autocast off around this layer, which it gives fp32."""
+        """Return whether the script turned autocast off around this layer, which it gives fp32."""
         return (
             self._compute is ComputeMode.AUTOCAST
             and len(args) == 1
@@ -163,7 +163,7 @@ class CastForward:
         )
 
     def _in_fp32(self, args: tuple[Any, ...]) -> Any:
-        """As beside DDP, whose weights are fp32; the only place where weights are cast."""
+        """Compute as beside DDP, whose weights are fp32; the only place where weights are cast."""
         params = self._module._parameters
         exact: Any = {n: None if p is None else p.to(MASTER_DTYPE) for n, p in params.items()}
         self._module._parameters = exact
@@ -234,7 +234,7 @@ def _compute(
     precision: Precision,
     stored: dict[nn.Module, set[torch.dtype]],
 ) -> ComputeMode:
-    """In what ``module`` computes; modules without parameters do as their caller."""
+    """Return what ``module`` computes in; modules without parameters do as their caller."""
     config, dtypes = precision.config, _dtypes(module, stored)
     if module in precision.fp32_modules:
         return ComputeMode.FP32
@@ -255,7 +255,7 @@ def _compute(
 
 
 def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set[torch.dtype]:
-    """Those of all parameters inside."""
+    """Return the dtypes of all parameters inside."""
     if module not in stored:
         stored[module] = {param.dtype for param in module.parameters(recurse=False)}
         stored[module].update(*(_dtypes(child, stored) for child in module.children()))
@@ -265,7 +265,7 @@ def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set
 def _takes_activations(
     module: nn.Module, precision: Precision, stored: dict[nn.Module, set[torch.dtype]]
 ) -> bool:
-    """Whether all that this layer of torch takes are activations that it needs low.
+    """Return whether all that this layer of torch takes are activations that it needs low.
 
     Under autocast those are layers for which autocast has no rule on every device, such as an LSTM.
     """
@@ -279,7 +279,7 @@ def _takes_activations(
 
 
 def _holds_matrix(module: nn.Module) -> bool:
-    """Whether its own code reads a parameter of several dimensions, also one in a list."""
+    """Return whether its own code reads a parameter of several dimensions, also one in a list."""
     return any(map(is_matrix, module.parameters(recurse=False))) or any(
         _holds_matrix(child) for child in module.children() if not is_called(child)
     )

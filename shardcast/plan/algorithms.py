@@ -1,4 +1,4 @@
-"""How the gradients and the values of a pack travel: by which collective, and why.
+"""Algorithms by which the gradients and the values of a pack travel: which collective, and why.
 
 Chosen when the layout is planned, from facts that are equal on all ranks, so it is printed,
 compared and estimated like the rest of it. Algorithms that reduce a pack, ``auto`` taking the first
@@ -38,7 +38,7 @@ GROUPED = ("nccl", "fake", "strict")  # backends that launch a group of calls as
 
 
 class Topology(NamedTuple):
-    """What joins the ranks.
+    """The links that join the ranks.
 
     Attributes:
         backend: of the process group, by name.
@@ -57,7 +57,7 @@ class Topology(NamedTuple):
 
 
 class Algorithms(NamedTuple):
-    """Which algorithms reduce and sync a pack, and why; empty for a world of one."""
+    """The algorithms that reduce and sync a pack, and why; empty for a world of one."""
 
     reduce: str = ""
     sync: str = ""

@@ -1,4 +1,4 @@
-"""Where every element lives. Pure Python: no storage, no collectives.
+"""The place of every element. Pure Python: no storage, no collectives.
 
 A layout is planned from names, shapes, dtypes and groups alone, so all ranks plan the same one,
 and any rank's part of a world of thousands can be planned in one process::
@@ -50,7 +50,7 @@ class GroupId(NamedTuple):
 
 
 class PackKey(NamedTuple):
-    """What parameters of one pack have in common; see :class:`PackLayout`, which has it too."""
+    """The properties that parameters of one pack share; :class:`PackLayout` has them too."""
 
     device: str
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class PackKey(NamedTuple):
 
 
 class ParamInfo(NamedTuple):
-    """What planning needs to know of one parameter, in model order.
+    """The facts that planning needs of one parameter, in model order.
 
     ``dtype`` is the storage dtype after the precision policy; ``group`` its optimizer group;
     ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
@@ -179,7 +179,7 @@ class PackLayout:
 
     @cached_property  # a step asks for it
     def lengths(self) -> tuple[int, ...]:
-        """Of the spans; one for all where they are equal."""
+        """The lengths of the spans; one for all where they are equal."""
         lengths = tuple(span.numel for span in self.spans)
         return lengths[:1] if len(set(lengths)) == 1 else lengths
 
@@ -249,7 +249,7 @@ class Layout:
         return sum(pack.spans[rank].numel for pack in every)
 
     def by_owner(self, values: Mapping[str, float]) -> list[float]:
-        """What each rank has of the values of trained parameters, by name; 0 for others."""
+        """Return what each rank has of the values of trained parameters, by name; 0 for others."""
         sums = [0.0] * self.world_size
         for pack in self.trained:
             for owner, slot, count in pack.parts():

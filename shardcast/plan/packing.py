@@ -1,4 +1,4 @@
-"""Which parameters share a pack, and in which order."""
+"""Packing: which parameters share a pack, and in which order."""
 
 from __future__ import annotations
 

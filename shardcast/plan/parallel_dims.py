@@ -1,4 +1,4 @@
-"""Which ranks hold a parameter, in jobs that are more than data-parallel.
+"""Ranks that hold a parameter, in jobs that are more than data-parallel.
 
 The dimensions of a mesh are data-parallel, or model-parallel: tensor, pipeline, whatever a script
 calls them. Along a model-parallel one a parameter is cut (each rank has another part), or held as
@@ -67,11 +67,11 @@ class ParallelDims:
         return next((ties.index(name) for name in pack_groups.replicate if name in ties), len(ties))
 
     def ranks(self, pack_groups: PackGroups) -> int:
-        """How many ranks cut a pack."""
+        """Return how many ranks cut a pack."""
         return self.world_size if pack_groups.shard == PLAIN else self.sizes[pack_groups.shard]
 
     def expert_blocks(self, pack_groups: PackGroups) -> tuple[int, int]:
-        """How many experts of one name the data-parallel ranks hold, and which is this rank's."""
+        """Return how many experts of one name the data-parallel ranks hold, and which is here."""
         number, own = 1, 0
         for dim in self.data if pack_groups.shard != PLAIN else ():
             if dim != pack_groups.shard:
@@ -96,7 +96,7 @@ class ParallelDims:
         return {"grad_sum_over": self.sum_over, "experts": self.experts}
 
     def options(self) -> list[str]:
-        """Those of ``shard`` that all ranks must have alike, a line each."""
+        """Return the options that all ranks must have alike, a line each."""
         return [
             f"{option} = { {dim: [*names] for dim, names in by_dim.items()} }"
             for option, by_dim in self._patterns.items()

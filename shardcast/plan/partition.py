@@ -1,4 +1,4 @@
-"""Who owns which elements of a pack: equal spans; whole parameters are for :mod:`.whole`."""
+"""Owners of the elements of a pack: equal spans; whole parameters are for :mod:`.whole`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How parameters lie on a mesh, and so which groups each of them has."""
+"""Placements of parameters on a mesh, and so which groups each of them has."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pack_groups_of(dims: ParallelDims, name: str, param: nn.Parameter) -> PackGr
 def _placements(
     name: str, param: Any, allowed: Sequence[str], lines: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dtensor.Placement]:
-    """How a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
+    """Return how a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
     if _compat.is_dtensor(param) and not allowed:
         raise TypeError(
             f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
@@ -78,5 +78,5 @@ def _placements(
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns, as in a shell, is that of the name."""
+    """Return whether one of the patterns, as in a shell, is that of the name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

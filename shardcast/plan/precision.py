@@ -26,7 +26,7 @@ PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:
-    """What gradients are summed in: one size up, so that a mean of equal values is that value."""
+    """Return the dtype of sums of gradients: one size up, so that equal values are their mean."""
     return MASTER_DTYPE if wire.itemsize < MASTER_DTYPE.itemsize else torch.float64
 
 
@@ -36,7 +36,7 @@ def grad_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
 
 
 def exact_sums(backwards: int, config: ShardcastConfig) -> bool:
-    """Whether gradients of so many backwards in a step are added up in fp32, whatever they are.
+    """Return whether gradients of so many backwards of a step are summed in fp32, in any case.
 
     Each sum in bf16 loses up to 1/512 of it: 8 % after 512 micro-batches.
     """
@@ -109,7 +109,7 @@ class Precision:
         return MASTER_DTYPE if exact and param in exact else self.config.param_dtype
 
     def rest_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """That of one that the optimizer does not hold: a low one, as LoRA's base, stays low."""
+        """Return the dtype of one that the optimizer does not hold: a low one stays (LoRA)."""
         dtype = self.storage_dtype(param)
         widened = is_packable(param) and param.dtype.itemsize < dtype.itemsize
         asked = self.config.convert_rest is True or param in self._kept_params
@@ -143,7 +143,7 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def _not_multiplied(model: nn.Module) -> Iterator[nn.Parameter]:
-    """What no matrix product takes: vectors, and tables of a model without any other matrix.
+    """Return what no matrix product takes: vectors, and tables of a model without other matrices.
 
     So all of a knowledge graph's embeddings or a matrix factorization stays fp32, of which autocast
     computes nothing but products of activations in low precision.
@@ -176,12 +176,12 @@ def _vectors(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def is_matrix(param: Tensor) -> bool:
-    """Whether a parameter has more than one element along several dimensions."""
+    """Return whether a parameter has more than one element along several dimensions."""
     return is_packable(param) and sum(size > 1 for size in param.shape) > 1
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether the code of a module's forward is torch's, or it is a norm of the user's."""
+    """Return whether the code of a module's forward is torch's, or it is a norm of the user's."""
     torchs = is_called(module) and type(module).forward.__module__.startswith("torch.nn.")
     return torchs or isinstance(module, NORMS)
 
@@ -223,7 +223,7 @@ def _outside_lists(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Whether several modules inside hold parameters."""
+    """Return whether several modules inside hold parameters."""
     return sum(bool(_params_of([inside])) for inside in module.modules()) > 1
 
 

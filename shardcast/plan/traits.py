@@ -1,4 +1,4 @@
-"""What the update of an optimizer class needs; of others than these, ``any_optimizer.probe``."""
+"""The needs of an optimizer class; those of others are found by ``any_optimizer.probe``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 
 
 class OptimizerTraits(NamedTuple):
-    """What a class needs.
+    """The needs of a class.
 
     Attributes:
         elementwise: the update of an element needs nothing but that element.
@@ -44,12 +44,12 @@ class OptimizerTraits(NamedTuple):
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is of a class of ``torch.optim``."""
+    """Return whether it is of a class of ``torch.optim``."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def known_traits(optimizer: torch.optim.Optimizer) -> OptimizerTraits | None:
-    """Those of an elementwise class of ``torch.optim``; ``None`` for any other. Local.
+    """Return the traits of an elementwise class of ``torch.optim``; ``None`` for any other. Local.
 
     Raises:
         TypeError: the class cannot be sharded over any number of ranks; names the remedy.

@@ -1,4 +1,4 @@
-"""What cannot be sharded is refused by name; what ranks must have alike is written down."""
+"""Refusals, by name, of what cannot be sharded; and what ranks must have alike, in words."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def check_matched(unmatched: Sequence[str]) -> None:
 
 
 def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str]:
-    """What ranks must have alike of the groups, or of an added one: class, plain options."""
+    """Return what ranks must have alike of the groups, or of an added one: class, plain options."""
     lines = []
     for number, optimizer, group in originals.numbered():
         if added not in (None, number):
@@ -170,7 +170,7 @@ def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str
 
 
 def plain(value: Any) -> Any:
-    """What ranks can compare without waiting for a device; tensors of the host by their value.
+    """Return what ranks can compare without waiting for a device; host tensors by their value.
 
     Of anything else nobody knows whether it is alike on all ranks: ``None``.
     """

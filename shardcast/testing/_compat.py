@@ -44,7 +44,7 @@ class _OwnWorld:
         self.group_count = self.number * NAMES
 
     def __getattr__(self, name: str) -> Any:
-        """What else this torch records, by group and by name: of its own there is nothing yet."""
+        """Return what else this torch records, by group and by name; nothing of its own."""
         c10d: Any = dist.distributed_c10d
         value = type(getattr(c10d._world.shared, name))()
         setattr(self, name, value)

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, by itself or injected into a threaded world."""
+"""Faults between ranks, by themselves or injected into a threaded world."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank sends in a collective, and where it wants the results::
+    """A collective of one rank: what it sends, and where it wants the results::
 
         op               inputs                    outputs
         all_reduce       [t]                       [t]
@@ -146,7 +146,7 @@ class RecordedGroup(dist.ProcessGroup):
             self.rank_log.append(record)
 
     def _name(self) -> str:
-        """As a mesh or ``new_group(group_desc=...)`` has named it; nothing for a default group."""
+        """Return the name that a mesh or ``new_group(group_desc=...)`` gave; none for a default."""
         name = self.group_desc
         unnamed = ("", "undefined", "default_pg", "mesh_default")
         return "" if name in unnamed else name.removeprefix("mesh_")

@@ -16,7 +16,7 @@ Shape = int | Mapping[str, int]
 
 
 def ranks_of(shape: Shape) -> int:
-    """How many ranks a world has."""
+    """Return how many ranks a world has."""
     if isinstance(shape, int):
         if shape < 1:
             raise ValueError(f"a world needs at least one rank, got {shape}")

@@ -1,4 +1,4 @@
-"""What one rank did: a frozen record per collective, and the comparison of ranks."""
+"""Records of what one rank did, one for each collective, and the comparison of ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What has to agree between ranks that take part in the same collective.
+        """The part that has to agree between ranks of the same collective.
 
         The order, splits and sizes of an all-to-all are a rank's own business, and so is whether
         it waits at once (``async_op``) and how far it counts (``seq``).

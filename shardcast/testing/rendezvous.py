@@ -1,4 +1,4 @@
-"""Where the ranks of a threaded world meet: every call is checked against every other rank's.
+"""The meeting of the ranks of a threaded world: every call is checked against the others'.
 
 Launching never blocks, as with real asynchronous collectives: a rank leaves a copy of what it
 sends in the exchange of that sequence number and goes on. Waiting blocks until every rank has
@@ -65,13 +65,13 @@ class PendingCollective:
         return tuple(rank for rank in self.ranks if rank not in self.calls)
 
     def table(self) -> str:
-        """What each rank called here, one line each."""
+        """Return what each rank called here, one line each."""
         called = {rank: str(call.record) for rank, call in self.calls.items()}
         lines = [f"  rank {rank}: {called.get(rank, 'not there yet')}" for rank in self.ranks]
         return "\n".join([":", *lines])
 
     def difference(self, rank: int, call: Call) -> str | None:
-        """In which respect ``call`` of ``rank`` is not that of another rank, in words."""
+        """Say in which respect ``call`` of ``rank`` is not that of another rank."""
         for peer, expected in self.calls.items():
             pair = name_ranks(sorted((rank, peer)))
             for name in ("op", "dtype", "source", "dest", "reduce_op"):
@@ -248,7 +248,7 @@ class ThreadedRun:
         self.check(exchange)
 
     def settled(self, exchange: PendingCollective | None) -> bool:
-        """Whether waiting for this exchange would not block."""
+        """Return whether waiting for this exchange would not block."""
         if exchange is None or self.failure is not None:
             return True
         return not exchange.missing or self._lost(exchange) is not None
@@ -279,7 +279,7 @@ class ThreadedRun:
         return next((rank for rank in self.left if rank in exchange.missing), None)
 
     def _oldest(self) -> list[PendingCollective]:
-        """Of each group the first collective that not all ranks have launched."""
+        """Return each group's first collective that not all ranks have launched."""
         oldest: dict[str, PendingCollective] = {}
         for (key, _), exchange in [*self._open.items()]:
             oldest.setdefault(key, exchange)

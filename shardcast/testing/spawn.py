@@ -261,7 +261,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task: the pickled value, or else a text and, if possible, the error."""
+    """The end of a task: the pickled value, or else a text and, if possible, the error."""
 
     value: bytes | None = None
     error: bytes | None = None

@@ -43,7 +43,7 @@ class StrictGroup(RecordedGroup):
 
     @property
     def store(self) -> Any:
-        """What all ranks of the group can write to and read from, during a run."""
+        """A store that all ranks of the group can write to and read from, during a run."""
         return None if self.run is None else dist.PrefixStore(self.key, self.run.store)  # type: ignore[attr-defined]
 
     def begin(self, run: ThreadedRun, rank_log: list[Collective] | None = None) -> None:

@@ -95,7 +95,7 @@ class ThreadedWorld:
 
     @property
     def logs(self) -> list[list[Collective]]:
-        """What each rank called in the latest run, in all groups, whether or not it succeeded."""
+        """The calls of each rank in the latest run, in all groups, whether or not it succeeded."""
         return [list(group.rank_log) for group in self.groups]
 
     def run(self, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = ()) -> list[T]:

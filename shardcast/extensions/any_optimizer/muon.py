@@ -119,7 +119,7 @@ def _matrices(
 
 
 def rate_factor(adjust: str | None, rows: int, columns: int) -> float:
-    """By what the learning rate of a matrix is multiplied, as ``torch.optim.Muon`` does."""
+    """Return what the learning rate of a matrix is multiplied by, as ``torch.optim.Muon`` does."""
     if adjust is None or adjust == "original":
         return math.sqrt(max(1, rows / columns))
     if adjust == "spectral_unclamped":  # torch >= 2.15

@@ -1,4 +1,4 @@
-"""What the update of an optimizer class needs, measured by steps of a twin of the optimizer.
+"""The needs of an optimizer class, measured by steps of a twin of the optimizer.
 
 A twin has the class, the attributes and the group options of the optimizer, and tiny parameters on
 the host in place of the model's. It answers four questions at :func:`shardcast.shard`::
@@ -147,7 +147,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a twin of its attributes is small, and separate from the script's objects."""
+    """Return whether a twin of its attributes is small, and separate from the script's objects."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
     size = 0
     for _, value in _attributes(optimizer):
@@ -188,7 +188,7 @@ def _measured(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
 def _dependence(
     twins: Twins, samples: Samples, together: torch.optim.Optimizer, tolerance: float
 ) -> str:
-    """What differs if every second parameter is left out; empty if nothing does."""
+    """Return what differs if every second parameter is left out; empty if nothing does."""
     for turn in (0, 1):
         alone = twins.stepped([of_group[turn::2] for of_group in samples])
         triples = zip(together.param_groups, alone.param_groups, samples, strict=True)
@@ -207,7 +207,7 @@ def _dependence(
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """What a class computes and keeps in a group; whole numbers are counts."""
+    """Return what a class computes and keeps in a group; whole numbers are counts."""
     return {
         name: float(value)
         for name, value in group.items()
@@ -247,7 +247,7 @@ def _is_separable(
 
 
 def _is_sum_of_parts(twins: Twins, samples: Samples, whole: torch.optim.Optimizer) -> bool:
-    """Whether parameters that are cut into flat parts end, and keep state, as in one piece."""
+    """Return whether parameters cut into flat parts end, and keep state, as in one piece."""
     cuts = [[sample.parts() for sample in of_group] for of_group in samples]
     cut = twins.stepped([[part for parts in of_group for part in parts] for of_group in cuts])
     for group, cut_group, of_group in zip(whole.param_groups, cut.param_groups, cuts, strict=True):
@@ -272,7 +272,7 @@ def _is_joined(value: Any, parts: Sequence[Any]) -> bool:
 
 
 def _has_state_of_elements(twin: torch.optim.Optimizer) -> bool:
-    """Whether every tensor of the state is one number, or has one for each element.
+    """Return whether every tensor of the state is one number, or has one for each element.
 
     Raises:
         _RefusedError: a tensor is of a subclass, which cannot be cut, cast or copied in general.

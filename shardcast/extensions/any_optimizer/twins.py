@@ -96,7 +96,7 @@ class Twins:
         self._dims = [sorted(dims) for dims in dims_of_kinds.values()]
 
     def samples(self, lengths: tuple[int, int, int], scales: Sequence[Sequence[float]]) -> Samples:
-        """For every group and number of dimensions a parameter with each of ``scales``.
+        """Return a parameter with each of ``scales``, for every group and number of dimensions.
 
         Args:
             lengths: of the first two dimensions, and of each further one.
@@ -200,7 +200,7 @@ def unnoticed() -> Iterator[Callable[[], bool]]:
 
 
 def has_own(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether the class of ``optimizer`` has such a public method, and torch's base class not."""
+    """Return whether the class of ``optimizer`` has such a public method that torch's has not."""
     added = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
     return added and callable(getattr(type(optimizer), name, None))
 
@@ -208,7 +208,7 @@ def has_own(optimizer: torch.optim.Optimizer, name: str) -> bool:
 def is_elementwise(
     optimizer: torch.optim.Optimizer, name: str, args: Sequence[Any], named: Mapping[str, Any]
 ) -> bool:
-    """Whether a call of a method works on each element by itself, and returns nothing.
+    """Return whether a call of a method works on each element by itself, and returns nothing.
 
     Measured on a twin that made a step; the optimizer stays as it is. Local; equal on ranks that
     pass equal arguments.

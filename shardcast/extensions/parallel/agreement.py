@@ -46,7 +46,7 @@ class MeshGroups(ProcessGroups):
 
 
 def _tied(plan: Plan, ties: Sequence[Tie]) -> dict[Tie, str]:
-    """What both stages must have alike of a weight that they share."""
+    """Return what both stages must have alike of a weight that they share."""
     known = {name: f"{param.dtype}, in no group" for name, param in plan.outside.items()}
     for pack in plan.new:
         trained = "trained" if pack.requires_grad else "frozen"

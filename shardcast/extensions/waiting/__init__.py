@@ -1,4 +1,4 @@
-"""Who waits for whom: ranks that come to a call late, or never, by the lines that they are at.
+"""Ranks that wait for others, which come to a call late or never, by the lines they are at.
 
 No option asks for it: every process has one :class:`.Lookout`, a thread, which
 ``optimizer/api.py`` installs.

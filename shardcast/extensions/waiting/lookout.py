@@ -20,7 +20,7 @@ from shardcast.messages import LOG
 
 
 class _Observed:
-    """What the thread knows of one watch: since when the rank came to no new collective."""
+    """The thread's knowledge of one watch: since when the rank came to no new collective."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = weakref.ref(watch)

@@ -1,4 +1,4 @@
-"""Where ranks are: written into the store by those that are silent, told by those that wait.
+"""Places of ranks: written into the store by those that are silent, told by those that wait.
 
 A rank that came to no collective for nearly :data:`PATIENCE` puts a line into the store of its
 process groups: the call it is in, and the line of the script that its thread has reached. One that
@@ -86,7 +86,7 @@ class Silence:
         )
 
     def _report(self, comm: TensorCollectives, own: dict[str, Any]) -> str:
-        """Where each rank is, those that are in the same call apart."""
+        """Say where each rank is, those that are in the same call apart."""
         facts, store = [], comm.store
         for rank in range(comm.size) if store is not None else ():
             key = PLACE.format(rank)
@@ -97,7 +97,7 @@ class Silence:
         return by_rank(facts) or _told(own)
 
     def _place(self, work: Work | None) -> dict[str, Any]:
-        """Where this rank is: values of JSON."""
+        """Return where this rank is: values of JSON."""
         watch = self._watch
         frame = _compat.frame_of_thread(watch.thread)
         try:
