@@ -32,6 +32,7 @@ from shardcast.option_values import (
     as_yaml,
     check_names,
     extension,
+    load_extension,
     nearest,
     one_of,
     option,
@@ -265,6 +266,20 @@ class ShardcastConfig(ValidatedOptions):
                 continue
             if declared["needs"] is None or declared["needs"](stages):
                 found[each.name] = declared["option"]
+        return found
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether an option keeps masters and state in host memory."""
+        return any(asked.state_on_host for asked in self.extensions().values())
+
+    def declared(self, name: str) -> Option:
+        """What the extension of an option declares, imported now, or an extension of that name."""
+        for each in fields(self):
+            if each.name == name:
+                declared: Option = each.metadata["option"]
+                return declared
+        found: Option = load_extension(name).OPTION
         return found
 
     def to_dict(self) -> dict[str, Any]:

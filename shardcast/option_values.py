@@ -38,10 +38,11 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
     return field(default=default, metadata={"help": help, "range": within})
 
 
-# Methods of the optimizer that modules of extensions have, imported and made with a first call.
+# Methods of the optimizer that extensions have, by the option or module, which is imported, and its
+# hook made, with a first call. A hook that needs its option refuses by an AttributeError.
 CALLS = {
-    "attempt": "on_error", "failures": "on_error", "changes": "changes",
-    "sleep": "sleep", "wake": "sleep", "asleep": "sleep",
+    "attempt": "on_error", "failures": "on_error", "published": "published", "digest": "digest",
+    "changes": "changes", "sleep": "sleep", "wake": "sleep", "asleep": "sleep",
 }  # fmt: skip
 
 
@@ -70,6 +71,8 @@ class Option(NamedTuple):
             (empty: none does).
         groups: ``groups(config, process_groups)`` gives the :class:`.ProcessGroups` of a job
             without a mesh, in place of those; every rank calls it.
+        beside_mesh: what to do beside ``mesh=``, with which it does not go; empty: it does.
+        state_on_host: whether masters and state are in host memory.
         fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
         casts: ``casts(config)`` gives :class:`.Casts`, how some masters become what is published.
         record: ``record(shard, config)`` gives a :class:`.Record` of what is published; one
@@ -89,6 +92,8 @@ class Option(NamedTuple):
     check: Callable[[Any], None] | None = None
     fits: Callable[[Any, Any, str], None] | None = None
     groups: Callable[[Any, Any], Any] | None = None
+    beside_mesh: str = ""
+    state_on_host: bool = False
     fused: bool = False
     casts: Callable[[Any], Any] | None = None
     record: Callable[[Any, Any], Any] | None = None

@@ -6,9 +6,12 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from shardcast.config import ShardcastConfig
 
 PACKAGE = Path(__file__).parents[1] / "shardcast"
 # What a folder or top-level module may import: itself and what stands in a line above it.
@@ -42,7 +45,9 @@ LONGEST = 310  # lines of code; docstrings, comments and empty lines aside
 # together; what no option asks for but a call, a class or a codec is loaded by one of these names.
 ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
-BY_NAME = {"any_optimizer", "digest", "tokens"}
+BY_NAME = {"any_optimizer", "tokens"}
+# Methods of the optimizer whose options the core asks for, by name still.
+ASKED = {"averages", "metrics", "guard"}
 
 
 def modules() -> dict[str, Path]:
@@ -175,6 +180,29 @@ def test_the_core_imports_nothing_of_what_is_optional():
     assert {*itertools.chain(*asked)} == BY_NAME
 
 
+def options_read(source: str) -> list[str]:
+    """Values of options of extensions that are read by name: ``config.offload``."""
+    names = {each.name for each in fields(ShardcastConfig) if "off" in each.metadata}
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in names
+        if ast.unparse(node.value).rsplit(".", 1)[-1] in ("config", "_config")
+    ]
+
+
+def test_the_core_reads_no_option_of_an_extension_by_its_name():
+    """What an option gives to the core its ``Option`` says: parts, not values."""
+    core = {
+        str(path.relative_to(PACKAGE)): path.read_text()
+        for name, path in modules().items()
+        if name.split(".")[1:2] and name.split(".")[1] in CORE
+    }
+    assert {name: found for name, text in core.items() if (found := options_read(text))} == {}
+    asked = [re.findall(r'(?:hook|signal)_of\("(\w+)"\)', text) for text in core.values()]
+    assert {*itertools.chain(*asked)} == ASKED
+
+
 def test_private_members_are_read_in_their_own_module_only():
     found = {
         str(path.relative_to(PACKAGE)): reads
@@ -211,6 +239,8 @@ def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
     assert any(arrow.startswith("shardcast.step") for arrow in upward_arrows())
     monkeypatch.setattr("test_architecture.CORE", ("extensions",))
     assert "shardcast.extensions.digest imports shardcast.extensions.chance" in crossings()
+    assert options_read("def f(self):\n    return self._config.offload") != []
+    assert options_read("def f(config):\n    return config.pack_mb") == []
     assert private_reads("def f(x):\n    return x._secret") == ["line 2: x._secret"]
     assert private_reads("class A:\n    def f(self, o):\n        self._a = o._a") == []
     arrows = {"a": ["b"], "b": ["a"]}

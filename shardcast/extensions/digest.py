@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from shardcast.extensions.chance import global_index
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option
 from shardcast.plan.layout import Fragment
+from shardcast.step.step_hook import StepHook
 
 CHUNK = 1 << 18  # elements hashed at a time
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, in 64 bits with a sign
@@ -25,9 +27,32 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
+class Digest(StepHook):
+    """The hash of one optimizer; no option asks for it, but a call."""
+
+    name = "digest"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def digest(self) -> str:
+        """Hash all masters and optimizer state: 16 hexadecimal digits; all ranks must call it.
+
+        It depends neither on the number of ranks nor on packs and partition, so it says whether two
+        runs are equal bit for bit, or whether a checkpoint was loaded as it was saved. Costs a pass
+        over the own masters and state, and waits for the device.
+        """
+        packed = self._optimizer
+        packed.process_groups.everyone.together(packed.resync_masters, packed.device, "digest")
+        return _digest(packed)
+
+
+OPTION = Option("a hash of masters and state", hook=Digest)  # not in the table of options
+
+
 @torch.no_grad()
-def digest(optimizer: PackedOptimizer) -> str:
-    """See :meth:`shardcast.ShardedOptimizer.digest`. Collective."""
+def _digest(optimizer: PackedOptimizer) -> str:
+    """See :meth:`Digest.digest`. Collective."""
     process_groups = optimizer.process_groups
     total = torch.zeros((), dtype=torch.int64, device=optimizer.device)
     replicas = process_groups.parallel_dims.replicas

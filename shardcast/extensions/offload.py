@@ -107,5 +107,6 @@ def _transfers(device: torch.device) -> Any:
 OPTION = Option(
     help="keep masters and moments in host memory; the update fetches windows of them",
     transfers=_transfers,
+    state_on_host=True,
     fused=True,
 )

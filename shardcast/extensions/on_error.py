@@ -201,7 +201,7 @@ class Attempts(StepHook):
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         if optimizer.config.on_error == "raise":
-            raise RuntimeError(
+            raise AttributeError(  # so that hasattr() answers
                 "attempt: expected the option on_error, which says what becomes of a step in which "
                 "a rank failed; give shard() on_error='skip' or 'drop'"
             )
@@ -232,9 +232,10 @@ class Attempts(StepHook):
         inside, for which other ranks would wait.
 
         Raises:
-            RuntimeError: without the option ``on_error``; inside another attempt; after gradients
-                of this step were reduced; with ``"drop"`` where :attr:`divisor` is assigned.
-                In ``step()``, on all ranks: after ``max_failed_steps`` of them in a row.
+            AttributeError: without the option ``on_error``.
+            RuntimeError: inside another attempt; after gradients of this step were reduced; with
+                ``"drop"`` where :attr:`divisor` is assigned. In ``step()``, on all ranks: after
+                ``max_failed_steps`` of them in a row.
         """
         self._check()
         self._is_open, reduce = True, self._optimizer.reduce

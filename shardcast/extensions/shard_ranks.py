@@ -91,4 +91,5 @@ OPTION = Option(
         lambda value: value == "all" if isinstance(value, str) else value >= 1,
     ),
     groups=over_fewer_ranks,
+    beside_mesh="give the mesh a dimension for copies, and dp=(copies, shards)",
 )

@@ -34,6 +34,9 @@ class ShardedGradients(Gradients):
     are added up.
     """
 
+    stays = False
+    cannot_gather = "with grads 'sharded' a rank has no room for all gradients; use grads 'full'"
+
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
         super().__init__(pack, dtype)
         self._own: Tensor | None = None

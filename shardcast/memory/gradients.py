@@ -30,6 +30,8 @@ class Gradients:
     at least one element in every ``MARKED`` is NaN.
 
     Attributes:
+        stays: ``own`` is the same memory in each step.
+        cannot_gather: why :meth:`gather` cannot be, for an error; empty: it can.
         owned: per slot, whether part of it lies in the own span.
         has_graph: some gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
@@ -43,6 +45,8 @@ class Gradients:
         zeroed: slots that were zeroed after they landed, not set to ``None``.
     """
 
+    stays = True
+    cannot_gather = ""
     culprits: Collection[int] = ()
     gone: Collection[int] = ()
     joint: Tensor | None = None

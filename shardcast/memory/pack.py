@@ -24,7 +24,7 @@ from shardcast.plan.casts import Cast, Wire
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.plan.precision import MASTER_DTYPE
 
-PIECE = 1 << 20  # values that are cast in blocks at a time
+ROUNDED = 1 << 20  # values that are cast in blocks at a time
 
 
 def as_packed(param: nn.Parameter) -> Any:
@@ -128,7 +128,7 @@ class Pack:
             return values.to(self.layout.dtype)
         published = torch.empty(values.shape, dtype=self.layout.dtype, device=values.device)
         unit = self.cast.unit(slot.shape)
-        step = max(1, PIECE // unit) * unit
+        step = max(1, ROUNDED // unit) * unit
         for start in range(0, values.numel(), step):
             part = slice(start, start + step)
             published[part] = self.cast(values[part].to(MASTER_DTYPE), slot.shape)

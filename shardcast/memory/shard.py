@@ -49,7 +49,7 @@ class Shard:
         self.fragments = pack.layout.fragments(pack.own.owner)
         self._codec = master_codec(config, pack.layout.dtype)
         self._row = row_of(config, pack.layout.dtype)
-        self._on_host = config.offload and not self.in_place
+        self._on_host = config.state_on_host and not self.in_place
         # What was published last, where an element that a script wrote cannot be told by its master
         # alone: with it its whole block would be cast in another way.
         self._last: Tensor | None = None

@@ -262,11 +262,14 @@ def _check_mesh(
                 raise ValueError(f"{option}: expected a mesh beside it; pass mesh=")
     elif process_group is not None:
         raise ValueError("process_group: expected None beside mesh=, which names the groups")
-    elif isinstance(config.shard_ranks, int):
-        raise ValueError(
-            f"shard_ranks: expected 'all' beside mesh=, got {config.shard_ranks}; give "
-            "the mesh a dimension for copies, and dp=(copies, shards)"
-        )
+    else:
+        for name, asked in config.extensions().items():
+            if asked.beside_mesh:
+                default = getattr(ShardcastConfig(), name)
+                raise ValueError(
+                    f"{name}: expected {default!r} beside mesh=, got {getattr(config, name)!r}; "
+                    f"{asked.beside_mesh}"
+                )
 
 
 def _device(stages: Sequence[nn.Module]) -> torch.device:

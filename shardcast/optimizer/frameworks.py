@@ -110,14 +110,8 @@ def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) ->
     at_end = False
     for sharded in optimizers:
         packed = packed_of(sharded)
-        total, option = accumulation * packed.comm.size, sharded.config.reproducible
-        is_all = option is True or option == total
-        counted = packed.reduce.micro_batches
-        if option is True and counted is not None and counted.total not in (0, total):
-            raise RuntimeError(
-                f"reproducible: expected {total} micro-batches in a step, accumulation steps times "
-                f"ranks, got {counted.total}; set reproducible to their number, not to true"
-            )
+        total, micro_batches = accumulation * packed.comm.size, packed.reduce.micro_batches
+        is_all = micro_batches is not None and micro_batches.divides(total)
         if is_all:
             sharded.divisor = total
         at_end = at_end or is_all or packed.decider.tokens.counted

@@ -23,7 +23,7 @@ from shardcast.optimizer.setup import (
     Plan,
 )
 from shardcast.optimizer.tree import Tree, called_by_script
-from shardcast.option_values import CALLS, load_extension
+from shardcast.option_values import CALLS
 from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import Layout
 from shardcast.plan.precision import Precision
@@ -52,7 +52,7 @@ class PackedOptimizer:
         device: of the packs.
         given_dtypes: of parameters and buffers by name, for each stage, as the model was given.
         aliases: views of parameters that modules hold.
-        step_hooks: of the options, in their order.
+        step_hooks: of the options in their order, and behind them those that calls asked for.
         is_closed: ``close()`` was called.
         tree: the modules, to see one that a rank replaced.
         average_in_model: name of the average that the model has, inside ``averaged()``.
@@ -208,18 +208,16 @@ class PackedOptimizer:
         if (name := CALLS.get(call)) is None:
             return None
         if name not in self._hooks_by_option:
-            self._hooks_by_option[name] = load_extension(name).OPTION.hook(self)
+            make: Any = self.config.declared(name).hook
+            self._hooks_by_option[name] = make(self)
             self.step_hooks = (*self._hooks_by_option.values(),)
         return self._hooks_by_option[name]
 
     def install_hooks(self) -> None:
         """Have the model and the options take part; again after each added group."""
-        options = self.config.extensions(self.stages)
-        makers = {name: it.hook for name, it in options.items() if it.hook is not None}
-        made = self._hooks_by_option
-        self._hooks_by_option = {
-            n: made.get(n) or make(self) for n, make in makers.items()
-        } | made  # those of calls too
+        for name, asked in self.config.extensions(self.stages).items():
+            if asked.hook is not None and name not in self._hooks_by_option:
+                self._hooks_by_option[name] = asked.hook(self)
         self.step_hooks = (*self._hooks_by_option.values(),)
         begins = [self.reduce.begin]
         for hook in self.step_hooks:

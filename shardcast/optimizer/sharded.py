@@ -301,11 +301,8 @@ class ShardedOptimizer(StatefulOptimizer):
         Raises:
             RuntimeError: inside :meth:`no_sync`; ``grads`` is ``sharded``.
         """
-        if self.config.grads == "sharded":
-            raise RuntimeError(
-                "gather_gradients: with grads 'sharded' a rank has no room for all gradients; use "
-                "grads 'full'"
-            )
+        if reason := self._packed.reduce.cannot_gather:
+            raise RuntimeError(f"gather_gradients: {reason}")
         clip = self._pending_clip()
         self._reduce()
         self._packed.reduce.gather()

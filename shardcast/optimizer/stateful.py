@@ -25,7 +25,6 @@ from shardcast.optimizer.state_view import (
     outside_as_plain,
     refuse_write,
 )
-from shardcast.option_values import load_extension
 from shardcast.plan.layout import Layout
 from shardcast.step.decide.decision import Decision
 
@@ -117,18 +116,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 handled, as in a ``finally:`` after it.
         """
         close(self._packed, restore)
-
-    def digest(self) -> str:
-        """A hash of all masters and optimizer state, 16 hexadecimal digits; all ranks must call it.
-
-        It depends neither on the number of ranks nor on packs and partition, so it says whether two
-        runs are equal bit for bit, or whether a checkpoint was loaded as it was saved. Costs a pass
-        over the own masters and state, and waits for the device.
-        """
-        packed = self._packed
-        packed.process_groups.everyone.together(packed.resync_masters, packed.device, "digest")
-        found: str = load_extension("digest").digest(packed)
-        return found
 
     def check_copies(self) -> None:
         """Raise a RuntimeError on every rank, which must call it, if copies differ in a bit.
@@ -260,29 +247,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
         averages = self._packed.averages_of("averaged", name)
         switched: AbstractContextManager[None] = averages.switched(name)
         return switched
-
-    def published(self, name: str) -> Any:
-        """What is published of a parameter that has a form, as codes and scales. Local.
-
-        Any rank may call it: it reads the parameter that the model has here, whose values are codes
-        times powers of two. What a script has written since the last step is rounded.
-
-        Args:
-            name: of the parameter, as in ``model.named_parameters()``.
-
-        Returns:
-            ``.codes``, ``.scales`` (powers of two, float8_e8m0fnu), ``.form``, ``.shape``, and
-            ``.dequantize()``, which gives the bf16 values.
-
-        Raises:
-            ValueError: it has no form, or the option ``published`` was not given.
-        """
-        reader = self._packed.hook_of("published")
-        if reader is None:
-            raise ValueError(
-                f"published: {name!r} has no form; published={{'mxfp8': [...]}} of shard() gives it"
-            )
-        return reader.read(name)
 
     def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
         """Go on from an existing average; every rank must call it.

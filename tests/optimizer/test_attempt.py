@@ -326,8 +326,9 @@ def test_a_wrong_use_is_an_error_of_its_own(text: str, misuse: Callable[[Any, An
 
 def test_without_the_option_attempt_names_it():
     optimizer = sharded(CASE.build())
-    with pytest.raises(RuntimeError, match="on_error='skip'"):
+    with pytest.raises(AttributeError, match="on_error='skip'"):
         optimizer.attempt()
+    assert not hasattr(optimizer, "attempt")
 
 
 REFUSED = [

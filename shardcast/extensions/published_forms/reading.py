@@ -44,10 +44,29 @@ class PublishedReader(StepHook):
     name = "published"
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
+        if optimizer.config.published is None:
+            raise AttributeError(
+                "published: no parameter has a form; published={'mxfp8': [...]} of shard() gives it"
+            )
         self._optimizer = optimizer
 
-    def read(self, name: str) -> Published:
-        """See :meth:`shardcast.ShardedOptimizer.published`."""
+    def published(self, name: str) -> Published:
+        """Read what is published of a parameter that has a form, as codes and scales. Local.
+
+        Any rank may call it: it reads the parameter that the model has here, whose values are codes
+        times powers of two. What a script has written since the last step is rounded.
+
+        Args:
+            name: of the parameter, as in ``model.named_parameters()``.
+
+        Returns:
+            ``.codes``, ``.scales`` (powers of two, float8_e8m0fnu), ``.form``, ``.shape``, and
+            ``.dequantize()``, which gives the bf16 values.
+
+        Raises:
+            ValueError: it has no form.
+            AttributeError: the option ``published`` was not given.
+        """
         self._optimizer.need_masters("published")
         self._optimizer.sync.wait()
         known = []

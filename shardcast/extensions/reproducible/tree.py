@@ -105,6 +105,15 @@ class MicroBatches:
             self._settle(total)
             self.reset()
 
+    def divides(self, total: int) -> bool:
+        """Whether they are what a framework takes for all of a step."""
+        if self._is_counted and self.total not in (0, total):
+            raise RuntimeError(
+                f"reproducible: expected {total} micro-batches in a step, accumulation steps times "
+                f"ranks, got {self.total}; set reproducible to their number, not to true"
+            )
+        return self._is_counted or self.total == total
+
     def agree(self, device: torch.device) -> None:
         """Count those of the first step, of all ranks. Collective; the host waits.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import REDUCTIONS, Comm, Reduction, ReplicaSumReduction
+from shardcast.comm import REDUCTIONS, Comm, ProcessGroups, Reduction, ReplicaSumReduction
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.history import ASSIGNED, SUMMED, listed
@@ -34,13 +34,20 @@ def land_all(buckets: Iterable[Bucket]) -> None:
             bucket.land()
 
 
-def assigned_in(buckets: Collection[Bucket], rank: int) -> dict[str, str]:
+def assigned_in(buckets: Iterable[Bucket], process_groups: ProcessGroups) -> dict[str, str]:
     """What a script assigned between backwards, for the history of a step, by fact."""
-    names = [name for bucket in buckets for name in bucket.assigned]
-    facts = {ASSIGNED: listed(names)}
-    if parts := [name for bucket in buckets if bucket.sums_model for name in bucket.assigned]:
-        # Its number makes it a difference between ranks, wherever it happens.
-        facts[SUMMED] = f"{listed(parts)} by rank {rank}"
+    found = [bucket for bucket in buckets if bucket.assigned]
+    facts = {ASSIGNED: listed([name for bucket in found for name in bucket.assigned])}
+    # Summed over model-parallel ranks as well a gradient may be a part of the sum, or all of it.
+    data = {process_groups.parallel_dims.replicas}
+    parts = [
+        name
+        for bucket in found
+        if not data.issuperset(bucket.grads.pack.layout.pack_groups.reduce)
+        for name in bucket.assigned
+    ]
+    if parts:  # its number makes it a difference between ranks, wherever it happens
+        facts[SUMMED] = f"{listed(parts)} by rank {process_groups.everyone.rank}"
     return facts
 
 
@@ -53,8 +60,6 @@ class Bucket:
 
     Attributes:
         sums: further groups over which gradients are summed.
-        sums_model: some of ``sums`` are over model-parallel ranks: a gradient may be a part of the
-            sum, or all of it.
         repeated: mesh dimensions along which a gradient that is whole is left to the ranks of
             coordinate 0.
         arrived: slots with a gradient in the running backward, or in one that failed.
@@ -69,7 +74,6 @@ class Bucket:
     mean: Mean
     divisor: Divisor
     sums: Sequence[Comm] = ()
-    sums_model: bool = False
     repeated: Sequence[str] = ()
     state: State = State.LOCAL
     arrived: set[int] = field(default_factory=set)

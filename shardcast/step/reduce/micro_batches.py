@@ -72,6 +72,13 @@ class MicroBatches(Protocol):
     def norm(self, norm_type: float, device: torch.device) -> Any:
         """Return the :class:`.PNorm` whose value does not depend on how spans are cut."""
 
+    def divides(self, total: int) -> bool:
+        """Whether steps divide by their number where a framework knows of ``total``.
+
+        Raises:
+            RuntimeError: there are more or less of them than that.
+        """
+
     def agree(self, device: torch.device) -> None:
         """Count those of the first step, of all ranks. Collective."""
 

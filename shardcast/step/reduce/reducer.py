@@ -37,6 +37,7 @@ class Reducer:
 
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
+        cannot_gather: as of :class:`.Gradients`, of the kind that an option asks for.
         divisor: of the sums over ranks.
         at_step: backwards send nothing, as in a pipeline, where a step has many; finish() does.
         touched: a gradient arrived since :meth:`finish`.
@@ -61,8 +62,9 @@ class Reducer:
         self.touched, self.backwards = False, 0
         self.due, self.spent = True, False
         options = config.extensions().values()
-        kinds = (it.gradients for it in options if process_groups.shard.size > 1)
-        self._kind: type[Gradients] = next(filter(None, kinds), Gradients)
+        asked = next((it.gradients for it in options if it.gradients is not None), Gradients)
+        self.cannot_gather: str = asked.cannot_gather
+        self._kind: type[Gradients] = asked if process_groups.shard.size > 1 else Gradients
         self.sharded = self._kind is not Gradients
         self.micro_batches: MicroBatches | None = next(
             (it.micro_batches(config, process_groups.shard) for it in options if it.micro_batches),
@@ -123,7 +125,6 @@ class Reducer:
             choose_mean(self._config, pack.comm.size, pack.data.device),
             self.divisor,
             self.process_groups.comms(pack_groups.reduce),
-            bool({*pack_groups.reduce} - {parallel_dims.replicas}),
             [
                 dim
                 for dim in pack_groups.reduce
@@ -255,7 +256,7 @@ class Reducer:
         """A pass has brought all means here."""
         self.due = self.spent = False
         self.history[BACKWARDS] += 1
-        self.history.update(assigned_in(self.buckets.values(), self.process_groups.everyone.rank))
+        self.history.update(assigned_in(self.buckets.values(), self.process_groups))
 
     def used(self) -> None:
         """A step used the gradients: the next one needs a pass of its own."""

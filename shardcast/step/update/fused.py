@@ -61,6 +61,7 @@ class FusedUpdate(Update):
         self._uniform = True  # whether all histories are equal
         self._step_numbers: dict[GroupId, StepNumbers] = {}
         self._execute = Executor(compiled=False, on_host=True)
+        self._state_on_host = self._config.state_on_host
         self._transfer: Callable[..., None] | None = None
 
     def add(self, shard: Shard) -> None:
@@ -137,7 +138,7 @@ class FusedUpdate(Update):
                     known[key] = rule, self._numbers_of(step, of_rule, on_host)
                 rule, numbers = known[key]
                 fusion = state.prepare(rule, epilogues)
-                for part in _windows(run) if self._config.offload else (run,):
+                for part in _windows(run) if self._state_on_host else (run,):
                     yield _Range(state, part, fusion, numbers, decision.factors[group])
 
     def _runs(

@@ -40,7 +40,7 @@ class ShardState:
     ) -> None:
         self.shard, self.first = shard, first
         self.stored: dict[str, Encoded] = {}
-        self._config = config
+        self._config, self._state_on_host = config, config.state_on_host
         self._row = row_of(config, shard.pack.layout.dtype)
         self._codecs = {name: e.codec for e in epilogues for name in e.state}
         kept = [name for e in epilogues for name in e.state if not e.follows]
@@ -63,7 +63,7 @@ class ShardState:
             codec = self._codecs.get(name) or moment_codec(self._config, name)
             pack = self.shard.pack
             self.stored[name] = Encoded(
-                codec, pack.own.numel, self._row, pack.data.device, on_host=self._config.offload
+                codec, pack.own.numel, self._row, pack.data.device, on_host=self._state_on_host
             )
         return self.stored[name]
 
@@ -146,13 +146,13 @@ class ShardState:
         if any(epilogue.sums for epilogue in fusion.epilogues):
             operands += [sums[rows] for sums in self.row_sums]
         # Sharded gradients are new in each step: kept operands would keep the last ones.
-        if old is None and not self._config.offload and self._config.grads == "full":
+        if old is None and not self._state_on_host and shard.grads.stays:
             self._fetched, self._part, self._operands = fetched, part, operands
         return operands
 
     def send(self, part: slice, fusion: Fusion, operands: Sequence[Tensor]) -> None:
         """Take updated operands back; nothing is done for those that are the memory itself."""
-        if not self._config.offload:
+        if not self._state_on_host:
             return
         for encoded, pieces in zip(self._all(fusion), fusion.parts(operands).stored, strict=True):
             encoded.send(part, pieces)
