@@ -71,7 +71,7 @@ def rows_of(flat: Tensor, row: int) -> Tensor:
     For one graph of :func:`compiled` ``row`` is a constant, and the number of rows may be any.
     """
     if not row:
-        return own_storage(flat)
+        return own_storage(flat.view(-1))  # what keeps both as one would never be freed else
     rows = own_storage(flat.view(-1, row))
     torch._dynamo.mark_static(rows, 1)
     return rows

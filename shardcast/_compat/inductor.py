@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
@@ -18,22 +20,101 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
     itself runs.
     """
-    # Triton would else try two block sizes in the first step, on copies of all that the kernel
-    # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
-    settings: dict[str, Any] = {"triton.autotune_pointwise": False}
-    if divides_exactly():
-        settings[EXACT_DIVISION] = True
-    # Dynamo limits the graphs of a code object; this one has none of other functions.
-    code = function.__code__.replace()
-    own = types.FunctionType(
-        code, function.__globals__, None, function.__defaults__, function.__closure__
+    graph = torch.compile(
+        _with_own_code(function), dynamic=True, fullgraph=True, options=_settings()
     )
-    graph = torch.compile(own, dynamic=True, fullgraph=True, options=settings)
 
     def run(*args: Any) -> None:
         (graph if _get_current_dispatch_mode() is None else function)(*args)
 
     return run
+
+
+def compiled_for_lengths(function: Callable[..., None]) -> Callable[..., None]:
+    """As :func:`compiled`, of tensors that Dynamo looks at once for each length.
+
+    What it finds out in each call, more than half of its time on the host, follows from the length
+    here: all operands (tensors, or ``None`` in some places always) are contiguous, of one shape and
+    device, and have storages of their own. Further ones of a length go to the graph at once.
+    """
+    seen = _Seen()
+    graph = torch.compile(
+        _with_own_code(function), dynamic=True, fullgraph=True, backend=seen.backend
+    )
+    direct: dict[torch.Size, Callable[[Sequence[Tensor | None]], None]] = {}
+
+    def run(*operands: Tensor | None) -> None:
+        if _get_current_dispatch_mode() is not None:
+            function(*operands)
+            return
+        shape = next(operand.shape for operand in operands if operand is not None)
+        if (known := direct.get(shape)) is not None:
+            known(operands)
+            return
+        graph(*operands)
+        if (found := seen.call_of(operands)) is not None:
+            direct[shape] = found
+
+    return run
+
+
+class _Seen(threading.local):
+    """The last call of a graph by Dynamo on this thread: which one, and with what."""
+
+    call: Callable[..., Any] | None = None
+    args: Sequence[Any] = ()
+
+    def backend(self, module: Any, inputs: Any) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx  # slow to import
+
+        call: Any = compile_fx(module, inputs, config_patches=_settings())
+
+        def seen(*args: Any) -> Any:
+            self.call, self.args = call, args
+            return call(*args)
+
+        return seen
+
+    def call_of(self, operands: Sequence[Any]) -> Callable[[Sequence[Tensor | None]], None] | None:
+        """The same call of the graph with other operands of that length; None where it is unknown.
+
+        Numbers are among its arguments, such as lengths.
+        """
+        call, args, self.call, self.args = self.call, self.args, None, ()
+        numbers = [arg if isinstance(arg, int) else None for arg in args]
+        places = {
+            at: next((n for n, operand in enumerate(operands) if operand is arg), None)
+            for at, arg in enumerate(args)
+            if not isinstance(arg, int)
+        }
+        if call is None or None in places.values():
+            return None
+        pairs: Any = [*places.items()]
+
+        def again(operands: Sequence[Tensor | None]) -> None:
+            present: list[Any] = [*numbers]
+            for at, place in pairs:
+                present[at] = operands[place]
+            call(*present)
+
+        return again
+
+
+def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:
+    """Another function of its own code: Dynamo limits the graphs of a code object."""
+    code = function.__code__.replace()
+    return types.FunctionType(
+        code, function.__globals__, None, function.__defaults__, function.__closure__
+    )
+
+
+def _settings() -> dict[str, Any]:
+    # Triton would else try two block sizes in the first step, on copies of all that the kernel
+    # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
+    settings: dict[str, Any] = {"triton.autotune_pointwise": False}
+    if divides_exactly():
+        settings[EXACT_DIVISION] = True
+    return settings
 
 
 EXACT_DIVISION = "eager_numerics.division_rounding"

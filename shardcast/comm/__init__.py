@@ -6,11 +6,13 @@ from .group import Work, copy_strided_, is_dense
 from .notices import warn_first, warn_once_for
 from .objects import Comm
 from .process_groups import ProcessGroups
-from .reduction import AllToAllReduction, ReduceScatterReduction, Reduction
+from .reduction import AllToAllReduction, Buffer, Buffers, ReduceScatterReduction, Reduction
 from .two_parts import ReplicaSumReduction, TwoLevelReduction
 
 __all__ = [
     "REDUCTIONS",
+    "Buffer",
+    "Buffers",
     "Comm",
     "ProcessGroups",
     "Reduction",

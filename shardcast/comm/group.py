@@ -82,15 +82,17 @@ class TensorCollectives:
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""
+        if (known := self._backends.get(device.type)) is not None:
+            return known
         group = self.group
         if group is None:
             return "none"
-        if device.type not in self._backends:
-            try:
-                self._backends[device.type] = group._get_backend(device).name()
-            except RuntimeError:  # a mock group has no backend objects
-                self._backends[device.type] = group.name()
-        return self._backends[device.type]
+        try:
+            backend: str = group._get_backend(device).name()
+        except RuntimeError:  # a mock group has no backend objects
+            backend = group.name()
+        self._backends[device.type] = backend
+        return backend
 
     def sends_messages(self, device: torch.device) -> bool:
         """Return whether spans travel as messages from rank to rank rather than in collectives.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardcast.comm.objects import Comm
-from shardcast.comm.reduction import Buffer, Reduction
+from shardcast.comm.reduction import Reduction, TakeBuffer
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import sum_dtype
 
@@ -25,7 +25,7 @@ class TwoLevelReduction(Reduction):
 
     _second: tuple[Tensor, Tensor] | None = None  # sums of this node, and of all nodes
 
-    def _launch(self, buffer: Buffer) -> None:
+    def _launch(self, buffer: TakeBuffer) -> None:
         comm, sent, node = self._comm, self._sent, self._pack.algorithms.node
         self._node, self._nodes = node, comm.size // node
         self._count = self._own.numel()
@@ -36,7 +36,9 @@ class TwoLevelReduction(Reduction):
         self.received = buffer(sent.numel())
         splits = [0] * comm.size
         splits[self._home * node : (self._home + 1) * node] = [self._sent.shape[1]] * node
-        self._work = comm.all_to_all(self.received, self._sent.view(-1), splits, splits, self._pack)
+        self._work = comm.all_to_all(
+            self.received.data, self._sent.view(-1), splits, splits, self._pack
+        )
 
     def advance(self) -> None:
         self._advanced()
@@ -44,7 +46,7 @@ class TwoLevelReduction(Reduction):
     def _advanced(self) -> tuple[Tensor, Tensor]:
         if self._second is None:
             self._work.wait()
-            rows = self.received.view(self._sent.shape)
+            rows = self.received.data.view(self._sent.shape)
             rows[self._number] = self._sent[self._number]
             sums = rows.sum(0, dtype=sum_dtype(rows.dtype))
             self._sent = rows[:0]  # the copy is free again

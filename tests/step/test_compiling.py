@@ -156,7 +156,9 @@ def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: py
     graphs, compile_ = CompileCounter(), torch.compile
     monkeypatch.setattr(
         torch, "compile",
-        lambda function, options, **kinds: compile_(function, backend=graphs, **kinds),
+        lambda function, options=None, backend=None, **kinds: compile_(
+            function, backend=graphs, **kinds
+        ),
     )  # fmt: skip
     with forgotten(), torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
         warnings.simplefilter("error")

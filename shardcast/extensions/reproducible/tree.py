@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm, Reduction
+from shardcast.comm import Buffer, Buffers, Comm, Reduction
 from shardcast.extensions.reproducible.exact_norm import ExactNorm
 from shardcast.messages import by_rank
 from shardcast.plan.layout import PackLayout
@@ -78,7 +78,7 @@ class MicroBatches:
     def __init__(self, total: int, comm: Comm) -> None:
         self._comm, self._done = comm, set[int]()
         self._sums: list[PartialSums] = []  # of each pack
-        self.spare: list[Tensor] = []
+        self.spare = Buffers()
         self._is_counted = total is True
         self._settle(0 if self._is_counted else total)
         self.reset()
@@ -287,7 +287,7 @@ class PartialSums:
 
     def send(
         self, comm: Comm, pack: PackLayout, gradient: Tensor,
-        buffer: Callable[[int, torch.dtype], Tensor],
+        buffer: Callable[[int, torch.dtype], Buffer],
     ) -> TreeReduction:  # fmt: skip
         """Send to each owner its part of this rank's nodes.
 
@@ -326,7 +326,7 @@ class TreeReduction(Reduction):
     def __init__(
         self, comm: Comm, pack: PackLayout, values: Mapping[Node, Tensor], message: Tensor | None,
         nodes: Sequence[Sequence[Node]], root: Node,
-        buffer: Callable[[int, torch.dtype], Tensor],
+        buffer: Callable[[int, torch.dtype], Buffer],
     ) -> None:  # fmt: skip
         own, rows = pack.spans[comm.rank], nodes[comm.rank]
         self._rank, self._nodes, self._root = comm.rank, nodes, root
@@ -338,25 +338,25 @@ class TreeReduction(Reduction):
             self._lengths[comm.rank] = sent[comm.rank] = 0  # what stays here is added up later
             start = sum(self._lengths)
             self.received = buffer(start + sum(sent), MASTER_DTYPE)
-            message = self.received[start:]
+            message, at = self.received.data[start:], 0
             for span, numel in zip(pack.spans, sent, strict=True):
                 part = _part_of(values, slice(span.start, span.stop))
                 for node in rows if numel else ():
-                    _write(self.received[start : start + span.numel], _sum_of(part, node))
-                    start += span.numel
+                    _write(message[at : at + span.numel], _sum_of(part, node))
+                    at += span.numel
             splits = self._lengths, sent
         else:
             self.received = buffer(sum(self._lengths), message.dtype)
             if len({*self._lengths}) > 1 or len({*sent}) > 1:
                 splits = self._lengths, sent
         self._sent = message
-        received = self.received[: sum(self._lengths)]
+        received = self.received.data[: sum(self._lengths)]
         self._work = comm.all_to_all(received, message, *splits, about=pack)
 
     def wait(self) -> list[Tensor]:
         """What each rank sent, but for this one."""
         self._work.wait()
-        return list(self.received[: sum(self._lengths)].split(self._lengths))
+        return list(self.received.data[: sum(self._lengths)].split(self._lengths))
 
     def mean_(
         self, pieces: Sequence[Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import REDUCTIONS, Comm, ProcessGroups, Reduction, ReplicaSumReduction
+from shardcast.comm import (
+    REDUCTIONS,
+    Buffer,
+    Buffers,
+    Comm,
+    ProcessGroups,
+    Reduction,
+    ReplicaSumReduction,
+)
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.history import ASSIGNED, SUMMED, listed
@@ -30,8 +38,9 @@ class State(Enum):
 def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
-        if bucket._reduction is not None:
-            bucket.land()
+        if bucket.state is State.IN_FLIGHT:
+            with torch.no_grad():
+                bucket.land()
 
 
 def assigned_in(buckets: Iterable[Bucket], process_groups: ProcessGroups) -> dict[str, str]:
@@ -67,6 +76,8 @@ class Bucket:
         absent: slots without a gradient here when it was last sent: the own span has others'.
         tree: sums of micro-batches of this step, where their order is fixed.
         assigned: names of gradients that a script put in the place of reduced ones.
+        late: it is sent at the end only: its further sums are with ranks whose backward waits for
+            others than ours.
     """
 
     grads: Gradients
@@ -81,19 +92,16 @@ class Bucket:
     absent: set[int] = field(default_factory=set)
     tree: PartialSums | None = None
     assigned: list[str] = field(default_factory=list)
+    late: bool = field(init=False)
     _reduction: Reduction | None = None
+
+    def __post_init__(self) -> None:
+        self.late = self.grads.pack.layout.pack_groups.sums_replicas
 
     @property
     def first(self) -> str:
         """Name of its first parameter, for errors."""
         return self.grads.pack.layout.slots[0].name
-
-    @property
-    def late(self) -> bool:
-        """Whether it is sent at the end only: its further sums are with ranks whose backward
-        waits for others than ours.
-        """
-        return self.grads.pack.layout.pack_groups.sums_replicas
 
     @property
     def complete(self) -> bool:
@@ -186,50 +194,39 @@ class Bucket:
         if self.tree is not None:
             self.grads.show_taken()
         # Asked first: sharded gradients are shown no more when they are collected.
+        pairs = zip(pack.layout.slots, pack.params, strict=True) if self.repeated else ()
         repeated = [
             slot
-            for slot, param in zip(pack.layout.slots, pack.params, strict=True)
-            if self.repeated and isinstance(param, LocalParam) and param.repeats(self.repeated)
+            for slot, param in pairs
+            if isinstance(param, LocalParam) and param.repeats(self.repeated)
         ]
         self.absent = self.grads.collect()
         for slot in repeated:
             self.grads.data[slot.offset : slot.end].zero_()
 
-    def send(self, spare: list[Tensor]) -> None:
-        """Start the collective, into one of the ``spare`` buffers if it fits."""
+    def send(self, buffers: Buffers) -> None:
+        """Start the collective, into one of the ``buffers``."""
         grads, pack, comm = self.grads, self.grads.pack.layout, self.grads.pack.comm
         if self.tree is not None:
-            self._reduction = self.tree.send(comm, pack, grads.data, partial(self._buffer, spare))
+            take = partial(buffers.take, device=grads.data.device)
+            self._reduction = self.tree.send(comm, pack, grads.data, take)
         else:
             sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
             reduction = REDUCTIONS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
-            buffer = partial(self._buffer, spare, dtype=self.wire)
-            self._reduction = reduction(comm, pack, sent, grads.local(sent), buffer)
+            take = partial(buffers.take, dtype=self.wire, device=sent.device)
+            self._reduction = reduction(comm, pack, sent, grads.local(sent), take)
         for further in () if self.late else self.sums:
             self._reduction = ReplicaSumReduction(
                 self._reduction, further, pack, partial(added, room=0)
             )
         self.state = State.IN_FLIGHT
 
-    def _buffer(self, spare: list[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
-        device, small = self.grads.data.device, None
-        for position, buffer in enumerate(spare):
-            if buffer.dtype == dtype and buffer.device == device:
-                if buffer.numel() >= numel:
-                    return spare.pop(position)[:numel]
-                small = position
-        if small is not None:
-            del spare[small]  # a larger one takes its place
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    @torch.no_grad()
     def advance(self) -> None:
         """Launch what follows on the collective under way: the first one of two, if there are."""
         if self._reduction is not None:
             self._reduction.advance()
 
-    @torch.no_grad()
-    def land(self) -> Tensor | None:
+    def land(self) -> Buffer | None:
         """Wait for the collective, if one is under way, and write the mean over the own span.
 
         Returns:

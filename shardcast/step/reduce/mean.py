@@ -113,7 +113,16 @@ def mean_in_chunks_(
             total += piece[part]
         return total
 
-    divide_(total, size, carry, out)
+    if out.numel() > CHUNK:
+        divide_(total, size, carry, out)
+        return
+    mean = pieces[0].to(sum_dtype(pieces[0].dtype), copy=True)  # all at once: slices take time
+    for piece in pieces[1:]:
+        mean += piece
+    mean /= size
+    if carry is not None:
+        mean += carry
+    out.copy_(mean)
 
 
 def divide_(
@@ -150,21 +159,29 @@ def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, ou
         kernel(pieces, size, carry, out)
 
 
+def _rows_of(tensor: Tensor, row: int) -> Tensor:
+    """As :func:`_compat.rows_of`, made once for a tensor: packs land in the same ones.
+
+    It holds the memory, not ``tensor``, with which it goes.
+    """
+    known: Any = tensor
+    rows: Tensor | None = getattr(known, "in_rows", None)
+    if rows is None:
+        rows = known.in_rows = _compat.rows_of(tensor, row)
+    return rows
+
+
 @functools.cache  # one compiled function, so that models of one process share its graph
 def _kernel(size: int, row: int, dtype: torch.dtype, *_: Any) -> Callable[..., None]:
-    def mean(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
+    def mean(out: Tensor, carry: Tensor | None, *pieces: Tensor) -> None:
         mean_(pieces, size, carry, out)  # a constant, by which is divided in the pieces' own dtype
 
-    graph = inductor.compiled(mean)
+    graph = inductor.compiled_for_lengths(mean)
 
     def in_rows(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
         # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
-        target = _compat.rows_of(out, row)
-
-        def alone(tensor: Tensor) -> Tensor:
-            return target if tensor is out else _compat.rows_of(tensor, row)
-
-        rest = None if carry is None else alone(carry)
-        graph([alone(piece) for piece in pieces], rest, target)
+        target = _rows_of(out, row)
+        rest = None if carry is None else _rows_of(carry, row)
+        graph(target, rest, *(target if piece is out else _rows_of(piece, row) for piece in pieces))
 
     return or_eager(in_rows, mean_in_chunks_, f"the mean over {size} ranks in {dtype}")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm, Reduction
+from shardcast.comm import Buffer, Buffers, Comm, Reduction
 from shardcast.plan.layout import PackLayout
 
 
@@ -33,7 +33,7 @@ class PartialSums(Protocol):
 
     def send(
         self, comm: Comm, pack: PackLayout, gradient: Tensor,
-        buffer: Callable[[int, torch.dtype], Tensor],
+        buffer: Callable[[int, torch.dtype], Buffer],
     ) -> Reduction:  # fmt: skip
         """Send to each owner its part, with that of the current micro-batch."""
 
@@ -56,7 +56,7 @@ class MicroBatches(Protocol):
     current: int
     begun: bool
     numbered: bool
-    spare: list[Tensor]
+    spare: Buffers
 
     @property
     def last(self) -> bool:

@@ -19,9 +19,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from shardcast import _compat
+from shardcast.comm import Buffers
 from shardcast.step.reduce.bucket import Bucket, State, land_all
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class ReducePass:
         self._next = 0  # first bucket that was not sent yet
         self._flying: list[Bucket] = []
         of_tree = reducer.micro_batches
-        # Buffers to be used again.
-        self._spare: list[Tensor] = [] if of_tree is None else of_tree.spare
+        self._buffers = Buffers() if of_tree is None else of_tree.spare
 
     def start(self) -> None:
         """The first gradient is about to come, or none in a pass without a backward."""
@@ -137,7 +136,8 @@ class ReducePass:
             self._next += 1
             bucket.counting = None
             if self._sends:
-                self._launch(bucket)
+                with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
+                    self._launch(bucket)
             else:
                 bucket.grads.adopt()
 
@@ -171,6 +171,7 @@ class ReducePass:
         if any(bucket.grads.has_graph for bucket in self._buckets):
             self._reducer.edits.warn_of_graph()
 
+    @torch.no_grad()
     def flush(self) -> None:
         """Send what was not sent yet, zeros for absent gradients, and have all means here.
 
@@ -192,7 +193,7 @@ class ReducePass:
         bucket.reopen(self._reducer.spent)
         bucket.collect()
         if not self._reducer.alone:
-            bucket.send(self._spare)
+            bucket.send(self._buffers)
             self._flying.append(bucket)
             if len(self._flying) > 1:
                 self._flying[-2].advance()
@@ -202,4 +203,4 @@ class ReducePass:
     def _land(self) -> None:
         buffer = self._flying.pop(0).land()
         if buffer is not None:
-            self._spare.append(buffer)
+            self._buffers.give(buffer)

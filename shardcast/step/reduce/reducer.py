@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import ProcessGroups
+from shardcast.comm import Buffers, ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
@@ -139,8 +139,8 @@ class Reducer:
         if not self.due:
             bucket.collect()
             if not self.alone:
-                bucket.send([])
-                bucket.land()
+                bucket.send(Buffers())
+                land_all([bucket])
         return grads
 
     def nbytes(self, pack: Pack) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from shardcast import ShardcastConfig
 from shardcast._compat import inductor
+from shardcast.comm import Buffer
 from shardcast.step.reduce import mean
 from shardcast.step.reduce.mean import choose_mean, mean_, mean_in_chunks_
 
@@ -83,6 +88,54 @@ def test_compiled_it_has_the_same_bits_and_one_graph_for_all_lengths_and_places(
             with torch._dynamo.config.patch(error_on_recompile=numel in (64, 70_000)):
                 compiled(pieces, size, carry, found)
             assert torch.equal(found, expected), (wire, out, carries, numel)
+
+
+@needs_compiler
+def test_dynamo_looks_at_a_length_once_and_every_length_has_its_own_bits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Later calls go to the graph: there is no Python of ours that Dynamo could run eagerly."""
+    lengths = 2048, 64, 70_000, 96
+    mean.compiled_mean_(*call_of(8, 4096, 0)[0])
+    for numel in lengths:
+        mean.compiled_mean_(*call_of(8, numel, 0)[0])
+    expected = {numel: call_of(8, numel, 1) for numel in lengths}
+    for arguments, plain in expected.values():
+        pieces, size, carry, _ = arguments
+        mean_(pieces, size, carry, plain)
+    monkeypatch.setattr(mean, "mean_", None)
+    for arguments, plain in expected.values():
+        with torch.compiler.set_stance("force_eager"):
+            mean.compiled_mean_(*arguments)
+        assert torch.equal(arguments[3], plain)
+    arguments, _ = call_of(8, 128, 2)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(TypeError):
+        mean.compiled_mean_(*arguments)  # the control: a length that Dynamo has not seen
+
+
+def call_of(size: int, numel: int, seed: int) -> tuple[Any, Tensor]:
+    """Arguments of a mean of bf16, and room for what is expected."""
+    torch.manual_seed(seed)
+    pieces, out = [torch.randn(numel).bfloat16() for _ in range(size)], torch.empty(numel)
+    return (pieces, size, None, out.bfloat16()), torch.empty(numel, dtype=BF16)
+
+
+def test_views_that_are_made_once_do_not_keep_the_memory_of_what_was_received():
+    """Without the garbage collector, which does not see what a tensor holds."""
+    for numel in (1 << 12, 24):  # in rows, and too short for them
+        mean._rows_of(torch.empty(64), 16)  # imports
+        gc.disable()
+        try:
+            buffer = Buffer(8 * numel, BF16, CPU)
+            pieces = buffer.pieces(numel)
+            row = mean.ROW if numel % mean.ROW == 0 else 0
+            assert all(mean._rows_of(p, row) is mean._rows_of(p, row) for p in pieces)
+            assert all(a is b for a, b in zip(pieces, buffer.pieces(numel), strict=True))
+            alive = [weakref.ref(piece) for piece in pieces]
+            del buffer, pieces
+            assert [ref for ref in alive if ref() is not None] == []
+        finally:
+            gc.enable()
 
 
 def test_a_mean_of_equal_values_is_that_value_whatever_their_number():
