@@ -37,12 +37,13 @@ def by_table(values: Tensor, form: str) -> Tensor:
     rows, columns = FORMS[form].block_rows, FORMS[form].block_columns
     blocks = values.double().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     largest = blocks.abs().amax((-3, -1), keepdim=True)
-    if form == "fp8_block128":
-        scale = torch.ceil(torch.log2(largest / 448)).exp2()
+    is_fp4 = form.startswith("mxfp4")
+    if form == "fp8_block128" or form.endswith("_rceil"):
+        scale = torch.ceil(torch.log2(largest / (6 if is_fp4 else 448))).exp2()
     else:
-        scale = torch.floor(torch.log2(largest)).exp2() / (4 if form == "mxfp4" else 256)
+        scale = torch.floor(torch.log2(largest)).exp2() / (4 if is_fp4 else 256)
     scale = torch.where(largest > 0, scale, 1.0)
-    found = nearest(blocks / scale, E2M1 if form == "mxfp4" else E4M3) * scale
+    found = nearest(blocks / scale, E2M1 if is_fp4 else E4M3) * scale
     return found.flatten(-4, -3).flatten(-2).to(torch.bfloat16)
 
 

@@ -120,7 +120,7 @@ def test_codes_and_scales_are_those_that_were_recorded_of_others(form: str, kind
     assert digest(*FORMS[form].quantize(vectors()[kind])) == RECORDED[form][kind]
 
 
-@of_each_form
+@pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("kind", ["usual", "wide", "bf16", "zeros", "largest"])
 def test_values_are_those_of_a_table_of_all_codes(form: str, kind: str):
     values = vectors()[kind]
@@ -162,6 +162,55 @@ def test_a_nan_makes_its_block_nan_and_an_infinity_is_seen(form: str):
     assert not published[127, 255].isfinite()
     assert scales[0, 0] == 255
     assert published[:64, 128:].isfinite().all() == (form != "fp8_block128")
+
+
+COVERING = ("fp8_block128", "mxfp8_rceil", "mxfp4_rceil")
+
+
+@pytest.mark.parametrize("form", COVERING)
+def test_codes_times_any_power_of_two_are_as_they_were(form: str):
+    """So a model that was loaded from a checkpoint in a form begins with the values of the file.
+
+    Whatever chose its scales, head room included. With exponents rounded down those of mxfp8 that
+    others rounded up do not: 240 times a power of two is more than 448 times half of it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    its, floor = FORMS[form], FORMS[form.removesuffix("_rceil")]
+    most = 127 if its.bits == 8 else 256
+    codes = torch.randint(0, most, (256, 256 * its.bits // 8), generator=generator)
+    codes = codes.to(torch.uint8)
+    if its.bits == 8:
+        sign = torch.randint(0, 2, codes.shape, generator=generator).to(torch.uint8) << 7
+        codes = (codes | sign).view(torch.float8_e4m3fn)
+    shape = its.scale_shape((256, 256))
+    scales = torch.randint(10, 240, shape, generator=generator).to(torch.uint8)
+    smaller = torch.randint(0, 2, codes.shape, generator=generator).bool()
+    if its.bits == 8:
+        codes = torch.where(smaller, codes.float() / 16, codes.float()).to(torch.float8_e4m3fn)
+    values = its.dequantize(codes, scales)
+    assert same(its.round(values), values)
+    if form == "mxfp8_rceil":
+        assert not same(floor.round(values), values)
+
+
+@pytest.mark.parametrize("form", COVERING)
+def test_a_block_at_either_end_of_bf16_is_rounded_once(form: str):
+    """Where what is rounded has half the scale, or would be an infinity."""
+    its = FORMS[form]
+    height = its.block_rows
+    steps = torch.linspace(0.2, 2.2, 4001).double()
+    for power in (*range(-136, -110), 124, 125, 126, 127):
+        sizes = (steps * 2.0**power).float()
+        sizes = sizes[sizes.isfinite()].view(-1, 1)
+        values = torch.cat([sizes, sizes / 3, sizes / 200], 1)
+        blocks = torch.zeros(len(values), height, its.block_columns)
+        if height > 1:
+            blocks = blocks[::40].clone()
+        blocks[:, 0, :3] = values[:: 40 if height > 1 else 1]
+        once = its.round(blocks)
+        assert same(its.round(once), once), power
+        assert same(its.dequantize(*its.quantize(once)), once), power
+        assert not once.isinf().any()
 
 
 def test_values_that_were_bf16_first_have_other_codes():
@@ -395,7 +444,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 COVER = [("mxfp4", way) for way in WAYS] + [
     ("mxfp8", "gathered"), ("mxfp8", "split"), ("fp8_block128", "messages"),
-    ("fp8_block128", "broadcast"), ("fp8_block128", "split"),
+    ("fp8_block128", "broadcast"), ("fp8_block128", "split"), ("mxfp8_rceil", "messages"),
+    ("mxfp4_rceil", "broadcast"),
 ]  # fmt: skip
 
 

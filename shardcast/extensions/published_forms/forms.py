@@ -5,8 +5,9 @@ gives the same value. That holds for all values that a block can have here: a bl
 would stand for numbers below those of bf16 is zeros, and one beyond them NaN.
 
 Bits are those of others: ``mxfp8`` and ``mxfp4`` of torchao's ``to_mx`` with
-``ScaleCalculationMode.FLOOR``, ``fp8_block128`` of transformers' ``Fp8Quantize`` with ``scale_fmt``
-``ue8m0``. Exponents are found in integers, for a logarithm in floating point depends on the device.
+``ScaleCalculationMode.FLOOR``, those with ``_rceil`` with ``RCEIL``, ``fp8_block128`` of
+transformers' ``Fp8Quantize`` with ``scale_fmt`` ``ue8m0``. Exponents are found in integers, for a
+logarithm in floating point depends on the device.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Form(ABC):
         size = blocks.abs()
         largest = size.amax((-3, -1))
         byte = self._scale_of(largest)
-        tiny = byte < self.lowest
+        tiny = self._is_tiny(largest, byte)
         is_nan = self._is_nan(largest)
         factor = _power(2 * BIAS - byte).masked_fill_(tiny, 0.0)  # a zero keeps its sign
         scaled = torch.mul(blocks, factor[..., :, None, :, None], out=size)
@@ -131,6 +132,10 @@ class Form(ABC):
     @abstractmethod
     def _scale_of(self, largest: Tensor) -> Tensor:
         """The byte of the scale of a block, int32, maybe below zero, from its largest size."""
+
+    def _is_tiny(self, largest: Tensor, byte: Tensor) -> Tensor:
+        """Whether a block is zeros, as it would be once it was rounded."""
+        return byte < self.lowest
 
     def _is_nan(self, largest: Tensor) -> Tensor:
         """Whether a block is NaN, from its largest size."""
@@ -185,7 +190,44 @@ class MXFP4(Form):
         return torch.where(pair > 7, -size, size)
 
 
-class FP8Block128(Form):
+class Covering(Form):
+    """Forms whose scale is the least power of two by which no code saturates.
+
+    So of codes times any power of two, however they were found, all values stay as they are.
+
+    Attributes:
+        infinite: a block with so large a value is NaN: its code times the scale would be an
+            infinity in bf16, and not quantized as it was before.
+    """
+
+    infinite: ClassVar[float] = E4M3_INFINITE
+
+    def _scale_of(self, largest: Tensor) -> Tensor:
+        return _exponent_above(largest / self.limit)
+
+    def _is_tiny(self, largest: Tensor, byte: Tensor) -> Tensor:
+        # What is rounded down to half of the largest code has half the scale from then on.
+        lowest = (largest * 2.0 ** (BIAS - self.lowest)).clamp_(max=self.limit)
+        return self._nearest(lowest) <= self.limit / 2
+
+    def _is_nan(self, largest: Tensor) -> Tensor:
+        return ~(largest < self.infinite)
+
+
+class MXFP8RCEIL(Covering, MXFP8):
+    """``mxfp8`` with exponents rounded up."""
+
+    name = "mxfp8_rceil"
+
+
+class MXFP4RCEIL(Covering, MXFP4):
+    """``mxfp4`` with exponents rounded up."""
+
+    name = "mxfp4_rceil"
+    infinite = 3.5 * 2.0**126  # rounds to 2**128
+
+
+class FP8Block128(Covering):
     """E4M3 codes, and a scale for each 128 x 128 of them that is a power of two."""
 
     name = "fp8_block128"
@@ -196,15 +238,12 @@ class FP8Block128(Form):
     def _scale_of(self, largest: Tensor) -> Tensor:
         # The least power of two that is not below the reciprocal of a reciprocal: as transformers.
         inverse = 1.0 / (E4M3_MAX / largest)
-        bits = inverse.view(torch.int32)
-        return (bits >> MANTISSA) + ((bits & ((1 << MANTISSA) - 1)) != 0)
-
-    def _is_nan(self, largest: Tensor) -> Tensor:
-        # Its code times the scale would be an infinity in bf16, and not quantized as it was before.
-        return ~(largest < E4M3_INFINITE)
+        return _exponent_above(inverse)
 
 
-FORMS: dict[str, Form] = {form.name: form for form in (MXFP8(), MXFP4(), FP8Block128())}
+FORMS: dict[str, Form] = {
+    form.name: form for form in (MXFP8(), MXFP4(), FP8Block128(), MXFP8RCEIL(), MXFP4RCEIL())
+}
 
 
 @functools.cache
@@ -228,6 +267,12 @@ def _to_bits(values: Tensor, bits: int, lowest: int) -> Tensor:
 def _exponent(size: Tensor) -> Tensor:
     """The biased exponent of fp32 numbers without a sign."""
     return size.view(torch.int32) >> MANTISSA
+
+
+def _exponent_above(size: Tensor) -> Tensor:
+    """The biased exponent of the least power of two that is not below a number."""
+    bits = size.view(torch.int32)
+    return (bits >> MANTISSA) + ((bits & ((1 << MANTISSA) - 1)) != 0)
 
 
 def _power(byte: Tensor) -> Tensor:

@@ -25,14 +25,16 @@ class PublishedForms(ValidatedOptions):
     """Patterns of names of parameters by the form that they have.
 
     Attributes:
-        mxfp8, mxfp4, fp8_block128: glob patterns of names of parameters, or of modules for the
-            matrices that these hold themselves.
+        mxfp8, mxfp4, fp8_block128, mxfp8_rceil, mxfp4_rceil: glob patterns of names of parameters,
+            or of modules for the matrices that these hold themselves.
         wire: what owners send, ``codes`` with their scales, or ``bf16`` values.
     """
 
     mxfp8: tuple[str, ...] = option(())
     mxfp4: tuple[str, ...] = option(())
     fp8_block128: tuple[str, ...] = option(())
+    mxfp8_rceil: tuple[str, ...] = option(())
+    mxfp4_rceil: tuple[str, ...] = option(())
     wire: str = option("codes", within=one_of("codes", "bf16"))
 
     def patterns(self) -> Mapping[str, tuple[str, ...]]:
@@ -134,7 +136,8 @@ def _reader(optimizer: Any) -> StepHook:
 
 OPTION = Option(
     help="forms of parameters that lie on the grid of quantized values, a mapping from mxfp8, "
-    "mxfp4 or fp8_block128 to patterns of names: {mxfp8: ['*.mlp.*.weight']}; the rest is bf16; "
+    "mxfp4, fp8_block128, mxfp8_rceil or mxfp4_rceil to patterns of names: "
+    "{mxfp8: ['*.mlp.*.weight']}; the rest is bf16; "
     "wire: bf16 sends values in place of codes and scales",
     within=("forms with patterns of names", lambda _: True),
     read=_read,
