@@ -84,6 +84,8 @@ def test_an_example_trains(gloo: SpawnedWorld, name: str):
         assert lean < 0.6 * default
     elif name == "published_forms":
         assert figure("loss", text.split(",")[0]) < 0.5 and "equal values: True" in text
+    elif name == "following":
+        assert "equal bits: True" in text and 0 < figure(" True,", text.replace("%", "")) < 100
     elif name == "offload":
         assert figure("in host memory", text) and "198,912 in host memory" in text
     else:

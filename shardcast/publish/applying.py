@@ -166,9 +166,20 @@ def _write(tensor: Tensor, patch: WeightPatch) -> None:
     bits = INTEGERS[patch.dtype.itemsize]
     values = patch.values.to(tensor.device).view(bits)
     flat = tensor.reshape(-1).view(bits)  # a copy, where the tensor is not contiguous
-    if patch.indices is None:
-        flat.copy_(values)
-    else:
+    begin = 0 if patch.indices is None else begin_of_run(patch.indices)
+    if begin is not None:
+        flat[begin : begin + values.numel()].copy_(values)
+    elif patch.indices is not None:
         flat[patch.indices.to(tensor.device, torch.int64)] = values
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def begin_of_run(indices: Tensor) -> int | None:
+    """The first one of indices that follow one another; ``None`` where some are left out."""
+    if not indices.numel():
+        return None
+    first, last = int(indices[0]), int(indices[-1])
+    if last - first != indices.numel() - 1 or bool((indices.diff() != 1).any()):
+        return None
+    return first

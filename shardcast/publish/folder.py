@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -32,10 +32,11 @@ from shardcast.publish.applying import (
     IncompleteChangesError,
     WrongVersionError,
     apply,
+    begin_of_run,
 )
 
 NAME = re.compile(
-    r"(?P<version>(?P<run>[0-9a-f]+)-(?P<number>\d+)-\d+)\.(?P<kind>full|next)"
+    r"(?P<run>[0-9a-f]+)-(?P<number>\d+)-\d+\.(?P<kind>full|next)"
     r"\.(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors"
 )
 WRITING, NEWEST, HEAD = ".writing-", "NEWEST", "shardcast"
@@ -53,7 +54,6 @@ class _File(NamedTuple):
     """A file of a part, as its name says."""
 
     path: Path
-    version: str
     run: str
     number: int
     is_full: bool
@@ -123,7 +123,7 @@ class FolderSender:
                 Changes((), full.version, changes.version, full.part, full.parts, full.aliases)
             )
             changes = full
-        if due:
+        if changes.is_full:
             self._note_full(changes)
         self._version = changes.version
         return changes.version
@@ -134,7 +134,7 @@ class FolderSender:
         self._fulls = [*self._fulls[-1:], number]
         if full.part == 0 and len(self._fulls) == 1:
             self._write_newest(run)
-        for file in _files(self._directory):
+        for file in _files(self._directory, (WRITING, "")):
             if file.run == run:
                 old = file.part == full.part and file.number < self._fulls[0]
             else:  # of an earlier run, of which readers are by now
@@ -246,7 +246,7 @@ def write_changes(path: Path, changes: Changes) -> None:
             "dtype": _name_of(patch.dtype),
         }
         if patch.indices is not None:
-            begin = _begin_of_run(patch.indices)
+            begin = begin_of_run(patch.indices)
             fact["indices"] = _name_of(patch.indices.dtype)
             if begin is not None:  # of full versions, usually
                 fact["from"] = begin
@@ -301,20 +301,10 @@ def _patch(file: Any, number: int, fact: Mapping[str, Any]) -> WeightPatch:
     indices = None
     if "from" in fact:
         begin, dtype = int(fact["from"]), _dtype_of(fact["indices"])
-        indices = torch.arange(begin, begin + values.numel()).to(dtype)
+        indices = torch.arange(begin, begin + values.numel(), dtype=dtype)
     elif "indices" in fact:
         indices = file.get_tensor(f"{number}.indices")
     return WeightPatch(fact["name"], (*fact["shape"],), _dtype_of(fact["dtype"]), values, indices)
-
-
-def _begin_of_run(indices: Tensor) -> int | None:
-    """The first one of indices that follow one another; ``None`` where some are left out."""
-    if not indices.numel():
-        return None
-    first, last = int(indices[0]), int(indices[-1])
-    if last - first != indices.numel() - 1 or bool((indices.diff() != 1).any()):
-        return None
-    return first
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -333,10 +323,11 @@ def _run_of(version: str) -> tuple[str, int]:
     return run, int(number)
 
 
-def _files(directory: Path) -> Iterator[_File]:
+def _files(directory: Path, prefixes: Sequence[str] = ("",)) -> Iterator[_File]:
     for name in os.listdir(directory):
-        if found := NAME.fullmatch(name):
-            yield _File(
-                directory / name, found["version"], found["run"], int(found["number"]),
-                found["kind"] == "full", int(found["part"]), int(found["parts"]),
-            )  # fmt: skip
+        for prefix in prefixes:
+            if name.startswith(prefix) and (found := NAME.fullmatch(name[len(prefix) :])):
+                yield _File(
+                    directory / name, found["run"], int(found["number"]), found["kind"] == "full",
+                    int(found["part"]), int(found["parts"]),
+                )  # fmt: skip

@@ -33,7 +33,7 @@ class ChangesOfRank(StepHook):
             )
         self._optimizer = optimizer
         comm = optimizer.process_groups.everyone
-        self._run = comm.share(os.urandom(4).hex(), optimizer.device)  # another one in each run
+        self._run = comm.exchange(os.urandom(4).hex(), optimizer.device)[0]  # one for each run
         self._number = 0
         self._last = ""  # version that was told last
 
