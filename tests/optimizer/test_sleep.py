@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, adamw, assert_same_bits, everything, run_world, sharded, values
+from test_replica_check import received
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -597,6 +598,24 @@ def test_attempts_go_on_after_a_sleep():
         return [(it.step, it.rank) for it in optimizer.failures()]
 
     assert run_world(2, run)[0] == [[(3, 1)]] * 2
+
+
+def test_a_step_that_is_refused_leaves_what_other_options_have_noted():
+    def run(group: Any) -> str:
+        model, optimizer = made(group, replica_check=1, overlap_sync=True)
+        optimizer.wait_sync()
+        if group.rank() == 1:
+            received(optimizer, model)  # a bit turns over, which the next step hashes
+        optimizer.sleep()
+        with pytest.raises(RuntimeError, match=r"wake\(\)"):
+            optimizer.step()
+        optimizer.wake()
+        with pytest.raises(RuntimeError) as raised:
+            go_on(model, optimizer, 1, 2)
+        return str(raised.value)
+
+    for text in run_world(2, run)[0]:
+        assert "after step 1 parameters of rank 1 differ" in text
 
 
 def test_tensor_parallel_parameters_sleep_and_are_named():
