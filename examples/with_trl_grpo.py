@@ -15,7 +15,13 @@ from shardcast.transformers import ShardcastTrainerMixin
 
 
 class Trainer(ShardcastTrainerMixin, GRPOTrainer):  # <- before the trainer of TRL
-    pass
+    asleep = 0
+
+    def _generate(self, prompts: list) -> tuple:
+        optimizer = self.accelerator.sharded_optimizer
+        with optimizer.asleep(keep={"parameters"}):  # <- rollouts have the memory of all else
+            self.asleep += optimizer.memory_report().get("asleep", 0)
+            return super()._generate(prompts)
 
 
 def share_of_even(completions: list[str], **_: object) -> list[float]:
@@ -75,4 +81,5 @@ if trainer.is_world_process_zero():
     scale, skipped = optimizer.loss_scale, optimizer.skipped_steps
     print(f"reward {rewards[0]:.2f}, at the end: reward {rewards[-1]:.2f}")
     print(f"loss scale {scale}, {skipped} steps skipped on all ranks")
+    print(f"{trainer.asleep / 1e6:.1f} MB slept in host memory, over all rollouts")
 trainer.accelerator.end_training()
