@@ -9,6 +9,7 @@
     python -m benchmarks peers --model gpt --markdown
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks reproducible --ranks 2      # the same bits at any number of ranks
+    python -m benchmarks replicas --ranks 2          # replica_check, amortized over 100 steps
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
     python -m benchmarks forms                       # steps with published forms, beside bf16
     python -m benchmarks fine-tuning --record        # published forms: what changes in a step
@@ -41,6 +42,7 @@ from benchmarks import (
     forms,
     launches,
     matrix,
+    replicas,
     report,
     reproducible,
     step,
@@ -108,6 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title += "" if args.clock == "wall" else f", {args.clock} time"
         lines = reproducible.rows(on_ranks(reproducible.measure, args.ranks, plan))
         columns = reproducible.COLUMNS
+    elif args.command == "replicas":
+        plan = step.Plan(args.model, (), args.rounds, args.micros, args.clock)
+        title = (
+            f"{WORKLOADS[args.model].title}, {args.ranks} ranks, medians of {args.rounds} rounds"
+        )
+        title += "" if args.clock == "wall" else f" of {args.clock} time"
+        lines = replicas.rows(on_ranks(replicas.measure, args.ranks, plan))
+        columns = replicas.COLUMNS
     else:
         plan = step.Plan(args.model, names(args), args.rounds, args.micros, args.clock)
         title = report.title(plan, args.ranks)
@@ -142,7 +152,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "launches": 200, "matrix": 9,
-        "forms": 9, "reproducible": 15, "step": 15, "peers": 15,
+        "forms": 9, "reproducible": 15, "replicas": 60, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
@@ -183,7 +193,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )  # fmt: skip
         many = 4 if name == "reproducible" else 1
         sub.add_argument("--micros", type=int, default=many, help="micro-batches per step")
-        if name == "reproducible":
+        if name in ("reproducible", "replicas"):
             continue
         sub.add_argument("--plot", type=Path, help="also draw the steps, as a PNG")
         sub.add_argument(

@@ -1,0 +1,55 @@
+"""What ``replica_check`` costs: steps with and without a check, beside those without the option."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.models import WORKLOADS
+from benchmarks.step import Plan, Result, one_step, record
+from benchmarks.systems import Shardcast
+
+EVERY = 100  # steps between two checks
+NEVER = 1 << 40
+COLUMNS = ("system", "step ms", "more, ms", "share of a step", f"every {EVERY} steps")
+SYSTEMS = {
+    "without replica_check": 0, "a step between two checks": NEVER, "a step with a check": 1,
+}  # fmt: skip
+
+
+def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
+    """Both in interleaved rounds."""
+    workload, systems = WORKLOADS[plan.model], {}
+    for name, period in SYSTEMS.items():
+        torch.manual_seed(0)
+        systems[name] = Shardcast(workload.build(), workload, replica_check=period)
+        one_step(systems[name], workload, plan, 0)
+    results = {name: Result("") for name in SYSTEMS}
+    for number in range(1, plan.rounds + 1):
+        for name in [*SYSTEMS][:: 1 if number % 2 else -1]:
+            record(results[name], systems[name], workload, plan, number)
+    return results
+
+
+def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
+    """One row per system; what is more is the median difference to the first, round by round.
+
+    It is that of the optimizer's phase, which has all of it: forwards and backwards take more or
+    less time by themselves. The last column: of one check in so many steps, and of what each step
+    between has to do for it.
+    """
+    first = next(iter(results.values()))
+    lines = []
+    shares = dict[str, float]()
+    for name, result in results.items():
+        pairs = zip(result.phase, first.phase, strict=True)
+        more = statistics.median(one - other for one, other in pairs)
+        shares[name] = more / statistics.median(first.step)
+        medians = f"{1e3 * statistics.median(result.step):.1f}", f"{1e3 * more:.2f}"
+        lines.append((name, *medians, f"{shares[name]:.2%}", ""))
+    _, between, checked = shares.values()
+    total = between + (checked - between) / EVERY
+    lines[-1] = (*lines[-1][:-1], f"{total:.3%}")
+    return lines
