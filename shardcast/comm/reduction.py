@@ -73,6 +73,10 @@ class Buffers:
             del self._free[small]  # a larger one takes its place
         return Buffer(numel, dtype, device)
 
+    def free(self) -> None:
+        """Keep none."""
+        self._free.clear()
+
     def give(self, buffer: Buffer) -> None:
         """It is free again."""
         self._free.append(buffer)

@@ -37,8 +37,8 @@ class ShardedGradients(Gradients):
     stays = False
     cannot_gather = "with grads 'sharded' a rank has no room for all gradients; use grads 'full'"
 
-    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
-        super().__init__(pack, dtype)
+    def __init__(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> None:
+        super().__init__(pack, dtype, wire)
         self._own: Tensor | None = None
         self._stand_ins: list[StandIn | None] = [None] * len(pack.params)
         self._zeroed = False  # by zero_grad(set_to_none=False): zeros need not be added to

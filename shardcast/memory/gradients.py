@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.comm import REDUCTIONS, Buffers, Reduction
 from shardcast.memory.local_param import LocalParam
 from shardcast.memory.marks import Marks
 from shardcast.memory.pack import Pack
@@ -19,6 +20,10 @@ from shardcast.plan.precision import MASTER_DTYPE
 
 class Gradients:
     """The gradients of one pack on this rank, allocated with the first one and kept.
+
+    This is the storage behind a pack's :class:`.Bucket`, full on every rank. An option has another
+    one by a subclass, of its own span (``Option.gradients``) or with micro-batches apart
+    (:meth:`.MicroBatches.storage`), so that a bucket asks none of them which one it is.
 
     ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean is
     written to ``own``, then ``landed(pieces)``. ``reopen(kept)`` begins anew and returns the fp32
@@ -35,7 +40,6 @@ class Gradients:
         owned: per slot, whether part of it lies in the own span.
         has_graph: some gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
-        taken: slots with a gradient that :meth:`take` took and nothing shows.
         lent: slots that :meth:`lend` shows, without a gradient of this rank.
         carry: fp32 means of the own span from earlier reductions of this step.
         joint: of copies whose gradients are added up, on how many ranks of one data-parallel
@@ -55,9 +59,9 @@ class Gradients:
     _marks: Marks | None = None
     _gathered: torch.dtype | None = None  # of gradients before they were widened
 
-    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
+    def __init__(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> None:
         self.pack, self.dtype, self.has_graph = pack, dtype, False
-        self.taken: set[int] = set()
+        self._wire = wire
         _, start, stop = pack.own
         self.owned = tuple(
             numel > 0 and offset < stop and start < offset + numel
@@ -136,12 +140,9 @@ class Gradients:
 
     def presence(self) -> list[bool]:
         """Per slot, whether there is a gradient of this rank, or a mean that it knows of."""
-        if self.taken or self.lent:
+        if self.lent:
             lent = {position for position in self.lent if self.holds(position)}
-            return [
-                n not in lent and (p.grad is not None or n in self.taken)
-                for n, p in enumerate(self.pack.params)
-            ]
+            return [n not in lent and p.grad is not None for n, p in enumerate(self.pack.params)]
         return [param.grad is not None for param in self.pack.params]
 
     def lend(self, positions: Iterable[int]) -> None:
@@ -214,28 +215,31 @@ class Gradients:
                     params[position].grad = view
         return bool(grads)
 
-    def take(self, memory: Tensor) -> None:
-        """Show no gradient any more; the next ones are not added to these.
+    @property
+    def is_begun(self) -> bool:
+        """Whether earlier backwards of this step have left what ``.grad`` does not show."""
+        return self.carry is not None
 
-        Args:
-            memory: what they are in, padding zero; other than ``data`` if that is to stay.
-        """
-        for position, param in enumerate(self.pack.params):
-            if param.grad is not None:
-                self.taken.add(position)
-                param.grad = None
-        if memory is not self._data:
-            for position in range(len(self.pack.params)):
-                self._part_with(position)
-            self._allocate(memory)
+    def end_micro_batch(self) -> None:
+        """Learn that the next gradients are of another micro-batch, where a storage tells them."""
 
-    def show_taken(self) -> None:
-        """Show zeros where a gradient was taken and none came since."""
-        for position in self.taken:
-            if self.pack.params[position].grad is None:
-                self.clear(position)
-                self.show(position)
-        self.taken.clear()
+    def drop_replaced(self) -> None:
+        """Drop what is kept of micro-batches, of gradients that a script has replaced since."""
+
+    def discard(self, position: int) -> None:
+        """Drop what is kept of micro-batches, of one gradient that a script cleared."""
+
+    def forget(self) -> None:
+        """Learn that all gradients were cleared, by whomever."""
+        self.carry = self.joint = None
+
+    def send(self, buffers: Buffers) -> Reduction:
+        """Start the collective, on what was collected, into one of the ``buffers``."""
+        layout = self.pack.layout
+        sent = self.data if self.dtype == self._wire else self.data.to(self._wire)
+        reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]  # none in a world of one
+        take = partial(buffers.take, dtype=self._wire, device=sent.device)
+        return reduction(self.pack.comm, layout, sent, self.local(sent), take)
 
     def clear(self, position: int) -> None:
         """Zero one slot, if there is storage."""

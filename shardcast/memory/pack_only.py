@@ -43,7 +43,7 @@ class PackedParameters:
         self.layout = layout
         """The packs and their slots."""
         self.packs = packs
-        self._grads = [Gradients(pack, pack.layout.dtype) for pack in packs]
+        self._grads = [Gradients(pack, pack.layout.dtype, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
         self._present: list[set[int]] = [set() for _ in packs]  # positions, in the flat gradient
         check = _compat.weak_hook(PackedParameters._refuse_absent, self)

@@ -686,3 +686,34 @@ def without(group: Any) -> str:
 def test_processes_sleep_and_wake(gloo: SpawnedWorld, tmp_path: Path):
     slept = gloo.run(in_processes, str(tmp_path))
     assert [*slept] == [*gloo.run(without)]
+
+
+def live() -> int:
+    """Bytes of all tensors of this process that the garbage collector knows."""
+    gc.collect()
+    found = [it for it in gc.get_objects() if isinstance(it, Tensor) and it.device.type == "cpu"]
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values()
+    )
+
+
+def test_sums_of_micro_batches_and_their_messages_are_freed_too():
+    """As much is left as without them."""
+    left, numel = {}, 256 * 256
+    for count in (False, 4):
+        before = live()
+        model = nn.Linear(256, 256, bias=False)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shardcast.shard(model, plain, param_dtype=BF16, reproducible=count)
+        for micro in range(7):  # a step, and three of the next one
+            model(torch.ones(2, 256)).sum().backward()
+            if micro == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        used = live()
+        optimizer.sleep()
+        left[count] = live() - before
+        assert used - before - left[count] > numel
+        optimizer.wake()
+        del model, plain, optimizer
+    assert abs(left[4] - left[False]) < numel

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from shardcast.comm import Buffer, Buffers, Comm, Reduction
 from shardcast.extensions.reproducible.exact_norm import ExactNorm
+from shardcast.extensions.reproducible.storage import TreeGradients
+from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
@@ -83,10 +85,10 @@ class MicroBatches:
         self._settle(0 if self._is_counted else total)
         self.reset()
 
-    def sums(self, wire: torch.dtype) -> PartialSums:
-        """What this rank has of the tree in one more pack."""
+    def storage(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> TreeGradients:
+        """Gradients of one more pack, and what this rank has of the tree in it."""
         self._sums.append(PartialSums(self, wire))
-        return self._sums[-1]
+        return TreeGradients(pack, dtype, wire, self._sums[-1])
 
     def norm(self, norm_type: float, device: torch.device) -> PNorm:
         """A sum of squares without an order; a maximum has none, other powers are rounded."""
@@ -234,6 +236,11 @@ class PartialSums:
     def clear(self) -> None:
         self._free += self._sums.values()
         self._sums.clear()
+
+    def free(self) -> None:
+        """Keep no memory, neither of messages."""
+        self._sums, self._sent, self._free = {}, [], []
+        self._micro_batches.spare.free()
 
     def shift(self, first: int) -> None:
         """Micro-batches that were counted from 0 were counted from ``first``."""

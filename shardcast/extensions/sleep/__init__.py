@@ -204,8 +204,6 @@ class Sleep(StepHook):
                 param.grad = None
         for bucket in reduce.buckets.values():
             bucket.grads.free()
-            if reduce.micro_batches is not None:
-                bucket.tree = reduce.micro_batches.sums(bucket.wire)
         if reduce.backwards:
             optimizer.decider.tokens.clear()
             reduce.backwards = 0

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import (
-    REDUCTIONS,
     Buffer,
     Buffers,
     Comm,
@@ -24,7 +23,6 @@ from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.history import ASSIGNED, SUMMED, listed
 from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
-from shardcast.step.reduce.micro_batches import PartialSums
 
 
 class State(Enum):
@@ -74,14 +72,12 @@ class Bucket:
         arrived: slots with a gradient in the running backward, or in one that failed.
         counting: the backward whose further gradients need no more than to be put into ``arrived``.
         absent: slots without a gradient here when it was last sent: the own span has others'.
-        tree: sums of micro-batches of this step, where their order is fixed.
         assigned: names of gradients that a script put in the place of reduced ones.
         late: it is sent at the end only: its further sums are with ranks whose backward waits for
             others than ours.
     """
 
     grads: Gradients
-    wire: torch.dtype
     mean: Mean
     divisor: Divisor
     sums: Sequence[Comm] = ()
@@ -90,7 +86,6 @@ class Bucket:
     arrived: set[int] = field(default_factory=set)
     counting: int | None = None
     absent: set[int] = field(default_factory=set)
-    tree: PartialSums | None = None
     assigned: list[str] = field(default_factory=list)
     late: bool = field(init=False)
     _reduction: Reduction | None = None
@@ -110,30 +105,8 @@ class Bucket:
 
     def forget(self) -> None:
         """All gradients were cleared, by whomever."""
-        self.grads.carry = self.grads.joint = None
+        self.grads.forget()
         self.assigned.clear()
-        if self.tree is not None:
-            self.tree.clear()
-            self.grads.taken.clear()
-
-    def discard(self, position: int) -> None:
-        """The script clears one gradient."""
-        slot = self.grads.pack.layout.slots[position]
-        if self.tree is not None:
-            self.tree.discard(slice(slot.offset, slot.end))
-            self.grads.taken.discard(position)
-
-    def end_micro_batch(self, cleared: bool) -> None:
-        """Add the gradients that are there to the tree; the next ones are of another one.
-
-        Args:
-            cleared: see :meth:`reopen`.
-        """
-        assert self.tree is not None
-        self.reopen(cleared)  # none came: what is shown are means of the step before
-        if any(param.grad is not None for param in self.grads.pack.params):
-            self.grads.collect()
-            self.grads.take(self.tree.add(self.grads.data))
 
     def drop_cleared(self, of_all_ranks: bool) -> None:
         """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
@@ -151,9 +124,7 @@ class Bucket:
         As under DDP ``p.grad = x`` is all of this rank's gradient, to be averaged over ranks.
         """
         grads = self.grads
-        if self.tree is not None:
-            for position in [n for n in grads.taken if grads.pack.params[n].grad is not None]:
-                self.discard(position)
+        grads.drop_replaced()
         if self.state is State.LOCAL and grads.carry is None:
             return
         # What a failed backward has brought is nothing that a script assigned, and in the place of
@@ -191,8 +162,6 @@ class Bucket:
     def collect(self) -> None:
         """Take in all gradients that are there."""
         pack = self.grads.pack
-        if self.tree is not None:
-            self.grads.show_taken()
         # Asked first: sharded gradients are shown no more when they are collected.
         pairs = zip(pack.layout.slots, pack.params, strict=True) if self.repeated else ()
         repeated = [
@@ -206,18 +175,10 @@ class Bucket:
 
     def send(self, buffers: Buffers) -> None:
         """Start the collective, into one of the ``buffers``."""
-        grads, pack, comm = self.grads, self.grads.pack.layout, self.grads.pack.comm
-        if self.tree is not None:
-            take = partial(buffers.take, device=grads.data.device)
-            self._reduction = self.tree.send(comm, pack, grads.data, take)
-        else:
-            sent = grads.data if grads.dtype == self.wire else grads.data.to(self.wire)
-            reduction = REDUCTIONS[pack.algorithms.reduce or "all_to_all"]  # none in a world of one
-            take = partial(buffers.take, dtype=self.wire, device=sent.device)
-            self._reduction = reduction(comm, pack, sent, grads.local(sent), take)
+        self._reduction = self.grads.send(buffers)
         for further in () if self.late else self.sums:
             self._reduction = ReplicaSumReduction(
-                self._reduction, further, pack, partial(added, room=0)
+                self._reduction, further, self.grads.pack.layout, partial(added, room=0)
             )
         self.state = State.IN_FLIGHT
 
@@ -245,8 +206,6 @@ class Bucket:
         mean(pieces, divisor, grads.carry, grads.own)
         self._reduction = grads.carry = None
         self.state = State.REDUCED
-        if self.tree is not None:
-            self.tree.landed()
         grads.landed(pieces if reduction.by_rank else pieces[:1])
         grads.lend(position for position in self.absent if grads.owned[position])
         return reduction.received

@@ -5,40 +5,13 @@ An option gives such an object in place of none, see :class:`shardcast.option_va
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from shardcast.comm import Buffer, Buffers, Comm, Reduction
-from shardcast.plan.layout import PackLayout
-
-
-class PartialSums(Protocol):
-    """What this rank has of the sums of one pack: values for each element of the pack."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of them."""
-
-    def add(self, gradient: Tensor) -> Tensor:
-        """Take the gradient of the current micro-batch, 1-d; return memory for the next one."""
-
-    def discard(self, elements: slice) -> None:
-        """Forget elements whose gradients were cleared."""
-
-    def clear(self) -> None:
-        """Forget all."""
-
-    def send(
-        self, comm: Comm, pack: PackLayout, gradient: Tensor,
-        buffer: Callable[[int, torch.dtype], Buffer],
-    ) -> Reduction:  # fmt: skip
-        """Send to each owner its part, with that of the current micro-batch."""
-
-    def landed(self) -> None:
-        """Learn that what was sent has arrived."""
+from shardcast.comm import Buffers
+from shardcast.memory.gradients import Gradients
+from shardcast.memory.pack import Pack
 
 
 class MicroBatches(Protocol):
@@ -66,8 +39,8 @@ class MicroBatches(Protocol):
     def count(self) -> str:
         """How many there were in this step, which all ranks must have alike."""
 
-    def sums(self, wire: torch.dtype) -> PartialSums:
-        """Return what is added up of one more pack, whose gradients are sent as ``wire``."""
+    def storage(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> Gradients:
+        """Return the storage of one more pack, whose gradients are sent as ``wire``."""
 
     def norm(self, norm_type: float, device: torch.device) -> Any:
         """Return the :class:`.PNorm` whose value does not depend on how spans are cut."""

@@ -64,12 +64,13 @@ class Reducer:
         options = config.extensions().values()
         asked = next((it.gradients for it in options if it.gradients is not None), Gradients)
         self.cannot_gather: str = asked.cannot_gather
-        self._kind: type[Gradients] = asked if process_groups.shard.size > 1 else Gradients
-        self.sharded = self._kind is not Gradients
+        kind: type[Gradients] = asked if process_groups.shard.size > 1 else Gradients
+        self.sharded = kind is not Gradients
         self.micro_batches: MicroBatches | None = next(
             (it.micro_batches(config, process_groups.shard) for it in options if it.micro_batches),
             None,
         )
+        self._storage = kind if self.micro_batches is None else self.micro_batches.storage
         self.divisor.of_tree = self.micro_batches
         self.at_end = self.has_ended = False
         self.edits = GradientEdits(self.grads)
@@ -116,12 +117,12 @@ class Reducer:
 
         Gradients that its parameters have already are reduced with this step's.
         """
-        grads = self._kind(pack, grad_dtype(pack.layout.dtype, self._config))
+        low = pack.layout.dtype
+        grads = self._storage(pack, grad_dtype(low, self._config), wire_dtype(low, self._config))
         set_grad_dtype(pack, grads.dtype)
         parallel_dims, pack_groups = self.process_groups.parallel_dims, pack.layout.pack_groups
         bucket = self.buckets[pack] = Bucket(
             grads,
-            wire_dtype(pack.layout.dtype, self._config),
             choose_mean(self._config, pack.comm.size, pack.data.device),
             self.divisor,
             self.process_groups.comms(pack_groups.reduce),
@@ -131,8 +132,6 @@ class Reducer:
                 if dim in parallel_dims.model and parallel_dims.coordinate[dim] > 0
             ],
         )
-        if self.micro_batches is not None:
-            bucket.tree = self.micro_batches.sums(bucket.wire)
         self.grads.append(grads)
         hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
         self._handles += map(_hook_gradient, pack.in_model, hooks)
@@ -145,8 +144,7 @@ class Reducer:
 
     def nbytes(self, pack: Pack) -> int:
         """Bytes of the gradients of ``pack``, sums of micro-batches among them."""
-        bucket = self.buckets[pack]
-        return bucket.grads.nbytes + (bucket.tree.nbytes if bucket.tree is not None else 0)
+        return self.buckets[pack].grads.nbytes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -294,7 +292,7 @@ class Reducer:
         for pack, bucket in self.buckets.items():
             for position, param in enumerate(pack.in_model):
                 if param in params:
-                    bucket.discard(position)
+                    bucket.grads.discard(position)
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Have the mean stay visible as ``.grad`` where only other ranks had a gradient.
@@ -329,7 +327,8 @@ class Reducer:
         """Add the gradients that are here to the tree."""
         assert self.micro_batches is not None
         for bucket in self.buckets.values():
-            bucket.end_micro_batch(self.spent)
+            bucket.reopen(self.spent)  # none came: what is shown are means of the step before
+            bucket.grads.end_micro_batch()
         self.micro_batches.end()
 
     # -- the pass of the running backward -----------------------------------------------------
@@ -338,7 +337,7 @@ class Reducer:
         """A pass begins: drop means that a script replaced (``p.grad = x``)."""
         in_micro_batch = self.micro_batches is not None and self.micro_batches.begun
         for bucket in self.buckets.values() if not in_micro_batch else ():
-            if not self.spent or bucket.grads.carry is not None or bucket.grads.taken:
+            if not self.spent or bucket.grads.is_begun:
                 bucket.drop_assigned()
 
     def drop_cleared(self, more_come: bool) -> None:
