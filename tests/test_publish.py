@@ -190,6 +190,8 @@ def test_parts_that_are_not_those_of_one_version_are_refused():
     refused(publish.IncompleteChangesError, [left[2], left[2]], since, "parts 0 to 1")
     refused(publish.IncompleteChangesError, [left[2], right[1]], since, left[2].version)
     refused(publish.IncompleteChangesError, [], since, "none")
+    less = replaced(left[0], patches=left[0].patches[:-1], checksum="")
+    refused(publish.IncompleteChangesError, [less, right[0]], None, left[0][-1].name)
     target = reader_model()
     version = publish.apply(target, [right[0], left[0]])
     version = publish.apply(target, (each for each in (left[1], right[1])), version)
@@ -197,9 +199,11 @@ def test_parts_that_are_not_those_of_one_version_are_refused():
 
 def test_a_model_that_is_not_the_trainings_is_refused():
     changes, _ = told(1)
-    for other in (MLP(), nn.Linear(3, 3), {"a.weight": torch.zeros(13, 7, dtype=torch.bfloat16)}):
+    first = {"a.weight": torch.zeros(13, 7, dtype=torch.bfloat16)}
+    for other in (MLP(), nn.Linear(3, 3), first):
         with pytest.raises(publish.WrongModelError, match=r"a\.weight|a\.bias"):
             publish.apply(other, changes[0])
+    assert not first["a.weight"].any()  # it fits, and is not written without the others
 
 
 def test_tied_weights_are_written_wherever_they_lie():

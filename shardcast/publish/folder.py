@@ -110,12 +110,11 @@ class FolderSender:
         Raises:
             OSError: of the file system. The next call writes all elements.
         """
-        version, self._version = self._version, None  # until the file is there
         due, self._sent = self._sent % self._full_every == 0, self._sent + 1  # equal on all ranks
-        changes = self._optimizer.changes(version, self._weights)
+        changes = self._optimizer.changes(self._version, self._weights)
         self.values, self.nbytes = changes.numel, changes.nbytes
         self._write(changes)
-        if due and version is not None:
+        if due and not changes.is_full:
             full = self._optimizer.changes(None, self._weights)
             self._write(full)
             # Nothing has happened since: who has the one has the other.
