@@ -122,21 +122,10 @@ def rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def record(runs: Sequence[Run], path: Path = RECORDED) -> None:
-    """Write what :func:`recorded` reads."""
+    """Write what launch/picture.py draws."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["form", "rate", "share", "step", "loss"])
         for run in runs:
             for step, loss in run.losses.items():
                 writer.writerow([run.form, run.rate, f"{run.share:.6f}", step, f"{loss:.5f}"])
-
-
-def recorded(path: Path = RECORDED) -> list[Run]:
-    """The runs that were measured last."""
-    runs: dict[tuple[str, float], Run] = {}
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            key = row["form"], float(row["rate"])
-            run = runs.setdefault(key, Run(*key, float(row["share"]), {}))
-            run.losses[int(row["step"])] = float(row["loss"])  # type: ignore[index]
-    return [*runs.values()]

@@ -1,4 +1,4 @@
-"""Draw docs/memory-and-loss.svg and .png, the picture of README; docs/bf16-loss; update-to-weight.
+"""Draw docs/memory-and-loss.svg and .png, the picture of README; and others of docs.
 
     python launch/picture.py                                    # from the recorded run
     bash launch/quickstart.sh                                   # and after a run of one's own:
@@ -6,6 +6,7 @@
 
     python launch/picture.py --bf16-loss            # from recorded runs of launch/bf16_loss.sh
     python launch/picture.py --update-to-weight     # from that of launch/update_to_weight.sh
+    python launch/picture.py --fine-tuning          # that of python -m benchmarks fine-tuning
 
 Left: bytes per rank of 6.7 billion parameters, as ``shardcast estimate gpt:gpt_7b`` says. Right:
 the losses of the quickstart, recorded in launch/recorded/quickstart.csv.
@@ -16,13 +17,14 @@ from __future__ import annotations
 import argparse
 import csv
 from pathlib import Path
+from typing import Any
 
 import metrics
 import torch
 from comparison import name_of
 from gpt import gpt_7b
 from metrics import Record
-from plot import held_out_losses, memory_and_losses, ratios_of_layers
+from plot import changes_and_losses, held_out_losses, memory_and_losses, ratios_of_layers
 
 import shardcast
 from shardcast.estimate import estimate, peers
@@ -31,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "launch" / "recorded" / "quickstart.csv"
 BF16_LOSS = RECORDED.with_name("bf16-loss.csv")
 UPDATE_TO_WEIGHT = RECORDED.with_name("update-to-weight.csv")
+FINE_TUNING = RECORDED.with_name("fine-tuning.csv")
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LEAN = ROOT / "configs" / "lean.yaml"
 
@@ -76,6 +79,20 @@ def recorded_ratios(path: Path = UPDATE_TO_WEIGHT) -> dict[str, dict[int, float]
     return {name: {int(row["step"]): float(row[name]) for row in rows} for name in layers}
 
 
+def fine_tuning(path: Path = FINE_TUNING) -> tuple[Any, Any, float]:
+    """Of each form shares by learning rate, and losses by step at the greatest one."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    rate = max(float(row["rate"]) for row in rows)
+    shares: dict[str, dict[float, float]] = {}
+    losses: dict[str, dict[int, float]] = {}
+    for row in rows:
+        shares.setdefault(row["form"], {})[float(row["rate"])] = float(row["share"])
+        if float(row["rate"]) == rate:
+            losses.setdefault(row["form"], {})[int(row["step"])] = float(row["loss"])
+    return shares, losses, rate
+
+
 def memory_of_7b() -> dict[str, dict[int, float]]:
     """Bytes per rank by system and number of ranks."""
     with torch.device("meta"):
@@ -96,7 +113,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--record", nargs="+", type=Path, metavar="DIR", help="take these runs")
     parser.add_argument("--bf16-loss", action="store_true", help="that of docs/bf16-loss.md")
     parser.add_argument("--update-to-weight", action="store_true", help="that of docs/gradients.md")
+    parser.add_argument(
+        "--fine-tuning", action="store_true", help="that of docs/published-forms.md"
+    )
     parsed = parser.parse_args(arguments)
+    if parsed.fine_tuning:
+        paths = [ROOT / "docs" / f"fine-tuning{suffix}" for suffix in (".svg", ".png")]
+        print(changes_and_losses(*fine_tuning(), *paths))
+        return
     if parsed.update_to_weight:
         if parsed.record:
             record_ratios(parsed.record[0], UPDATE_TO_WEIGHT)

@@ -134,6 +134,37 @@ def ratios_of_layers(ratios: dict[str, dict[int, float]], *paths: Path) -> str:
     return f"picture: {paths[0]}"
 
 
+def changes_and_losses(
+    shares: Mapping[str, Mapping[float, float]], losses: Mapping[str, Mapping[int, float]],
+    rate: float, *paths: Path,
+) -> str:  # fmt: skip
+    """Draw what share of published values changes in a step, and losses, for both kinds of pages.
+
+    Args:
+        shares: of each form, by learning rate.
+        losses: of each form on held-out text, by step, with the learning rate ``rate``.
+    """
+    try:
+        figure = empty_figure(10, 4)
+    except RuntimeError:
+        return "no picture: it needs matplotlib (the extra `plot`)"
+    left, right = figure.subplots(1, 2)
+    colors = dict(zip(shares, ("#db6d28", "#2f81f7", "#39a0a0", "#a371f7"), strict=True))
+    for number, form in enumerate(shares):
+        # Lines that coincide are all seen: the first ones are broad.
+        style = {"color": colors[form], "linewidth": (6, 4, 2, 2)[number], "marker": "o"}
+        percent = [100 * share for share in shares[form].values()]
+        left.plot(shares[form].keys(), percent, label=form, **style)
+        right.plot(losses[form].keys(), losses[form].values(), **style)
+    left.set(xlabel="learning rate", ylabel="values that change in a step, %")
+    left.set(xscale="log", yscale="log")
+    right.set(xlabel=f"step, learning rate {rate:g}", ylabel="held-out loss, nats per byte")
+    left.legend(frameon=False, labelcolor=INK)
+    for path in paths:
+        save(figure, path)
+    return f"picture: {paths[0]}"
+
+
 def _color(name: str, number: int) -> str:
     return str(style_of(name).get("color", "#a371f7" if number else "C0"))
 
