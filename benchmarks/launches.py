@@ -61,13 +61,13 @@ def _stage() -> str:
 @contextmanager
 def accelerator() -> Iterator[None]:
     """A CPU passes for one, and an update of a range is one operation, as where it is compiled."""
-    is_host, in_pieces = _compat.is_host, fusion._in_pieces
+    is_host, in_pieces = _compat.is_host, fusion.in_pieces
     _compat.is_host = lambda _device: False
-    fusion._in_pieces = lambda _fusion, operands, *_: operands[-1].relu_()
+    fusion.in_pieces = lambda _fusion, operands, *_: operands[-1].relu_()
     try:
         yield
     finally:
-        _compat.is_host, fusion._in_pieces = is_host, in_pieces
+        _compat.is_host, fusion.in_pieces = is_host, in_pieces
 
 
 def measure(packs: int, rounds: int) -> dict[str, tuple[Counter[str], list[float]]]:

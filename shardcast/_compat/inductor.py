@@ -13,19 +13,52 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+SEVERAL: dict[str, Any] = {  # kernels of one graph become one; of these versions have some
+    "combo_kernels": True,
+    "combo_kernels_autotune": 0,  # it would run them on copies of what they overwrite
+    "combo_kernel_allow_mixed_sizes": 2,
+    "combo_kernel_max_num_nodes": 64,
+    "combo_kernel_max_num_args": 1000,
+    "combo_kernel_peak_memory_pct_threshold": None,
+    "size_asserts": False,  # guards have looked already, and it takes 2 microseconds per range
+}
 
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
+
+def compiled(function: Callable[..., None], several: bool = False) -> Callable[..., None]:
     """``function`` as one compiled graph for all lengths of its tensors.
+
+    Args:
+        several: it does the same to several sets of tensors, which on a GPU become one kernel; that
+            some are of equal lengths when it is compiled means nothing.
 
     Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
     itself runs.
     """
     graph = torch.compile(
-        _with_own_code(function), dynamic=True, fullgraph=True, options=_settings()
+        _with_own_code(function), dynamic=True, fullgraph=True, options=_settings(several)
     )
 
     def run(*args: Any) -> None:
         (graph if _get_current_dispatch_mode() is None else function)(*args)
+
+    return _apart(run) if several else run
+
+
+def _apart(graph: Callable[..., None]) -> Callable[..., None]:
+    """``graph`` compiled without taking equal lengths for one."""
+    from torch.fx.experimental import _config  # where torch looks when it begins a graph
+
+    settings: Any = _config
+    is_made = False
+
+    def run(*args: Any) -> None:
+        nonlocal is_made
+        if is_made:
+            graph(*args)
+            return
+        with settings.patch(use_duck_shape=False):
+            graph(*args)
+        is_made = True
 
     return run
 
@@ -108,12 +141,14 @@ def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:
     )
 
 
-def _settings() -> dict[str, Any]:
+def _settings(several: bool = False) -> dict[str, Any]:
     # Triton would else try two block sizes in the first step, on copies of all that the kernel
     # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
     settings: dict[str, Any] = {"triton.autotune_pointwise": False}
     if divides_exactly():
         settings[EXACT_DIVISION] = True
+    if several:
+        settings |= {name: SEVERAL[name] for name in SEVERAL.keys() & known_settings()}
     return settings
 
 
@@ -126,9 +161,15 @@ def divides_exactly() -> bool:
 
     Triton's own division may be one bit off; Inductor has a setting for it (torch >= 2.13).
     """
+    return EXACT_DIVISION in known_settings()
+
+
+@functools.cache
+def known_settings() -> frozenset[str]:
+    """Names of Inductor's settings."""
     from torch._inductor import config  # slow to import
 
-    return EXACT_DIVISION in config.get_config_copy()
+    return frozenset(config.get_config_copy())
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

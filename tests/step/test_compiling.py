@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from shardcast import shard
 from shardcast.step import compiling
 from shardcast.step.reduce import mean
-from shardcast.step.update import fusion
+from shardcast.step.update import batches, fusion
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [
@@ -33,11 +33,13 @@ def forgotten() -> Iterator[None]:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
         fusion._kernel.cache_clear()
+        batches._kernel.cache_clear()
         yield
     finally:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
         fusion._kernel.cache_clear()
+        batches._kernel.cache_clear()
 
 
 @contextlib.contextmanager

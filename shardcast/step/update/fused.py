@@ -4,34 +4,88 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import moment_codec
+from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
-from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, choose_executor
-from shardcast.step.update.rules import NoRule, Rule, StepNumbers
-from shardcast.step.update.state import ShardState, Update
+from shardcast.step.update.fusion import Executor, UpdateScalars, choose_executor
+from shardcast.step.update.rules import NoRule, Rule
+from shardcast.step.update.state import Key, Range, ShardState, Update
+
+if TYPE_CHECKING:
+    from shardcast.step.update.batches import RuleNumbers
 
 WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
 
 
-class _Range(NamedTuple):
-    """A part of a shard, and how it is updated."""
+@dataclass
+class _Plan:
+    """What an update does in every step, until gradients, groups, memory or epilogues change.
 
-    state: ShardState
-    part: slice
-    fusion: Fusion
-    numbers: UpdateScalars
-    factor: Tensor | None
+    Attributes:
+        memory: what the operands of each shard are parts of, by identity: gradients, what is
+            published, the first piece of masters.
+        counting: views of the counts of steps that grow.
+        is_steady: after another step like this the same fragments have equal counts.
+        ranges: all of a shard.
+        alone: those that are called one by one.
+        scalars: of each key, where numbers are on the device.
+    """
+
+    present: Mapping[Pack, Sequence[bool]]
+    rules: Sequence[Rule]
+    epilogues: tuple[Epilogue, ...]
+    memory: dict[Shard, tuple[Tensor, Tensor, Tensor]]
+    counting: list[Tensor]
+    is_steady: bool
+    keys: list[Key]
+    ranges: dict[Shard, list[Range]]
+    alone: list[Range]
+    scalars: list[UpdateScalars] = field(default_factory=list)
+    numbers: list[RuleNumbers] = field(default_factory=list)
+
+    def serves(
+        self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule],
+        epilogues: tuple[Epilogue, ...],
+    ) -> bool:  # fmt: skip
+        """Whether it is that of this step too; takes gradients in other memory."""
+        if not self.is_steady or epilogues != self.epilogues or rules != self.rules:
+            return False
+        if present is not self.present and present != self.present:
+            return False
+        for shard, (own, data, first) in self.memory.items():
+            assert shard.grads is not None
+            if shard.pack.data is not data or shard.master.first is not first:
+                return False
+            if (now := shard.grads.own) is not own:
+                if now.dtype != own.dtype:
+                    return False
+                for one in self.ranges[shard]:
+                    one.take_gradient(now)
+                self.memory[shard] = now, data, first
+        return True
+
+    def forget_gradients(self) -> None:
+        """Let go of gradients that have other memory in the next step."""
+        for shard, (own, data, first) in self.memory.items():
+            assert shard.grads is not None
+            if shard.grads.stays:
+                continue
+            nothing = own.new_empty(0)
+            self.memory[shard] = nothing, data, first
+            for one in self.ranges[shard]:
+                one.forget_gradient(nothing)
 
 
 def _transfers(config: ShardcastConfig, device: torch.device) -> Callable[..., None] | None:
@@ -42,7 +96,7 @@ def _transfers(config: ShardcastConfig, device: torch.device) -> Callable[..., N
 
 
 class FusedUpdate(Update):
-    """One kernel per pack.
+    """One kernel per pack, or for several packs.
 
     The state is allocated when the first gradient comes. How many steps a fragment has taken is
     counted on the device, for a skipped one does not count. The host knows which fragments had
@@ -59,10 +113,11 @@ class FusedUpdate(Update):
         self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards
         self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
         self._uniform = True  # whether all histories are equal
-        self._step_numbers: dict[GroupId, StepNumbers] = {}
+        self._groups: list[GroupId] = []  # of the shards
         self._execute = Executor(compiled=False, on_host=True)
         self._state_on_host = self._config.state_on_host
         self._transfer: Callable[..., None] | None = None
+        self._plan: _Plan | None = None
 
     def add(self, shard: Shard) -> None:
         if shard.fragments:
@@ -76,6 +131,9 @@ class FusedUpdate(Update):
             self._steps = torch.cat([self._steps, self._steps.new_zeros(len(shard.fragments))])
             self._histories += [None] * len(shard.fragments)
             self._uniform = len(set(self._histories)) == 1
+            if shard.pack.layout.group not in self._groups:
+                self._groups.append(shard.pack.layout.group)
+            self._plan = None
 
     @torch.no_grad()
     def __call__(self, decision: Decision) -> None:
@@ -90,56 +148,120 @@ class FusedUpdate(Update):
         behind = [shard for shard in self._states if shard.pack.cast is not None]
         for shard in behind:
             shard.absorb(publishes=True)
-        present = {shard: shard.present(decision.present[shard.pack]) for shard in self._states}
         taken = ~decision.skip
-        self._count(taken, present)
         self._begin_epilogues(taken)
+        rules, plan = self._rules(), self._plan
+        if plan is None or not plan.serves(decision.present, rules, self._active):
+            plan = self._plan = self._arranged(decision.present, rules)
+        for steps in plan.counting:
+            steps.add_(taken)
         skip = None if on_host else decision.skip
-
-        def fetch(one: _Range) -> list[Tensor]:
-            return one.state.fetch(one.part, one.fusion)
-
-        def update(one: _Range, operands: list[Tensor]) -> None:
-            self._execute(one.fusion, operands, one.numbers, one.factor, skip)
-
-        def send(one: _Range, operands: list[Tensor]) -> None:
-            one.state.send(one.part, one.fusion, operands)
-
-        if self._transfer is not None:
-            self._transfer(self._ranges(decision, present), fetch, update, send)
-        else:
-            for one in self._ranges(decision, present):
-                operands = fetch(one)
-                update(one, operands)
-                send(one, operands)
+        self._run(plan, decision, skip)
+        plan.forget_gradients()
         for shard in behind:  # also in a skipped step: of masters as they were
             shard.publish()
 
-    def _ranges(
-        self, decision: Decision, present: Mapping[Shard, Sequence[bool]]
-    ) -> Iterator[_Range]:
-        """What is updated at a time: runs of present fragments, cut where copies are made.
+    def _run(self, plan: _Plan, decision: Decision, skip: Tensor | None) -> None:
+        behind = self._behind_rules(self._execute.on_host)
+        scalars = self._scalars(plan, behind)
+        factors, execute = decision.factors, self._execute
 
-        Epilogues see the others too.
-        """
-        known: dict[tuple[GroupId, Hashable, bool], tuple[Rule, UpdateScalars]] = {}
-        on_host = self._execute.on_host
-        epilogues = self._active
-        of_all = bool(epilogues) and any(not epilogue.follows for epilogue in epilogues)
+        def fetch(one: Range) -> list[Tensor]:
+            return one.state.fetch(one.part, one.fusion)
+
+        def update(one: Range, operands: list[Tensor]) -> None:
+            factor = factors[plan.keys[one.key].group]
+            execute(one.fusion, operands, scalars[one.key], factor, skip)
+
+        def send(one: Range, operands: list[Tensor]) -> None:
+            one.state.send(one.part, one.fusion, operands)
+
+        if self._transfer is not None:
+            self._transfer(plan.alone, fetch, update, send)
+            return
+        if self._state_on_host:
+            for one in plan.alone:
+                operands = fetch(one)
+                update(one, operands)
+                send(one, operands)
+            return
+        for one in plan.alone:
+            factor = factors[plan.keys[one.key].group]
+            execute(one.fusion, one.operands or one.fetch(), scalars[one.key], factor, skip)
+        for numbers in plan.numbers:
+            numbers.run(factors, behind, skip)
+
+    def _rules(self) -> list[Rule]:
+        """Of each group that shards have."""
+        groups, on_host = self._optimizer.param_groups, self._execute.on_host
+        options = [groups[of.position] for of in self._groups]
+        return [
+            rules.rule_of(self._kind, group, fused=on_host and self._by_torch(group))
+            for group in options
+        ]
+
+    def _scalars(self, plan: _Plan, behind: Any) -> list[UpdateScalars]:
+        """The numbers of this step of each key; those of batches are in their tables then."""
+        groups = self._optimizer.param_groups
+        for numbers in plan.numbers:
+            numbers.compute(groups, self._steps)
+        if not self._execute.on_host:
+            if not self._active:
+                return plan.scalars
+            return [UpdateScalars(step, of_rule, *behind) for step, of_rule, *_ in plan.scalars]
+        found = []
+        for rule, of, place, _ in plan.keys:
+            step, group = self._steps[place], groups[of.position]
+            numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
+            found.append(UpdateScalars(step, rule.numbers(numeric, float(step)), *behind))
+        return found
+
+    def _arranged(self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule]) -> _Plan:
+        """What is to be done in a step with these gradients."""
+        here = {shard: shard.present(present[shard.pack]) for shard in self._states}
+        counting, is_steady = self._count(here)
+        keys: dict[Any, int] = {}
+        known: list[Key] = []
+        ranges: dict[Shard, list[Range]] = {}
+        rule_of = dict(zip(self._groups, rules, strict=True))
+        of_all = any(not epilogue.follows for epilogue in self._active)
         for shard, state in self._states.items():
-            group = shard.pack.layout.group
-            for run, number, is_present in self._runs(state, present[shard]):
-                if not (is_present or of_all):
+            group, of_shard = shard.pack.layout.group, ranges.setdefault(shard, [])
+            for run, place, is_present in self._runs(state, here[shard]):
+                if not (is_present or of_all):  # some epilogues see the others too
                     continue
-                key = group, self._histories[number], is_present
-                if key not in known:
-                    step = self._steps[number]
-                    rule, of_rule = self._numbers(group, step) if is_present else (NoRule(), ())
-                    known[key] = rule, self._numbers_of(step, of_rule, on_host)
-                rule, numbers = known[key]
-                fusion = state.prepare(rule, epilogues)
-                for part in _windows(run) if self._state_on_host else (run,):
-                    yield _Range(state, part, fusion, numbers, decision.factors[group])
+                rule = rule_of[group] if is_present else NoRule()
+                fusion = state.prepare(rule, self._active)
+                key = keys.setdefault((group, self._histories[place], is_present), len(keys))
+                if key == len(known):
+                    known.append(Key(rule, group, place, is_present))
+                parts = _windows(run) if self._state_on_host else (run,)
+                of_shard += [Range(state, part, fusion, key) for part in parts]
+        memory = {}
+        for shard in self._states:
+            assert shard.grads is not None
+            memory[shard] = shard.grads.own, shard.pack.data, shard.master.first
+        every = [one for of_shard in ranges.values() for one in of_shard]
+        plan = _Plan(
+            present, rules, self._active, memory, counting, is_steady, known, ranges, every
+        )
+        if not self._execute.on_host:
+            from shardcast.step.update.batches import RuleNumbers, in_batches
+
+            batches: list[list[Range]] = []
+            if self._execute.in_batches and not self._state_on_host:
+                batches, plan.alone = in_batches(every)
+                plan.ranges = {shard: [] for shard in ranges}
+                for one in itertools.chain(plan.alone, *batches):
+                    plan.ranges[one.state.shard].append(one)
+            groups, steps, keys_of = self._optimizer.param_groups, self._steps, known
+            for rule in dict.fromkeys(key.rule for key in keys_of):
+                plan.numbers.append(
+                    RuleNumbers(rule, keys_of, batches, groups, steps, self._uniform)
+                )
+            found = {n: it for numbers in plan.numbers for n, it in numbers.scalars.items()}
+            plan.scalars = [found[number] for number in range(len(keys_of))]
+        return plan
 
     def _runs(
         self, state: ShardState, present: Sequence[bool]
@@ -164,50 +286,39 @@ class FusedUpdate(Update):
             runs.append((run, state.first + begin, present[begin]))
         return runs
 
-    def _numbers(self, of: GroupId, step: Tensor) -> tuple[Rule, tuple[Any, ...]]:
-        """The rule of a group, and its numbers of a step."""
-        group = self._optimizer.param_groups[of.position]
-        if not self._execute.on_host:
-            rule = rules.rule_of(self._kind, group)
-            if of not in self._step_numbers:
-                self._step_numbers[of] = StepNumbers()
-            return rule, self._step_numbers[of](rule.terms(group), step)
-        rule = rules.rule_of(self._kind, group, fused=self._by_torch(group))
-        numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
-        return rule, rule.numbers(numeric, float(step))
-
     def _by_torch(self, group: Mapping[str, Any]) -> bool:
         """Whether torch's fused CPU kernel runs: as the group says, else as ``fuse`` does."""
         if group.get("fused") is not None or group.get("foreach"):
             return bool(group.get("fused"))
         return self._config.fuse == "auto"
 
-    def _count(self, taken: Tensor, present: Mapping[Shard, Sequence[bool]]) -> None:
-        """Count the step for the fragments that take part in it, without asking the device.
-
-        Args:
-            taken: 0-dim, 0 if the step is skipped, else 1.
+    def _count(self, present: Mapping[Shard, Sequence[bool]]) -> tuple[list[Tensor], bool]:
+        """Note in which fragments a step counts.
 
         SGD counts only while it has momentum: the first step with a buffer is special.
+
+        Returns:
+            Views of their counts; and whether after another such step the same are equal.
         """
         groups, counted = self._optimizer.param_groups, list[bool]()
         for shard in self._states:
             counts = bool(groups[shard.pack.layout.group.position].get("momentum", True))
             counted += [counts and here for here in present[shard]]
-        start = 0
+        counting, start = [], 0
         for counts, members in itertools.groupby(counted):  # usually one: a launch for each
             stop = start + len(list(members))
             if counts:
-                self._steps[start:stop].add_(taken)
+                counting.append(self._steps[start:stop])
             start = stop
         if self._uniform and all(counted) and self._histories[0] is not None:
-            return
-        numbers: dict[Hashable, int] = {}
-        for place, counts in enumerate(counted):
-            if counts or self._histories[place] is not None:
-                history = (self._histories[place], counts)
-                self._histories[place] = numbers.setdefault(history, len(numbers))
+            return counting, True
+        self._histories = _grown(self._histories, counted)
         self._uniform = len(set(self._histories)) == 1
+        return counting, _grown(self._histories, counted) == self._histories
+
+    def memory(self) -> Iterator[Tensor]:
+        self._plan = None  # which has views of it
+        yield from super().memory()
 
     def nbytes(self) -> int:
         return sum(state.nbytes(averages=False) for state in self._states.values())
@@ -246,6 +357,18 @@ class FusedUpdate(Update):
         self._steps[own.first + number] = steps
         self._histories[own.first + number] = ("loaded", steps) if state else None
         self._uniform = False  # until the next step has looked
+        self._plan = None
+
+
+def _grown(histories: Sequence[Hashable], counted: Sequence[bool]) -> list[Hashable]:
+    """Histories after one more step; those that are equal before and after it stay so."""
+    numbers: dict[Hashable, int] = {}
+    return [
+        numbers.setdefault((history, counts), len(numbers))
+        if counts or history is not None
+        else history
+        for history, counts in zip(histories, counted, strict=True)
+    ]
 
 
 def _windows(run: slice) -> Iterator[slice]:

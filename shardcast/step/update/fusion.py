@@ -231,11 +231,13 @@ class Executor:
     Args:
         compiled: as one kernel; else eagerly, a piece at a time.
         on_host: numbers of the step and the decision to skip are the host's; only eagerly.
+        in_batches: whether several ranges are compiled as one. A graph of them takes a C++ compiler
+            ten seconds, and on a CPU the host's part is nothing that is waited for.
     """
 
-    def __init__(self, compiled: bool, on_host: bool) -> None:
-        self.compiled, self.on_host = compiled, on_host
-        self._run = _compiled if compiled else _in_pieces
+    def __init__(self, compiled: bool, on_host: bool, in_batches: bool = False) -> None:
+        self.compiled, self.on_host, self.in_batches = compiled, on_host, compiled and in_batches
+        self._run = _compiled if compiled else in_pieces
 
     def __call__(
         self, fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars,
@@ -289,7 +291,7 @@ class Executor:
         ]  # fmt: skip
 
 
-def _in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
+def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
     """The eager form allocates several times its operands: never for more than one piece."""
     on_cpu = _compat.is_host(operands[0].device)
     rows = max(1, (CHUNK * torch.get_num_threads() if on_cpu else PIECE) // in_kernel.row)
@@ -307,10 +309,10 @@ def _compiled(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> No
 @functools.cache  # one compiled function, so that models of one process share its graph
 def _kernel(in_kernel: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callable[..., None]:
     name = f"the update by {in_kernel.rule} of gradients in {dtypes[0]}"
-    return or_eager(inductor.compiled(update_), _in_pieces, name)
+    return or_eager(inductor.compiled(update_), in_pieces, name)
 
 
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
     """How to run the update on ``device``; raises as :func:`compiles` does."""
-    compiled = compiles(config, device)
-    return Executor(compiled, on_host=_compat.is_host(device) and not compiled)
+    compiled, is_host = compiles(config, device), _compat.is_host(device)
+    return Executor(compiled, on_host=is_host and not compiled, in_batches=not is_host)

@@ -13,6 +13,7 @@ A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.step.decide.signal import to_device
 
 STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -43,31 +45,49 @@ class Term(NamedTuple):
 
 
 class StepNumbers:
-    """The numbers of the steps of one parameter group, computed on the device in four launches."""
+    """The numbers of a step for ranges of one rule, computed on the device in four launches.
 
-    def __init__(self) -> None:
-        self._values: list[float] = []  # that are on the device; NaN for tensors
-        self._on_device = torch.empty(0)  # (terms, 3), fp64
+    Args:
+        groups: of each range, the place of its parameter group among those of a call.
+        count: how many numbers a range has.
+        device: where they are wanted.
 
-    def __call__(self, terms: Sequence[Term], step: Tensor) -> tuple[Tensor, ...]:
-        """They, 0-dim fp32, on the device of ``step``, which is 0-dim, too."""
-        values = [value for term in terms for value in term]
-        if len(values) != len(self._values):
-            self._values = [math.nan] * len(values)
-            self._on_device = step.new_zeros(len(terms), 3, dtype=torch.float64)
-        for number, value in enumerate(values):
-            # By kernels, as a rule one or two for another learning rate: a copy from the host
-            # would wait, or be read again when a captured graph is replayed.
-            if isinstance(value, Tensor):
-                self._on_device.view(-1)[number].fill_(0).add_(value)
-                self._values[number] = math.nan
-            elif value != self._values[number]:
-                self._on_device.view(-1)[number].fill_(value)
-                self._values[number] = value
-        scales, bases, exponents = self._on_device.unbind(1)
-        numbers: Tensor = scales.new_empty(len(terms), dtype=torch.float32)
-        torch.mul(scales, (1.0 - bases**step) ** exponents, out=numbers)
-        return tuple(numbers.unbind())
+    Attributes:
+        table: those of the last call, ``(ranges, count)``, fp32; the same memory in every step.
+    """
+
+    def __init__(self, groups: Sequence[int], count: int, device: torch.device) -> None:
+        of_groups = torch.zeros(1 + max(groups), count, 3, dtype=torch.float64, device=device)
+        self._of_groups = of_groups
+        self._values = [[math.nan] * (3 * count) for _ in of_groups]  # on the device; NaN: tensors
+        self._groups = to_device(groups, torch.int64, device) if len(of_groups) > 1 else None
+        self._of_ranges = of_groups
+        self.table = torch.zeros(len(groups), count, device=device)
+
+    def __call__(self, terms: Sequence[Sequence[Term]], step: Tensor) -> None:
+        """Compute them.
+
+        Args:
+            terms: of each parameter group.
+            step: of all ranges, 0-dim; or of each, 1-d.
+        """
+        changed = False
+        for group, of_group in enumerate(terms):
+            known = self._values[group]
+            for number, value in enumerate(itertools.chain.from_iterable(of_group)):
+                # By kernels, as a rule one or two for another learning rate: a copy from the host
+                # would wait, or be read again when a captured graph is replayed.
+                if isinstance(value, Tensor):
+                    self._of_groups[group].view(-1)[number].fill_(0).add_(value)
+                    changed, known[number] = True, math.nan
+                elif value != known[number]:
+                    self._of_groups[group].view(-1)[number].fill_(value)
+                    changed, known[number] = True, value
+        if self._groups is not None and changed:
+            self._of_ranges = self._of_groups.index_select(0, self._groups)
+        scales, bases, exponents = self._of_ranges.unbind(2)
+        powers = bases ** (step if step.dim() == 0 else step[:, None])
+        torch.mul(scales.expand_as(self.table), (1.0 - powers) ** exponents, out=self.table)
 
 
 @dataclass(frozen=True)
@@ -185,6 +205,10 @@ class NoRule:
     edits: ClassVar[bool] = False
 
     def numbers(self, _group: Mapping[str, Any], _step: Any) -> tuple[Any, ...]:
+        """None."""
+        return ()
+
+    def terms(self, _group: Mapping[str, Any]) -> tuple[Term, ...]:
         """None."""
         return ()
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.shard import Shard
+from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import to_device
@@ -52,10 +54,6 @@ class ShardState:
         self.row_sums, self.segments = torch.empty(0), torch.empty(0)
         self._sum_row = self._row if not any(e.sums for e in epilogues) else self._longest_row()
         self._prepared: tuple[Rule, tuple[Epilogue, ...], Fusion] | None = None
-        # What the operands are of: by identity, and which part of it.
-        self._fetched: tuple[Any, ...] = ()
-        self._part: slice | None = None
-        self._operands = Operands()
 
     def encoded(self, name: str) -> Encoded:
         """One state tensor."""
@@ -122,19 +120,12 @@ class ShardState:
     def fetch(self, part: slice, fusion: Fusion, old: Encoded | None = None) -> Operands:
         """The operands of the update of ``part`` of the own span; see :class:`.Fusion`.
 
-        They are the same object as long as they are the same memory.
-
         Args:
             old: in place of the masters.
         """
         shard = self.shard
         assert shard.grads is not None
-        own, data, first = shard.grads.own, shard.pack.data, shard.master.first
-        fetched = fusion, own, data, first
-        same = part == self._part and all(map(operator.is_, fetched, self._fetched))
-        if same and old is None:
-            return self._operands
-        operands = Operands([own[part]])
+        operands = Operands([shard.grads.own[part]])
         if fusion.casts:
             operands.append(shard.published[part])
         for encoded in self._all(fusion, old):
@@ -145,9 +136,6 @@ class ShardState:
             operands.append(self._keys[rows])
         if any(epilogue.sums for epilogue in fusion.epilogues):
             operands += [sums[rows] for sums in self.row_sums]
-        # Sharded gradients are new in each step: kept operands would keep the last ones.
-        if old is None and not self._state_on_host and shard.grads.stays:
-            self._fetched, self._part, self._operands = fetched, part, operands
         return operands
 
     def send(self, part: slice, fusion: Fusion, operands: Sequence[Tensor]) -> None:
@@ -198,8 +186,7 @@ class ShardState:
                 (self._unbegun[name].add if value is None else self._unbegun[name].discard)(number)
 
     def memory(self) -> Iterator[Tensor]:
-        """What is kept for elements, the very tensors; views of it are forgotten."""
-        self._fetched, self._part, self._operands = (), None, Operands()
+        """What is kept for elements, the very tensors."""
         for stored in self.stored.values():
             yield from stored.pieces
         if self._keys is not None:
@@ -217,6 +204,76 @@ class ShardState:
         if self._keys is not None and averages != moment_codec(self._config, "").by_chance:
             nbytes += self._keys.nbytes
         return nbytes
+
+
+class Key(NamedTuple):
+    """What ranges with the same numbers have in common.
+
+    Attributes:
+        place: of a fragment among those of all shards, whose count of steps they have.
+        is_present: whether they have a gradient; if not, epilogues alone see them.
+    """
+
+    rule: Rule
+    group: GroupId
+    place: int
+    is_present: bool
+
+
+@dataclass
+class Range:
+    """A part of a shard that is updated in one call, or as one of several.
+
+    Attributes:
+        key: the place of its numbers among those of an update.
+        operands: of :func:`.fusion.update_`, 1-d, once they were fetched; kept as long as they are
+            the same memory.
+    """
+
+    state: ShardState
+    part: slice
+    fusion: Fusion
+    key: int
+    operands: Operands | None = None
+
+    def fetch(self) -> Operands:
+        """The operands, anew."""
+        self.operands = self.state.fetch(self.part, self.fusion)
+        return self.operands
+
+    def fetch_in_rows(self) -> list[Tensor]:
+        """The operands of whole rows in the shape of :func:`.fusion.update_`."""
+        row, operands = self.fusion.row, self.fetch()
+        operands.in_rows = [
+            _compat.rows_of(tensor, 0 if count < row else row)
+            for tensor, count in zip(operands, self.fusion.counts, strict=True)
+        ]
+        return operands.in_rows
+
+    def take_gradient(self, own: Tensor) -> None:
+        """Have the gradient in other memory, of which ``own`` is the own span."""
+        if self.operands is not None:
+            in_rows = self.operands.in_rows
+            self.operands[0] = own[self.part]
+            if in_rows is not None:
+                in_rows[0] = _compat.rows_of(self.operands[0], self.fusion.row)
+
+    def forget_gradient(self, nothing: Tensor) -> None:
+        """Let go of its memory until another one is taken."""
+        for operands in (self.operands, self.operands and self.operands.in_rows):
+            if operands:
+                operands[0] = nothing
+
+    @property
+    def rows(self) -> int:
+        """Whole rows."""
+        rows: int = (self.part.stop - self.part.start) // self.fusion.row
+        return rows
+
+    def cut(self, stop: int) -> tuple[Range, Range]:
+        """What is before an element of the own span, and the rest."""
+        first, rest = slice(self.part.start, stop), slice(stop, self.part.stop)
+        return replace(self, part=first, operands=None), replace(self, part=rest, operands=None)
 
 
 class OwnMethod(NamedTuple):
@@ -357,11 +414,15 @@ class Update(ABC):
 
     def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateScalars:
         """Those of this step, beside a rule's."""
+        return UpdateScalars(step, rule, *self._behind_rules(on_host))
+
+    def _behind_rules(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], Tensor | None]:
+        """The numbers of the epilogues in this step, and how many steps they have taken part in."""
         if not self._active:
-            return UpdateScalars(step, rule)
+            return (), None
         steps = self._epilogue_steps[: len(self._active)]  # epilogues with sums stand last
         counts: Any = steps.tolist() if on_host else steps.double().unbind()
         behind = [e.numbers(count) for e, count in zip(self._active, counts, strict=True)]
         if not on_host:
-            behind = [as_tensors(numbers, step) for numbers in behind]
-        return UpdateScalars(step, rule, tuple(behind), steps)
+            behind = [as_tensors(numbers, counts[0]) for numbers in behind]
+        return tuple(behind), steps

@@ -1,0 +1,237 @@
+"""Ranges of an update, and batches of them: one compiled call updates all ranges of a batch.
+
+A call of a compiled function costs the host as much as 40 or 100 microseconds, beside 10 for each
+range, whatever is in it, and for a GPU a batch is one kernel (Inductor's combo kernels). A batch
+has :data:`BATCH` ranges: with a number of its own for each model, the graph would be compiled again
+whenever a gradient is absent, and the more ranges it has, the longer that takes. Where ranges do
+not make full batches the longest ones are cut in two, which changes no bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast._compat import inductor
+from shardcast.plan.layout import GroupId
+from shardcast.step.compiling import or_eager
+from shardcast.step.decide.signal import to_device
+from shardcast.step.update.fusion import Fusion, UpdateScalars, in_pieces, update_
+from shardcast.step.update.rules import Rule, StepNumbers
+from shardcast.step.update.state import Key, Range
+
+BATCH, FEWEST = 8, 4  # fewer ranges than these are called one by one: not worth a graph of its own
+LEAST = 2  # rows of a range in a batch: one graph serves all numbers of rows but 0 and 1
+
+
+@dataclass
+class Batch:
+    """Ranges with one :class:`.Fusion`, and operands of the same dtypes, which one call updates.
+
+    Attributes:
+        operands: of each range in the shape of :func:`.fusion.update_`.
+        numbers: of the rule for each range, ``(BATCH, numbers)``, no view to a compiler; the same
+            memory in every step.
+        factors: of each range, where these have several, in the same way.
+    """
+
+    fusion: Fusion
+    operands: list[list[Tensor]]
+    numbers: Tensor
+    factors: Tensor
+    _kernel: Callable[..., None] | None = None
+    _absent: tuple[int | None, ...] = ()
+
+    def __call__(
+        self, epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None,
+        factor: Tensor | None, skip: Tensor,
+    ) -> None:  # fmt: skip
+        """See :func:`update_all_`."""
+        absent = tuple(None if it is None else it.dim() for it in (epilogue_steps, factor))
+        if self._kernel is None or absent != self._absent:
+            dtypes = tuple(operand.dtype for operand in self.operands[0])
+            self._kernel, self._absent = _kernel(self.fusion, dtypes, absent), absent
+        self._kernel(
+            self.fusion, self.operands, self.numbers, epilogues, epilogue_steps, factor, skip
+        )
+
+
+def update_all_(
+    fusion: Fusion, ranges: Sequence[Sequence[Tensor]], numbers: Tensor,
+    epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None,
+    factor: Tensor | None, skip: Tensor,
+) -> None:  # fmt: skip
+    """:func:`.fusion.update_` of each of several ranges.
+
+    Args:
+        ranges: of each its operands.
+        numbers: of each those of the rule, ``(ranges, numbers)``.
+        epilogues, epilogue_steps: as in :class:`.UpdateScalars`.
+        factor: 0-dim for all ranges, or 1-d for each.
+    """
+    for operands, scalars, its_factor in _each(ranges, numbers, epilogues, epilogue_steps, factor):
+        update_(fusion, operands, scalars, its_factor, skip)
+
+
+def _each(
+    ranges: Sequence[Sequence[Tensor]], numbers: Tensor,
+    epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None, factor: Tensor | None,
+) -> Iterator[tuple[Sequence[Tensor], UpdateScalars, Tensor | None]]:  # fmt: skip
+    """Operands, numbers and factor of each range. Light fusions ask for no count of steps."""
+    shared = factor is None or factor.dim() == 0
+    factors = [factor] * len(ranges) if shared else factor.unbind()  # type: ignore[union-attr]
+    for operands, row, its_factor in zip(ranges, numbers.unbind(), factors, strict=True):
+        scalars = UpdateScalars(None, row.unbind(), epilogues, epilogue_steps)  # type: ignore[arg-type]
+        yield operands, scalars, its_factor
+
+
+def _one_by_one(
+    fusion: Fusion, ranges: Sequence[Sequence[Tensor]], numbers: Tensor,
+    epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None,
+    factor: Tensor | None, skip: Tensor,
+) -> None:  # fmt: skip
+    """:func:`update_all_` eagerly, a piece at a time."""
+    for operands, scalars, its_factor in _each(ranges, numbers, epilogues, epilogue_steps, factor):
+        in_pieces(fusion, operands, scalars, its_factor, skip)
+
+
+@functools.cache  # one compiled function, so that models of one process share its graph
+def _kernel(fusion: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callable[..., None]:
+    name = f"the update of several ranges by {fusion.rule} of gradients in {dtypes[0]}"
+    return or_eager(inductor.compiled(update_all_, several=True), _one_by_one, name)
+
+
+def in_batches(ranges: Sequence[Range]) -> tuple[list[list[Range]], list[Range]]:
+    """Ranges of one rule in batches, and what is called one by one: few of a kind, and ends of
+    ranges that are no whole rows."""
+    kinds: dict[Any, list[Range]] = {}
+    for one in ranges:
+        shard = one.state.shard
+        assert shard.grads is not None
+        # Dtypes of all other operands follow from these.
+        kind = one.fusion, shard.grads.own.dtype, shard.published.dtype
+        kinds.setdefault(kind, []).append(one)
+    batches: list[list[Range]] = []
+    alone: list[Range] = []
+    for members in kinds.values():
+        whole: list[Range] = []
+        ends: list[Range] = []
+        for one in members:
+            rows, row = one.rows, one.fusion.row
+            stop = one.part.start + rows * row
+            if rows < LEAST or len(members) < FEWEST or not _is_light(one.fusion):
+                ends.append(one)
+            elif stop < one.part.stop:
+                first, end = one.cut(stop)
+                whole.append(first)
+                ends.append(end)
+            else:
+                whole.append(one)
+        _fill_up(whole)
+        count = len(whole) // BATCH * BATCH
+        batches += [whole[start : start + BATCH] for start in range(0, count, BATCH)]
+        alone += [*ends, *whole[count:]]
+    return batches, alone
+
+
+def _is_light(fusion: Fusion) -> bool:
+    """Whether a graph of several is compiled in time: other codecs take it minutes."""
+    compares = any(epilogue.compares for epilogue in fusion.epilogues)
+    return not compares and all(codec.plain for codec in (fusion.master, *fusion.state))
+
+
+def _fill_up(whole: list[Range]) -> None:
+    """Cut the longest ranges in two until they make full batches, if they are long enough."""
+    while len(whole) % BATCH:
+        number = max(range(len(whole)), key=lambda n: whole[n].rows)
+        one = whole[number]
+        if one.rows < 2 * LEAST:
+            return
+        half = one.part.start + one.rows // 2 * one.fusion.row
+        whole[number : number + 1] = one.cut(half)
+
+
+class RuleNumbers:
+    """The numbers of one rule on the device, in every step of a plan, and its batches.
+
+    Args:
+        keys: of all rules.
+        batches: of all rules.
+        param_groups: of the optimizer.
+        steps: the counts of all fragments.
+        uniform: whether they are equal.
+
+    Attributes:
+        scalars: of each key of this rule, by its place; in the same memory in every step.
+    """
+
+    def __init__(
+        self, rule: Rule, keys: Sequence[Key], batches: Sequence[Sequence[Range]],
+        param_groups: Sequence[Mapping[str, Any]], steps: Tensor, uniform: bool,
+    ) -> None:  # fmt: skip
+        self._rule, device = rule, steps.device
+        numbers = [number for number, key in enumerate(keys) if key.rule == rule]
+        own = [batch for batch in batches if keys[batch[0].key].rule == rule]
+        # A row for each key, and behind them for each range of the batches.
+        rows = [keys[number] for number in numbers] + [
+            keys[it.key] for batch in own for it in batch
+        ]
+        self._groups = [*dict.fromkeys(key.group for key in rows)]
+        of = [self._groups.index(key.group) for key in rows]
+        self._of = to_device(of, torch.int64, device) if len(self._groups) > 1 else None
+        places = [key.place for key in rows]
+        self._places = None if uniform else to_device(places, torch.int64, device)
+        count = len(rule.terms(param_groups[self._groups[0].position]))
+        table = StepNumbers(of, count, device)
+        self._table = table if count else None
+        self._factors = torch.ones(len(rows), device=device)
+        # Kept apart from what they are views of: a compiled graph would be bound to that, too.
+        self.scalars: dict[int, UpdateScalars] = {}
+        for row, number in enumerate(numbers):
+            step = _compat.own_storage(steps[places[row]])
+            of_rule = _compat.own_storage(table.table[row]).unbind() if count else ()
+            self.scalars[number] = UpdateScalars(step, tuple(of_rule))
+        self._batches: list[Batch] = []
+        start = len(numbers)
+        for batch in own:
+            its = slice(start, start := start + len(batch))
+            operands = [one.fetch_in_rows() for one in batch]
+            in_batch, factors = (
+                _compat.own_storage(it[its]) for it in (table.table, self._factors)
+            )
+            self._batches.append(Batch(batch[0].fusion, operands, in_batch, factors))
+
+    def compute(self, param_groups: Sequence[Mapping[str, Any]], steps: Tensor) -> None:
+        """Compute those of this step, in four launches."""
+        if self._table is not None:
+            terms = [self._rule.terms(param_groups[of.position]) for of in self._groups]
+            self._table(terms, steps[0] if self._places is None else steps[self._places])
+
+    def run(
+        self, factors: Mapping[GroupId, Tensor | None],
+        behind: tuple[tuple[tuple[Any, ...], ...], Tensor | None], skip: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update the batches.
+
+        Args:
+            behind: numbers of the epilogues, and their counts of steps.
+        """
+        if not self._batches:
+            return
+        assert skip is not None
+        of_groups = [factors[group] for group in self._groups]
+        factor = of_groups[0]
+        shared = all(other is factor for other in of_groups)
+        if not shared:
+            assert self._of is not None
+            one = torch.ones_like(self._factors[0])
+            several = torch.stack([one if it is None else it for it in of_groups])
+            torch.index_select(several, 0, self._of, out=self._factors)
+        for batch in self._batches:
+            batch(*behind, factor if shared else batch.factors, skip)
