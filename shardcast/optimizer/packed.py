@@ -209,7 +209,8 @@ class PackedOptimizer:
             return None
         if name not in self._hooks_by_option:
             make: Any = self.config.declared(name).hook
-            self._hooks_by_option[name] = make(self)
+            # Before those of options: a step that it refuses must not have been seen by them.
+            self._hooks_by_option = {name: make(self), **self._hooks_by_option}
             self.step_hooks = (*self._hooks_by_option.values(),)
         return self._hooks_by_option[name]
 

@@ -609,6 +609,8 @@ def test_a_step_that_is_refused_leaves_what_other_options_have_noted():
             received(optimizer, model)  # a bit turns over, which the next step hashes
         optimizer.sleep()
         with pytest.raises(RuntimeError, match=r"wake\(\)"):
+            optimizer.digest()
+        with pytest.raises(RuntimeError, match=r"wake\(\)"):
             optimizer.step()
         optimizer.wake()
         with pytest.raises(RuntimeError) as raised:

@@ -213,8 +213,6 @@ class Sleep(StepHook):
     def _free(self, keeps_parameters: bool) -> None:
         self._sleeps = True
         optimizer = self._optimizer
-        others = [hook for hook in optimizer.step_hooks if hook is not self]
-        optimizer.step_hooks = (self, *others)  # a step is refused before others have seen it
         self._doors += [
             storages.put_first(param.register_hook(_door("backward")))
             for shard in optimizer.shards
