@@ -37,8 +37,7 @@ def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
     """One row per system; what is more is the median difference to the first, round by round.
 
     It is that of the optimizer's phase, which has all of it: forwards and backwards take more or
-    less time by themselves. The last column: of one check in so many steps, and of what each step
-    between has to do for it.
+    less time by themselves. The last column: of one check in so many steps.
     """
     first = next(iter(results.values()))
     lines = []
@@ -49,7 +48,6 @@ def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
         shares[name] = more / statistics.median(first.step)
         medians = f"{1e3 * statistics.median(result.step):.1f}", f"{1e3 * more:.2f}"
         lines.append((name, *medians, f"{shares[name]:.2%}", ""))
-    _, between, checked = shares.values()
-    total = between + (checked - between) / EVERY
-    lines[-1] = (*lines[-1][:-1], f"{total:.3%}")
+    *_, checked = shares.values()
+    lines[-1] = (*lines[-1][:-1], f"{checked / EVERY:.3%}")
     return lines
