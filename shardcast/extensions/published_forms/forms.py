@@ -184,7 +184,9 @@ class MXFP4(Form):
         return code[..., ::2] | (code[..., 1::2] << 4)
 
     def values(self, codes: Tensor) -> Tensor:
-        pair = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        # Shifts, not a stack of both halves, of which a compiler would make a kernel of its own.
+        shifts = 4 * torch.arange(2, dtype=torch.uint8, device=codes.device)
+        pair = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(-2)
         size = (pair & 7).float()
         size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
         return torch.where(pair > 7, -size, size)
