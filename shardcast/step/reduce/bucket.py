@@ -41,6 +41,21 @@ def land_all(buckets: Iterable[Bucket]) -> None:
                 bucket.land()
 
 
+def drop_carried(buckets: Iterable[Bucket]) -> None:
+    """Drop means that a step used and a backward has begun upon, of gradients that are no more.
+
+    That backward failed, or was within ``no_sync()``, and no pass has ended since.
+    """
+    for grads in (bucket.grads for bucket in buckets if bucket.grads.carry is not None):
+        presence = grads.presence()
+        if not any(presence):
+            grads.carry = None
+            continue
+        for position, is_here in enumerate(presence):
+            if grads.carry is not None and not is_here:
+                grads.carry[own_part(grads.pack, position)].zero_()
+
+
 def assigned_in(buckets: Iterable[Bucket], process_groups: ProcessGroups) -> dict[str, str]:
     """What a script assigned between backwards, for the history of a step, by fact."""
     found = [bucket for bucket in buckets if bucket.assigned]
@@ -70,6 +85,7 @@ class Bucket:
         repeated: mesh dimensions along which a gradient that is whole is left to the ranks of
             coordinate 0.
         arrived: slots with a gradient in the running backward, or in one that failed.
+        left: slots with a gradient of backwards that failed, as long as it is not sent.
         counting: the backward whose further gradients need no more than to be put into ``arrived``.
         absent: slots without a gradient here when it was last sent: the own span has others'.
         assigned: names of gradients that a script put in the place of reduced ones.
@@ -84,6 +100,7 @@ class Bucket:
     repeated: Sequence[str] = ()
     state: State = State.LOCAL
     arrived: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
     counting: int | None = None
     absent: set[int] = field(default_factory=set)
     assigned: list[str] = field(default_factory=list)
@@ -106,6 +123,7 @@ class Bucket:
     def forget(self) -> None:
         """All gradients were cleared, by whomever."""
         self.grads.forget()
+        self.left.clear()
         self.assigned.clear()
 
     def drop_cleared(self, of_all_ranks: bool) -> None:
@@ -127,9 +145,9 @@ class Bucket:
         grads.drop_replaced()
         if self.state is State.LOCAL and grads.carry is None:
             return
-        # What a failed backward has brought is nothing that a script assigned, and in the place of
+        # What failed backwards have brought is nothing that a script assigned, and in the place of
         # zeros it replaces nothing.
-        kept_out = self.arrived | grads.zeroed
+        kept_out = self.left | grads.zeroed
         positions = [position for position in grads.given() if position not in kept_out]
         slots = grads.pack.layout.slots
         self.assigned += [slots[position].name for position in positions]
@@ -170,6 +188,7 @@ class Bucket:
             if isinstance(param, LocalParam) and param.repeats(self.repeated)
         ]
         self.absent = self.grads.collect()
+        self.left.clear()
         for slot in repeated:
             self.grads.data[slot.offset : slot.end].zero_()
 

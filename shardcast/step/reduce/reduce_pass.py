@@ -67,10 +67,11 @@ class ReducePass:
         """The first gradient is about to come, or none in a pass without a backward."""
         self.started = True
         land_all(self._buckets)  # where a backward failed
+        for bucket in self._buckets:
+            bucket.left |= bucket.arrived
+            bucket.arrived, bucket.counting = set(), None
         self._reducer.drop_cleared(more_come=self.backward >= 0)
         self._reducer.drop_assigned()
-        for bucket in self._buckets:
-            bucket.arrived, bucket.counting = set(), None
 
     def begin(self) -> None:
         """Have the running backward hold and end this pass.

@@ -23,7 +23,7 @@ from shardcast.memory.pack import Pack
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED
-from shardcast.step.reduce.bucket import Bucket, State, assigned_in, land_all
+from shardcast.step.reduce.bucket import Bucket, State, assigned_in, drop_carried, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.micro_batches import MicroBatches
 from shardcast.step.reduce.reduce_pass import ReducePass
@@ -62,9 +62,9 @@ class Reducer:
         self.touched, self.backwards = False, 0
         self.due, self.spent = True, False
         options = config.extensions().values()
-        asked = next((it.gradients for it in options if it.gradients is not None), Gradients)
-        self.cannot_gather: str = asked.cannot_gather
-        kind: type[Gradients] = asked if process_groups.shard.size > 1 else Gradients
+        kind: type[Gradients] = next((it.gradients for it in options if it.gradients), Gradients)
+        self.cannot_gather: str = kind.cannot_gather
+        kind = kind if process_groups.shard.size > 1 else Gradients
         self.sharded = kind is not Gradients
         self.micro_batches: MicroBatches | None = next(
             (it.micro_batches(config, process_groups.shard) for it in options if it.micro_batches),
@@ -350,6 +350,7 @@ class Reducer:
             RuntimeError: more come and some were cleared; which ones, other ranks cannot know.
         """
         if self.spent:
+            drop_carried(self.buckets.values())
             return
         begun = [
             bucket for bucket in self.buckets.values()

@@ -234,6 +234,15 @@ SEQUENCES: dict[str, list[Action]] = {
                               ("failed", (Side.failed, (1, ALL[:2], 1))))
     },
     **{
+        f"{begun} upon used ones, cleared": [
+            FIRST, (Side.step, ()), action, (Side.clear, ("model",)), *LAST]
+        for begun, action in (("quiet", (Side.backward, (1, ALL[:2], True))),
+                              ("failed", (Side.failed, (1, ALL[:2], 1))))
+    },
+    "two that fail upon means, the second one before it comes as far": [
+        (Side.backward, (0, (EVERY, EVERY - {0}))), (Side.failed, (1, ALL[:2], 0)),
+        (Side.failed, (2, ALL[:2], 2)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
+    **{
         f"one cleared after the last, quiet: {quiet}": [
             FIRST, (Side.backward, (1, ALL[:2], quiet)), (Side.clear_one, ()), (Side.step, ()),
             (Side.step, ())]
