@@ -68,7 +68,7 @@ class DeepSpeedEngine(nn.Module):
         self.module, self.device, self.config = model, torch.device(GPU), config
         self.optimizer = ZeROOptimizer(
             shardcast.shard(
-                model, optimizer, param_dtype=low, autocast=False,
+                model, optimizer, param_dtype=[*low, "fp32"][0], autocast=False,
                 grads="sharded" if stage == 2 else "full",
                 max_grad_norm=config.get("gradient_clipping") or None,
                 offload=zero.get("offload_optimizer", {}).get("device", "none") == "cpu",
@@ -204,10 +204,14 @@ def _module(name: str, **members: Any) -> ModuleType:
 
 
 def _absent(name: str) -> Any:
-    """What only stage 3 has: a class without instances, which can be imported."""
+    """What only stage 3 has: it can be imported, and not be called."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"{name}, of ZeRO stage 3, is not what shardcast has")
+
+    return type(name, (), {"__init__": refuse})
 
 
 ONE = Accelerator()
