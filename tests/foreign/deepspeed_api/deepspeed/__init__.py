@@ -68,7 +68,7 @@ class DeepSpeedEngine(nn.Module):
         self.module, self.device, self.config = model, torch.device(GPU), config
         self.optimizer = ZeROOptimizer(
             shardcast.shard(
-                model, optimizer, param_dtype=[*low, "fp32"][0], autocast=False,
+                model, optimizer, param_dtype=low, autocast=False,
                 grads="sharded" if stage == 2 else "full",
                 max_grad_norm=config.get("gradient_clipping") or None,
                 offload=zero.get("offload_optimizer", {}).get("device", "none") == "cpu",
