@@ -4,6 +4,7 @@
     python -m benchmarks averages --ranks 2          # averages= against the usual EMAs
     python -m benchmarks buffers --ranks 2           # BatchNorm's, beside DDP's
     python -m benchmarks worlds                      # the host's part, of 8 to 1,024 ranks
+    python -m benchmarks host                        # of a step on an accelerator, by packs
     python -m benchmarks launches --packs 15         # of a step on an accelerator, by stage
     python -m benchmarks step --model ernie          # shardcast's variants and a crude floor
     python -m benchmarks peers --model gpt --markdown
@@ -40,6 +41,7 @@ from benchmarks import (
     document,
     fine_tuning,
     forms,
+    host,
     launches,
     matrix,
     replicas,
@@ -86,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.record:
             fine_tuning.record(runs)
         lines, columns = [*fine_tuning.rows(runs)], fine_tuning.COLUMNS
+    elif args.command == "host":
+        title = "processor time of step() on an accelerator, compiled, nothing is sent, bf16"
+        lines, columns = host.rows(host.measure(args.packs, args.rounds)), host.COLUMNS
     elif args.command == "launches":
         title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
         lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
@@ -151,8 +156,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "launches": 200, "matrix": 9,
-        "forms": 9, "reproducible": 15, "replicas": 60, "step": 15, "peers": 15,
+        "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "host": 40, "launches": 200,
+        "matrix": 9, "forms": 9, "reproducible": 15, "replicas": 60, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
@@ -171,6 +176,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         sub.add_argument("--markdown", action="store_true", help="print the table in Markdown")
         if name == "worlds":
             sub.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
+            continue
+        if name == "host":
+            sub.add_argument("--packs", type=int, nargs="+", default=[16, 40, 131])
             continue
         if name == "launches":
             sub.add_argument("--packs", type=int, default=15)
