@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import platform
 import threading
 import zipfile
 from collections.abc import Callable
@@ -275,6 +276,14 @@ def test_the_memory_of_a_dtensor_is_read_and_replaced_below_it():
 def test_the_host_reads_its_own_values_alone_without_waiting():
     kinds = ("cpu", "cuda", "meta")
     assert [_compat.is_host(torch.device(kind)) for kind in kinds] == [True, False, False]
+
+
+def test_what_multiplies_in_low_precision_is_what_onednn_says_of_the_cpu():
+    """A limit of the instruction set of x86 is a CPU for which torch has no kernel."""
+    code = "import torch; from shardcast._compat import has_products as h; print(h(torch.bfloat16))"
+    found = python("-c", code, ONEDNN_MAX_CPU_ISA="AVX2").stdout.split()
+    assert found == ["False"] or (platform.machine() != "x86_64" and len(found) == 1)
+    assert _compat.has_products(torch.float32)
 
 
 def test_a_forward_knows_the_module_that_calls_it_and_a_tensor_its_hooks():
