@@ -71,9 +71,6 @@ class ShardedGradients(Gradients):
                 self._stand_ins[position] = stand_in
             self.pack.params[position].grad = stand_in.grad
 
-    def lend(self, positions: Iterable[int]) -> None:
-        """Show nothing: nobody can edit a stand-in."""
-
     def expect(self, position: int) -> bool:
         if self.holds(position):
             self.pack.params[position].grad = None  # nothing can be added to it

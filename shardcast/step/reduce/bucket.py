@@ -128,8 +128,12 @@ class Bucket:
 
     def drop_cleared(self, of_all_ranks: bool) -> None:
         """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
+        params = self.grads.pack.params
         gone = {n for n, is_here in enumerate(self.grads.presence()) if not is_here}
-        self.grads.gone = gone - self.absent
+        # What was lent is no gradient of this rank, and still a script can clear it: the owner
+        # alone would not know that a mean is gone of which only others had a gradient.
+        lent = {position for position in self.grads.lent if params[position].grad is None}
+        self.grads.gone = (gone - self.absent) | lent
         means = self.grads.own if self.grads.carry is None else self.grads.carry
         for position in gone if of_all_ranks else self.grads.gone:
             means[own_part(self.grads.pack, position)].zero_()

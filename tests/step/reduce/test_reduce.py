@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -308,6 +308,26 @@ def test_clearing_some_gradients_between_two_backwards_of_a_step_is_refused_by_n
         side.step()
 
     run_world(2, run)
+
+
+@pytest.mark.parametrize("cleared", [range(COUNT), (1,), (4,), (0, 1), (1, 3, 4)])
+@pytest.mark.parametrize("grads", ["full", "sharded"])
+def test_a_cleared_mean_is_in_no_norm_whether_or_not_its_owner_had_a_gradient(
+    grads: str, cleared: Sequence[int]
+):
+    """Of 1 and of 4 one rank alone had a gradient; each of two ranks owns a part of a pack."""
+
+    def clear(side: Side) -> None:
+        for position in cleared:
+            side.models[0].all[position].grad = None
+
+    uses = (use(0, 1, 2, 3), use(0, 2, 3, 4))
+    for quiet in (False, True):
+        actions: list[Action] = [
+            (Side.backward, (825, ALL[:2])), (Side.step, ()), (Side.clear, ("none",)),
+            (Side.backward, (439, uses, quiet)), (clear, ()), (Side.clip, ()), (Side.step, ()),
+        ]  # fmt: skip
+        compare(actions, 2, grads=grads)
 
 
 def test_another_gradient_in_the_place_of_the_last_one_is_another_version():
