@@ -15,13 +15,14 @@ import pytest
 from evidence import Suite, Verdict
 
 PUBLISHED = 1.88
-NOISE = 0.05  # over seeds, each on 20 batches; the spread of the rows without shardcast
+APART = 0.01  # of a loss beside DDP, and of the unedited script here beside its README
+OF_FORMS = 0.05  # of 4 or 8 bits for all matrices of the blocks
 DDP = {"device_ids=[ddp_local_rank]": ""}
 SETTINGS = """config/train_shakespeare_char.py --device=cpu --compile=False
 --log_interval=1 --block_size=64 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000
 --lr_decay_iters=2000 --dropout=0.0"""  # as its README
 LEAN = str(Path(__file__).resolve().parents[2] / "configs" / "lean.yaml")
-BLOCKS = "[transformer.h.*.weight]"
+BLOCKS = "['*.c_*.weight']"
 FORMS = ("mxfp8", "mxfp4", "fp8_block128")
 OPTIONS = {
     "fp32": {"SHARDCAST_PARAM_DTYPE": "fp32"},
@@ -30,7 +31,8 @@ OPTIONS = {
     **{form: {"SHARDCAST_PUBLISHED": f"{{{form}: {BLOCKS}}}"} for form in FORMS},
 }
 CASES = [
-    *((world_size, option) for option in ("fp32", "bf16") for world_size in (1, 2, 4)),
+    *((world_size, "fp32") for world_size in (1, 2, 4)),
+    *((world_size, "bf16") for world_size in (1, 2)),
     *((2, option) for option in ("lean", *FORMS)),
 ]
 SUITE = Suite(
@@ -38,8 +40,9 @@ SUITE = Suite(
     claim=(
         "`train_shakespeare_char.py` with the settings that its README has for a CPU, on the "
         "tinyshakespeare of char-rnn: 2,000 steps of 12 sequences, and a validation loss of 1.88. "
-        f"Passed is a loss of at most {PUBLISHED + NOISE:.2f} that lies within {NOISE} of the same "
-        "script with DDP, which has the same batches on as many processes"
+        f"Passed is a loss within {APART} ({OF_FORMS} with published forms) of the same script by "
+        "DDP on as many processes, whose batches it has; on one that is the script as it is, and "
+        f"its loss within {APART} of 1.88"
     ),
     source="karpathy/nanoGPT",
     commit="3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
@@ -93,7 +96,8 @@ def test_the_published_loss(
 ) -> None:
     loss, stock = losses(world_size, option), losses(world_size, "ddp")
     case = f"{option}, {world_size} process{'es' * (world_size > 1)}"
-    assert loss <= PUBLISHED + NOISE and abs(loss - stock) <= NOISE, (loss, stock)
+    assert abs(losses(1, "ddp") - PUBLISHED) <= APART
+    assert abs(loss - stock) <= (OF_FORMS if option in FORMS else APART), (loss, stock)
     verdicts.append(Verdict(SUITE, case, "passed", f"{case}: {loss:.3f}, with DDP {stock:.3f}"))
 
 
