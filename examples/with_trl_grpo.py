@@ -32,13 +32,8 @@ def share_of_even(completions: list[str], **_: object) -> list[float]:
 words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 64)}}
 inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
 inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=inner,
-    pad_token="<pad>",
-    bos_token="<s>",
-    eos_token="</s>",
-    unk_token="<pad>",
-)
+special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<pad>"}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 torch.manual_seed(0)
 model = LlamaForCausalLM(
     LlamaConfig(

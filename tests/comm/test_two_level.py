@@ -11,7 +11,7 @@ from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor
 
 from shardcast.comm import REDUCTIONS, Comm, objects
-from shardcast.comm.reduction import MANY
+from shardcast.comm.reduction import MANY, Buffer
 from shardcast.plan.algorithms import Algorithms, Topology
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import assert_same_sequence
@@ -58,9 +58,14 @@ def reduced(
     pack = pack_of(comm.size, COUNT, node)
     sent = gradient(comm.rank, pack.numel, dtype)
     before, span = sent.clone(), pack.spans[comm.rank]
-    reduction = REDUCTIONS[algorithm](
-        comm, pack, sent, sent[span.start : span.stop], lambda n: torch.full((n,), 7, dtype=dtype)
-    )
+
+    def take(numel: int) -> Buffer:
+        buffer = Buffer(numel, dtype, CPU)
+        buffer.data.fill_(7)  # whatever was in it
+        return buffer
+
+    own = sent[span.start : span.stop]
+    reduction = REDUCTIONS[algorithm](comm, pack, sent, own, take)
     pieces = reduction.wait()
     assert torch.equal(sent, before), "what is sent stays as it is"
     return sum(piece.double() for piece in pieces), pieces[0].dtype, reduction.by_rank  # type: ignore[return-value]
