@@ -66,27 +66,28 @@ def _apart(graph: Callable[..., None]) -> Callable[..., None]:
 def compiled_for_lengths(function: Callable[..., None]) -> Callable[..., None]:
     """As :func:`compiled`, of tensors that Dynamo looks at once for each length.
 
-    What it finds out in each call, more than half of its time on the host, follows from the length
-    here: all operands (tensors, or ``None`` in some places always) are contiguous, of one shape and
-    device, and have storages of their own. Further ones of a length go to the graph at once.
+    What it finds out in each call, more than half of its time on the host, follows from length and
+    device here: all operands (tensors, or ``None`` in some places always) are contiguous, of one
+    shape, and have storages of their own. Further ones of a length go to the graph at once.
     """
     seen = _Seen()
     graph = torch.compile(
         _with_own_code(function), dynamic=True, fullgraph=True, backend=seen.backend
     )
-    direct: dict[torch.Size, Callable[[Sequence[Tensor | None]], None]] = {}
+    direct: dict[Any, Callable[[Sequence[Tensor | None]], None]] = {}
 
     def run(*operands: Tensor | None) -> None:
         if _get_current_dispatch_mode() is not None:
             function(*operands)
             return
-        shape = next(operand.shape for operand in operands if operand is not None)
-        if (known := direct.get(shape)) is not None:
+        first = next(operand for operand in operands if operand is not None)
+        kind = first.shape, first.device
+        if (known := direct.get(kind)) is not None:
             known(operands)
             return
         graph(*operands)
         if (found := seen.call_of(operands)) is not None:
-            direct[shape] = found
+            direct[kind] = found
 
     return run
 
