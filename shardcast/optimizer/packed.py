@@ -91,6 +91,8 @@ class PackedOptimizer:
         self.add(shards)
         self._hooks_by_option: dict[str, StepHook] = {}
         self.step_hooks: tuple[StepHook, ...] = ()
+        several = process_groups.everyone.size > 1
+        self.later = {n: step for n, (step, _) in plan.config.later().items() if several}
         self.end_watch_outside: Callable[[], None] = lambda: None
         if self.comm.size > 1 and plan.outside:
             self.end_watch_outside = watch_outside(plan.outside)
@@ -213,6 +215,18 @@ class PackedOptimizer:
             self._hooks_by_option = {name: make(self), **self._hooks_by_option}
             self.step_hooks = (*self._hooks_by_option.values(),)
         return self._hooks_by_option[name]
+
+    def begin_later(self, step: int) -> None:
+        """Make signals and hooks of the options that begin in this step, or did before. Local."""
+        for name in [name for name, first in self.later.items() if first <= step]:
+            del self.later[name]
+            declared, decider = self.config.declared(name), self.decider
+            if declared.signal is not None:
+                signal = declared.signal(self.config, self.process_groups, self.device)
+                decider.replace(decider.signal_of(name), signal)
+            if declared.hook is not None:
+                self._hooks_by_option[name] = declared.hook(self)
+                self.step_hooks = (*self._hooks_by_option.values(),)
 
     def install_hooks(self) -> None:
         """Have the model and the options take part; again after each added group."""

@@ -125,6 +125,8 @@ class ShardedOptimizer(StatefulOptimizer):
         for hook in packed.step_hooks:
             hook.after_update(decision)
         (packed.sync.by or packed.sync)()  # owners -> everybody
+        if packed.later:
+            packed.begin_later(packed.comm.steps + 1)
         for hook in packed.step_hooks:
             hook.after_sync()
         self._conclude(decision)

@@ -55,6 +55,7 @@ def master(optimizer: Any, _model: nn.Module) -> None:
 def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) -> None:
     """Have something change after the sync of a step, before anything looks at it."""
     packed = packed_of(optimizer)
+    packed.begin_later(step)  # local: other ranks do it in step(), and send what this one sends
     hook = packed.hook_of("replica_check")
     overlaps = packed.hook_of("overlap_sync") is not None
     name = "before_reduce" if overlaps else "after_sync"
@@ -189,6 +190,50 @@ def test_between_two_checks_nothing_is_hashed_or_sent():
     plain, checked = reduced(0), reduced(3)
     more = [b - a for a, b in zip(plain, checked, strict=True)]
     assert more[0] == more[1] == more[2] == 0 < more[3], more
+
+
+def test_by_default_the_hundredth_step_is_the_first_that_is_checked():
+    assert shardcast.ShardcastConfig().replica_check == 100
+
+    def run(group: Any) -> tuple[list[bool], str]:
+        case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
+        model = case.build()
+        optimizer = sharded(model, group, replica_check=shardcast.ShardcastConfig().replica_check)
+        packed, made = packed_of(optimizer), []
+        for step in range(1, 101):
+            made.append(packed.hook_of("replica_check") is not None)
+            if step == 100 and group.rank() == 1:
+                spoil_after_sync(optimizer, model, received, step)
+            case.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return made, first_error(optimizer, lambda: case.loss(model, batch).backward(), 1)
+
+    for made, text in run_world(2, run)[0]:
+        assert made == [False] * 100
+        assert "replica_check: after step 100 parameters of rank 1 differ" in text, text
+
+
+def test_one_rank_alone_has_nothing_to_compare():
+    def run(group: Any) -> Any:
+        _, optimizer = job(group, 3, replica_check=1)
+        return packed_of(optimizer).hook_of("replica_check")
+
+    assert run_world(1, run)[0] == [None]
+
+
+def test_ranks_agree_on_who_checks_though_one_has_its_signal_already():
+    """A script may read or call what makes it; an empty part is as long as no part."""
+
+    def run(group: Any) -> str:
+        case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
+        model = case.build()
+        optimizer = sharded(model, group, replica_check=4)
+        if group.rank() == 0:
+            packed_of(optimizer).begin_later(4)
+        return first_error(optimizer, lambda: case.loss(model, batch).backward(), 9)
+
+    assert run_world(3, run)[0] == [""] * 3
 
 
 def test_on_an_accelerator_steps_are_skipped_until_the_host_hears_of_it(

@@ -23,7 +23,15 @@ from shardcast.step.decide.decision import Decision, Presence
 from shardcast.step.decide.loss_scale import LossScale
 from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
 from shardcast.step.decide.options import OptionCheck
-from shardcast.step.decide.signal import LEFT, Refusal, Reserved, Signal, Verdict, to_device
+from shardcast.step.decide.signal import (
+    LEFT,
+    Later,
+    Refusal,
+    Reserved,
+    Signal,
+    Verdict,
+    to_device,
+)
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.reduce.mean import Divisor
 from shardcast.step.reduce.micro_batches import MicroBatches
@@ -82,6 +90,7 @@ class Decider:
             self._presence, self.refusal,
             *([] if self.loss_scale is None else [self.loss_scale]), self._options, self.tokens,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
+            *(Later(name, mistakes, device) for name, (_, mistakes) in config.later().items()),
         ]  # fmt: skip
         self._index()
         skips = [float(skips) for signal in self.signals for skips in signal.skips]
@@ -113,11 +122,15 @@ class Decider:
         """The signal of counted tokens, which takes its place when a script counts some."""
         if type(self.tokens) is Reserved:
             module = load_extension("tokens")
-            place = self.signals.index(self.tokens)
-            self.tokens = module.TokenCount(self._process_groups, self._divisor, self._device)
-            self.signals[place] = self.tokens
-            self._index()
+            tokens = module.TokenCount(self._process_groups, self._divisor, self._device)
+            self.replace(self.tokens, tokens)
+            self.tokens = tokens
         return self.tokens
+
+    def replace(self, reserved: Signal, signal: Signal) -> None:
+        """Have a signal in the place that was reserved for it; its sums are as long, or empty."""
+        self.signals[self.signals.index(reserved)] = signal
+        self._index()
 
     def signal_of(self, name: str) -> Any:
         """The signal of that name; ``None`` where there is none."""

@@ -207,6 +207,25 @@ class Reserved(Signal):
         """Forget the counts: their gradients were dropped."""
 
 
+class Later(Signal):
+    """The place of the signal of an option that begins in a later step.
+
+    Args:
+        name: of the option.
+        mistakes: how many its signal tells.
+    """
+
+    def __init__(self, name: str, mistakes: int, device: torch.device) -> None:
+        self.name, self.skips = name, (True,) * mistakes
+        self._nothing = torch.zeros(mistakes, dtype=torch.float64, device=device)
+
+    def local(self) -> Tensor:
+        return self._nothing[:0]
+
+    def read(self, total: Tensor) -> Tensor:
+        return self._nothing
+
+
 def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
     """``value`` of each rank; on an accelerator, where ranks come later and alone, of this one."""
     if _compat.is_host(device):
