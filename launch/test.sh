@@ -6,7 +6,7 @@
 #        bash launch/test.sh --codegen [arguments of launch/codegen]
 #        bash launch/test.sh --versions [arguments of pytest]
 #        bash launch/test.sh --machines [--whole] [PART ...]   (see machines.sh)
-#        bash launch/test.sh --ecosystem [arguments of pytest]
+#        bash launch/test.sh --ecosystem [--sources DIR] [arguments of pytest]
 #        bash launch/test.sh --foreign [--sources DIR] [arguments of pytest]
 # Environment: VENV, PYTHON (see environment.sh)
 #
@@ -20,7 +20,8 @@
 #
 # With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
 # $VENV of its own (3 GB), and write what was run into docs/tested-scripts.md. -k NAME for a part,
-# -k shipped for the loops that packages ship.
+# -k shipped for the loops that packages ship. nanoGPT's published loss is among them where DIR has
+# its files, see --foreign.
 #
 # With --foreign: run the tests that others wrote for their libraries, and write docs/evidence.md. In
 # .venv-foreign or $VENV of its own (3 GB). Files that no installed package has are taken from DIR,
@@ -96,7 +97,8 @@ if [[ ${1:-} == --ecosystem ]]; then
         echo "$wanted" >"$venv/wanted"
     fi
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    exec "$python" -m pytest tests/ecosystem --recipes docs/tested-scripts.md "$@"
+    exec "$python" -m pytest tests/ecosystem tests/foreign/test_nanogpt.py \
+        --recipes docs/tested-scripts.md --evidence docs/evidence.md "$@"
 fi
 if [[ ${1:-} == --foreign ]]; then
     shift

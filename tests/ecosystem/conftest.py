@@ -11,8 +11,9 @@ from recipes import ENTRIES, Row, missing, table_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: models and tokenizers are made here
 # The forkserver of Python 3.11 does not take over sys.path before it imports what is preloaded.
+HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    [str(HERE), str(HERE.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
 )
 ROWS = pytest.StashKey[list[Row]]()
 
