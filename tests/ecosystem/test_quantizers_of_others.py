@@ -83,7 +83,7 @@ def test_codes_and_scales_are_theirs(form: str, kind: str):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", FLOOR_AND_BLOCKS)
+@pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_hundred_losses_are_those_of_their_fake_quantizer(form: str, ranks: int):
     losses, masters, _ = train_plain(form, MATRICES, ranks, 2, 100, fake)
