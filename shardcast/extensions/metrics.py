@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as match
 from typing import Any, ClassVar
@@ -11,13 +11,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardcast.memory.shard import Shard
+from shardcast.memory.codecs import Codec, Encoded, in_rows
+from shardcast.memory.shard import PIECE, Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import to_device
 from shardcast.step.step_hook import StepHook
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
+from shardcast.step.update.state import RowSums
 
 NAMES = ("grad_norm", "weight_norm", "update_norm", "update_to_weight", "swallowed")
 
@@ -38,7 +40,7 @@ class SquareSums(Epilogue):
             torch.linalg.vector_norm(values, dim=-1)
             for values in (updated.grad, updated.master, updated.decrease)
         ]
-        if updated.published is None:
+        if updated.published is None:  # none is swallowed, or see Before
             return (*norms, torch.zeros_like(norms[0]))
         # Where the published value changes the master has moved. As numbers of the same dtype: a
         # comparison that gives a bool is not vectorised on a CPU.
@@ -48,6 +50,40 @@ class SquareSums(Epilogue):
 
 
 ROWS = len(SquareSums.sums) + 1  # sums, and how many elements they are of
+
+
+class Before:
+    """What a shard has before an update behind which its blocks are cast.
+
+    Which changes are swallowed is seen when both are done. A copy of masters and of what is
+    published, 6 bytes of each own element, is there for the time of a measured step.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        shard.absorb()  # what a script wrote is no change
+        self._shard, self._published = shard, shard.published.clone()
+        device, numel = shard.published.device, shard.published.numel()
+        self._masters = Encoded(Codec(), numel, shard.master.row, device, on_host=shard.on_host)
+        for part in _pieces(numel):
+            self._masters.write(part, shard.master.read(part))
+
+    def count(self, sums: RowSums) -> None:
+        """Add to the sums of rows how many changes were swallowed: none in a skipped step."""
+        if not sums.segments.numel():  # nothing was measured yet
+            return
+        swallowed = sums.values[SquareSums.sums.index("swallowed")]
+        for part in _pieces(self._published.numel()):
+            moved = self._shard.master.read(part) != self._masters.read(part)
+            # As numbers: of coarse forms many values are zeros, and another sign is no change.
+            stayed = self._shard.published[part] == self._published[part]
+            both = in_rows((moved & stayed).float(), sums.row).sum(-1)
+            first = part.start // sums.row
+            swallowed[first : first + len(both)] += both
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, PIECE):
+        yield slice(start, min(start + PIECE, numel))
 
 
 class Metrics(StepHook):
@@ -65,12 +101,16 @@ class Metrics(StepHook):
         self._numels = torch.empty(0)
         self._totals: Tensor | None = None
         self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}  # see _chosen
+        self._before: dict[Shard, Before] = {}
 
     def before_update(self, decision: Decision) -> None:
         """Have this step measured if it is one's turn, which is equal on all ranks."""
         self._is_due = self._optimizer.comm.steps % self._period == 0
         for update in self._optimizer.updates:
             update.measured = self._is_due
+        for shard in self._optimizer.shards if self._is_due else ():
+            if shard.pack.cast is not None and shard.grads is not None and shard.fragments:
+                self._before[shard] = Before(shard)
 
     def after_update(self, decision: Decision) -> None:
         """Add up the sums of this step."""
@@ -82,7 +122,10 @@ class Metrics(StepHook):
             self._index(shards)
         totals = torch.zeros(ROWS, len(self._slots), dtype=torch.float64, device=optimizer.device)
         owned = [shard for shard in shards if shard.fragments]
-        sums = [_of_fragments(*optimizer.update_of(s).sums(s), len(s.fragments)) for s in owned]
+        for shard, before in self._before.items():
+            before.count(optimizer.update_of(shard).sums(shard))
+        self._before.clear()
+        sums = [_of_fragments(optimizer.update_of(s).sums(s), len(s.fragments)) for s in owned]
         if sums:
             own = torch.cat([torch.cat(sums, dim=1), self._numels]) * self._weights
             totals.index_copy_(1, self._places, own)
@@ -162,18 +205,19 @@ class Metrics(StepHook):
         return self._choices[key]
 
 
-def _of_fragments(row_sums: Tensor, segments: Tensor, count: int) -> Tensor:
+def _of_fragments(row_sums: RowSums, count: int) -> Tensor:
     """Sums per fragment, fp64 (sums, fragments), in three launches however many there are.
 
     Padding behind a fragment is zero. Of a shard without a step that was not skipped they are 0.
     """
+    segments = row_sums.segments
     if not segments.numel():
         return segments.new_zeros(len(SquareSums.sums), count, dtype=torch.float64)
-    rows = row_sums.double()
+    rows = row_sums.values.double()
     rows[: SquareSums.squares].square_()
     # Not checked: that would wait for the device.
     sums = torch.segment_reduce(rows.view(-1), "sum", offsets=segments, axis=0, unsafe=True)
-    return sums.view(len(row_sums), -1)
+    return sums.view(len(rows), -1)
 
 
 OPTION = Option(

@@ -227,7 +227,7 @@ class Encoded:
         if self.codec.plain:
             return pieces[0]
         rows = tuple(
-            _in_rows(piece, self.row) if count == self.row else piece
+            in_rows(piece, self.row) if count == self.row else piece
             for piece, count in zip(pieces, self._counts, strict=True)
         )
         return self.codec.decode(rows).view(-1)[: pieces[0].numel()]
@@ -242,7 +242,7 @@ class Encoded:
             self.send(part, (values,))
             return
         pieces = self.codec.encode(
-            _in_rows(values, self.row), None if bits is None else _in_rows(bits, self.row)
+            in_rows(values, self.row), None if bits is None else in_rows(bits, self.row)
         )
         numel = values.numel()
         self.send(
@@ -254,7 +254,7 @@ class Encoded:
         )
 
 
-def _in_rows(flat: Tensor, row: int) -> Tensor:
+def in_rows(flat: Tensor, row: int) -> Tensor:
     """Whole rows, zeros behind the last element."""
     missing = -flat.numel() % row
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, row)

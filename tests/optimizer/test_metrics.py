@@ -10,6 +10,7 @@ import torch
 from bag import Bag
 from models import CASES, adamw, exact_muon, install, run_world, sharded
 from oracle import pair
+from quantizers import gpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -126,6 +127,58 @@ def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
 
     ranks, _ = run_world(world, run)
     assert float(ranks[0]["wte.weight"]["update_norm"]) == 0.0, "absent in the last step"
+    for found in ranks[1:]:
+        for name, norms in ranks[0].items():
+            assert all(torch.equal(norms[k], found[name][k]) for k in norms), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "world", "fields"),
+    [
+        (adamw, "mxfp8", 3, {"averages": {"ema": 0.9}}),
+        (adamw, "mxfp4", 2, {"replica_check": 1, "offload": True}),
+        (adamw, "fp8_block128", 2, {"changes": True, "moments": "int8"}),
+        (adamw, "mxfp8", 1, {"replica_check": 2}),
+        (rmsprop, "mxfp4_rceil", 2, {"replica_check": 1}),
+        (pair, "fp8_block128", 2, {}),
+    ],
+)
+@pytest.mark.parametrize("on_host", [True, False])
+def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
+    kind: Any, form: str, world: int, fields: dict[str, Any], on_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """On both paths; where a script has written, with an absent gradient, and a skipped step."""
+    for module in (fused, any_update):
+        monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(False, on_host=on_host))
+
+    def run(group: Any) -> Norms:
+        model = gpt()
+        optimizer = shardcast.shard(
+            model, kind(model), process_group=group, metrics=True, fuse="eager", autocast=False,
+            published={form: "blocks.*[!12].weight"}, **fields,
+        )  # fmt: skip
+        for of in optimizer.param_groups:
+            of["lr"] = 1e-4
+        for step in range(4):
+            install(model, step)
+            if step == 1:
+                with torch.no_grad():
+                    model.get_parameter("blocks.0.fc.weight")[7, 5:9] = 0.3
+            if step == 2:
+                model.get_parameter("blocks.1.fc.weight").grad = None
+            if step < 3:
+                expected = by_hand(model, optimizer, 1.0)
+            else:
+                next(model.parameters()).grad.fill_(torch.nan)
+                optimizer.step()
+            if expected:
+                compare(optimizer.metrics(), expected)
+        return {n: {k: v.clone() for k, v in m.items()} for n, m in optimizer.metrics().items()}
+
+    ranks, _ = run_world(world, run)
+    assert float(ranks[0]["blocks.1.fc.weight"]["update_norm"]) == 0.0, "absent in the last step"
+    assert 0.05 < float(ranks[0]["blocks.0.qkv.weight"]["swallowed"]) < 1.0
     for found in ranks[1:]:
         for name, norms in ranks[0].items():
             assert all(torch.equal(norms[k], found[name][k]) for k in norms), name

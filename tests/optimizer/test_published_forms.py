@@ -674,7 +674,6 @@ def refusal(**fields: Any) -> str:
         ({"published": {"mxfp8": "0.weight"}, "master": "split16"}, "master"),
         ({"published": {"mxfp8": "0.weight"}, "param_dtype": "fp16"}, "param_dtype"),
         ({"published": {"mxfp8": "0.weight"}, "param_dtype": "fp32"}, "param_dtype"),
-        ({"published": {"mxfp8": "0.weight"}, "metrics": True}, "metrics"),
     ],
 )
 def test_what_cannot_have_a_form_is_refused_by_name(fields: dict[str, Any], named: str):

@@ -228,7 +228,7 @@ class AnyOptimizerUpdate(Update):
         Args:
             old: the masters before the step, where epilogues compare; overwritten.
         """
-        if old is None:
+        if old is None or not shard.casts:
             shard.publish()  # else the pass takes published values for edits of a script
         state, span = self._states[shard], slice(0, shard.pack.own.numel)
         row, device = row_of(self._config, shard.pack.layout.dtype), shard.published.device

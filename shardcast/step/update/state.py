@@ -26,6 +26,20 @@ from shardcast.step.update.rules import Rule, as_tensors
 SUM_ROW = 512  # most elements of a row of fp32 sums: longer ones are less exact, and as fast
 
 
+class RowSums(NamedTuple):
+    """Sums of epilogues over rows of an own span, of the last update that was measured.
+
+    Attributes:
+        values: ``(sums, rows)``.
+        segments: where each fragment begins in each row of these, counted through, and their end.
+        row: elements of a row.
+    """
+
+    values: Tensor
+    segments: Tensor
+    row: int
+
+
 class ShardState:
     """The state of one shard, and the operands of its update.
 
@@ -33,8 +47,7 @@ class ShardState:
         first: the place of its first fragment among those of all shards of the update.
         stored: torch's state and that of epilogues by name, parallel to the master; made when
             first used, zeros.
-        row_sums: what epilogues summed up in the last update that was measured, ``(sums, rows)``.
-        segments: where each fragment begins in each row of these, counted through, and their end.
+        sums: what epilogues summed up; empty before an update that is measured.
     """
 
     def __init__(
@@ -51,8 +64,8 @@ class ShardState:
         if shard.record is not None:
             self.stored |= shard.record.state
         self._keys: Tensor | None = None
-        self.row_sums, self.segments = torch.empty(0), torch.empty(0)
-        self._sum_row = self._row if not any(e.sums for e in epilogues) else self._longest_row()
+        row = self._longest_row() if any(e.sums for e in epilogues) else self._row
+        self.sums = RowSums(torch.empty(0), torch.empty(0), row)
         self._prepared: tuple[Rule, tuple[Epilogue, ...], Fusion] | None = None
 
     def encoded(self, name: str) -> Encoded:
@@ -88,17 +101,18 @@ class ShardState:
         state = tuple(self.encoded(name).codec for name in names)
         master, casts = self.shard.master.codec, self.shard.casts
         sums = sum(len(epilogue.sums) for epilogue in epilogues)
-        row = self._sum_row if sums else self._row
+        row = self.sums.row if sums else self._row
         fusion = Fusion(rule, master, state, casts, row, epilogues)
         if fusion.by_chance and self._keys is None:
             rounding = next(codec for codec in state if codec.by_chance)
             self._keys = rounding.row_keys(self.shard, self._row)
-        if sums and not self.row_sums.numel():
+        if sums and not self.sums.values.numel():
             rows, device = -(-self.shard.pack.own.numel // row), self.shard.published.device
-            self.row_sums = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
+            values = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
             begins = [self.part(n).start // row for n in range(len(self.shard.fragments))]
             segments = [number * rows + begin for number in range(sums) for begin in begins]
-            self.segments = to_device([*segments, sums * rows], torch.int64, device)
+            ends = to_device([*segments, sums * rows], torch.int64, device)
+            self.sums = RowSums(values, ends, row)
         self._prepared = rule, epilogues, fusion
         return fusion
 
@@ -135,7 +149,7 @@ class ShardState:
             assert self._keys is not None
             operands.append(self._keys[rows])
         if any(epilogue.sums for epilogue in fusion.epilogues):
-            operands += [sums[rows] for sums in self.row_sums]
+            operands += [sums[rows] for sums in self.sums.values]
         return operands
 
     def send(self, part: slice, fusion: Fusion, operands: Sequence[Tensor]) -> None:
@@ -191,7 +205,7 @@ class ShardState:
             yield from stored.pieces
         if self._keys is not None:
             yield self._keys
-        yield self.row_sums
+        yield self.sums.values
 
     def nbytes(self, averages: bool) -> int:
         """Bytes of the averages, or of all else."""
@@ -200,7 +214,7 @@ class ShardState:
             names = [name for name in names if name not in self.shard.record.state]
         nbytes = sum(self.stored[name].nbytes for name in names)
         if not averages:
-            nbytes += self.row_sums.nbytes
+            nbytes += self.sums.values.nbytes
         if self._keys is not None and averages != moment_codec(self._config, "").by_chance:
             nbytes += self._keys.nbytes
         return nbytes
@@ -399,10 +413,9 @@ class Update(ABC):
         values = {} if state is None else state.read(number, [AVERAGE + name], decode=True)
         return values.get(AVERAGE + name, shard.exact(fragment))
 
-    def sums(self, shard: Shard) -> tuple[Tensor, Tensor]:
-        """Row sums and segments of :class:`ShardState`; empty before a measured update."""
-        state = self._states[shard]
-        return state.row_sums, state.segments
+    def sums(self, shard: Shard) -> RowSums:
+        """What epilogues summed up of a shard; empty before an update that is measured."""
+        return self._states[shard].sums
 
     def _begin_epilogues(self, taken: Tensor) -> None:
         """Count a step; ``taken`` is 0-dim bool, whether it is not skipped."""
