@@ -6,7 +6,7 @@ import functools
 import subprocess
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,14 @@ def compiled(function: Callable[..., None], several: bool = False) -> Callable[.
 
     Args:
         several: it does the same to several sets of tensors, which on a GPU become one kernel; that
-            some are of equal lengths when it is compiled means nothing.
+            some are of equal lengths when it is compiled means nothing. :func:`last_call` gives its
+            last call.
 
     Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
     itself runs.
     """
-    graph = torch.compile(
-        _with_own_code(function), dynamic=True, fullgraph=True, options=_settings(several)
-    )
+    how: dict[str, Any] = {"backend": _noting(several)} if several else {"options": _settings()}
+    graph = torch.compile(_with_own_code(function), dynamic=True, fullgraph=True, **how)
 
     def run(*args: Any) -> None:
         (graph if _get_current_dispatch_mode() is None else function)(*args)
@@ -45,20 +45,14 @@ def compiled(function: Callable[..., None], several: bool = False) -> Callable[.
 
 
 def _apart(graph: Callable[..., None]) -> Callable[..., None]:
-    """``graph`` compiled without taking equal lengths for one."""
+    """``graph`` compiled without taking equal lengths for one, whenever that is."""
     from torch.fx.experimental import _config  # where torch looks when it begins a graph
 
     settings: Any = _config
-    is_made = False
 
     def run(*args: Any) -> None:
-        nonlocal is_made
-        if is_made:
-            graph(*args)
-            return
         with settings.patch(use_duck_shape=False):
             graph(*args)
-        is_made = True
 
     return run
 
@@ -70,68 +64,129 @@ def compiled_for_lengths(function: Callable[..., None]) -> Callable[..., None]:
     device here: all operands (tensors, or ``None`` in some places always) are contiguous, of one
     shape, and have storages of their own. Further ones of a length go to the graph at once.
     """
-    seen = _Seen()
-    graph = torch.compile(
-        _with_own_code(function), dynamic=True, fullgraph=True, backend=seen.backend
-    )
-    direct: dict[Any, Callable[[Sequence[Tensor | None]], None]] = {}
+    graph = torch.compile(_with_own_code(function), dynamic=True, fullgraph=True, backend=_noting())
+    calls: dict[Any, Call] = {}
 
     def run(*operands: Tensor | None) -> None:
-        if _get_current_dispatch_mode() is not None:
-            function(*operands)
-            return
         first = next(operand for operand in operands if operand is not None)
         kind = first.shape, first.device
-        if (known := direct.get(kind)) is not None:
-            known(operands)
-            return
-        graph(*operands)
-        if (found := seen.call_of(operands)) is not None:
-            direct[kind] = found
+        call = calls.get(kind)
+        if call is not None and call.fits:
+            call(operands)
+        elif _get_current_dispatch_mode() is not None:
+            function(*operands)
+        else:
+            graph(*operands)
+            if (call := last_call(operands)) is not None:
+                calls[kind] = call
 
     return run
+
+
+class Call:
+    """A call of a graph that Dynamo made, for other operands like the first ones.
+
+    Dynamo takes 40 to 100 microseconds to see that a graph serves, which depends on the operands
+    (types, dtypes, shapes, strides, devices, whether they require gradients, which of them are one
+    tensor), on constants, and on the state of the thread. This makes the call at once: its owner
+    knows that the operands are like the first ones, see :func:`kinds`, and :attr:`fits` is true of
+    the rest. Where addresses are not those that a kernel was made for the graph looks itself.
+
+    Args:
+        arguments: of the call: numbers, such as lengths, and tensors.
+        places: of each tensor among the operands, by its place in ``arguments``.
+    """
+
+    def __init__(
+        self, graph: Callable[..., Any], arguments: Sequence[Any], places: Mapping[int, int]
+    ) -> None:
+        self._graph = graph
+        self._arguments = [None if at in places else it for at, it in enumerate(arguments)]
+        self._places = [*places.items()]
+        self._state: Any = torch._C._dynamo.guards.GlobalStateGuard()
+
+    @property
+    def fits(self) -> bool:
+        """Whether this thread is in the state of then: all that Dynamo looks at, and no modes.
+
+        That is gradients, autocast, deterministic algorithms, precision of products, the default
+        dtype, the number of threads, functions and operations that a mode would see.
+        """
+        return (
+            self._state.check()
+            and _get_current_dispatch_mode() is None
+            and not torch._C._len_torch_function_stack()
+        )
+
+    def with_first(self, operands: Sequence[Tensor]) -> Call:
+        """That with these first operands always: it is called with those behind them."""
+        count, arguments = len(operands), [*self._arguments]
+        further: dict[int, int] = {}
+        for at, place in self._places:
+            if place < count:
+                arguments[at] = operands[place]
+            else:
+                further[at] = place - count
+        call = Call(self._graph, arguments, further)
+        call._state = self._state
+        return call
+
+    def __call__(self, operands: Sequence[Tensor | None]) -> None:
+        arguments = self._arguments.copy()
+        for at, place in self._places:
+            arguments[at] = operands[place]
+        self._graph(*arguments)
+
+
+def kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What Dynamo looks at in plain tensors; equal: a :class:`Call` serves them all."""
+    are = [(t.dtype, t.shape, t.stride(), t.device, t.requires_grad, type(t)) for t in tensors]
+    return len({*map(id, tensors)}), *are
+
+
+def last_call(operands: Sequence[Any]) -> Call | None:
+    """The last call of a graph on this thread, if it was with ``operands``, some unused perhaps.
+
+    To be asked after each call. ``None`` too where arguments were made of operands, or where the
+    function itself ran. An operand that is there twice is there in later calls.
+    """
+    graph, arguments = _seen.graph, _seen.arguments
+    _seen.forget()
+    by_id = {id(operand): place for place, operand in enumerate(operands)}
+    places = {at: by_id.get(id(it)) for at, it in enumerate(arguments) if not isinstance(it, int)}
+    known = {at: place for at, place in places.items() if place is not None}
+    return Call(graph, arguments, known) if graph and len(known) == len(places) else None
 
 
 class _Seen(threading.local):
     """The last call of a graph by Dynamo on this thread: which one, and with what."""
 
-    call: Callable[..., Any] | None = None
-    args: Sequence[Any] = ()
+    graph: Callable[..., Any] | None = None
+    arguments: Sequence[Any] = ()
 
-    def backend(self, module: Any, inputs: Any) -> Callable[..., Any]:
+    def forget(self) -> None:
+        self.graph, self.arguments = None, ()
+
+
+_seen = _Seen()
+
+
+def _noting(several: bool = False) -> Callable[..., Any]:
+    """Inductor as a backend of Dynamo that notes each call of its graphs."""
+
+    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx  # slow to import
 
-        call: Any = compile_fx(module, inputs, config_patches=_settings())
+        graph: Any = compile_fx(module, inputs, config_patches=_settings(several))
 
-        def seen(*args: Any) -> Any:
-            self.call, self.args = call, args
-            return call(*args)
+        def noted(*arguments: Any) -> Any:
+            results = graph(*arguments)
+            _seen.graph, _seen.arguments = graph, arguments
+            return results
 
-        return seen
+        return noted
 
-    def call_of(self, operands: Sequence[Any]) -> Callable[[Sequence[Tensor | None]], None] | None:
-        """The same call of the graph with other operands of that length; None where it is unknown.
-
-        Numbers are among its arguments, such as lengths.
-        """
-        call, args, self.call, self.args = self.call, self.args, None, ()
-        numbers = [arg if isinstance(arg, int) else None for arg in args]
-        places = {
-            at: next((n for n, operand in enumerate(operands) if operand is arg), None)
-            for at, arg in enumerate(args)
-            if not isinstance(arg, int)
-        }
-        if call is None or None in places.values():
-            return None
-        pairs: Any = [*places.items()]
-
-        def again(operands: Sequence[Tensor | None]) -> None:
-            present: list[Any] = [*numbers]
-            for at, place in pairs:
-                present[at] = operands[place]
-            call(*present)
-
-        return again
+    return backend
 
 
 def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:

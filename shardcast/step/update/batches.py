@@ -10,6 +10,7 @@ not make full batches the longest ones are cut in two, which changes no bit.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,32 +35,74 @@ LEAST = 2  # rows of a range in a batch: one graph serves all numbers of rows bu
 class Batch:
     """Ranges with one :class:`.Fusion`, and operands of the same dtypes, which one call updates.
 
+    The first call is made by Dynamo, which sees that a graph serves; the others go to the graph
+    themselves, as long as tensors that are others in each step are like the first ones.
+
     Attributes:
         operands: of each range in the shape of :func:`.fusion.update_`.
         numbers: of the rule for each range, ``(BATCH, numbers)``, no view to a compiler; the same
             memory in every step.
         factors: of each range, where these have several, in the same way.
+        moves: whether gradients have other memory in each step.
     """
 
     fusion: Fusion
     operands: list[list[Tensor]]
     numbers: Tensor
     factors: Tensor
-    _kernel: Callable[..., None] | None = None
-    _absent: tuple[int | None, ...] = ()
+    moves: bool = False
+    _call: inductor.Call | None = None
+    _kinds: Any = None
 
-    def __call__(
-        self, epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None,
-        factor: Tensor | None, skip: Tensor,
-    ) -> None:  # fmt: skip
+    def __call__(self, given: StepTensors) -> None:
         """See :func:`update_all_`."""
-        absent = tuple(None if it is None else it.dim() for it in (epilogue_steps, factor))
-        if self._kernel is None or absent != self._absent:
-            dtypes = tuple(operand.dtype for operand in self.operands[0])
-            self._kernel, self._absent = _kernel(self.fusion, dtypes, absent), absent
-        self._kernel(
-            self.fusion, self.operands, self.numbers, epilogues, epilogue_steps, factor, skip
-        )
+        tensors, kinds = given.tensors, given.kinds
+        if self.moves:
+            grads = [operands[0] for operands in self.operands]
+            tensors, kinds = [*tensors, *grads], (kinds, inductor.kinds(grads))
+        call = self._call
+        if call is not None and kinds == self._kinds and call.fits:
+            call(tensors)
+            return
+        fixed = [it for operands in self.operands for it in operands[self.moves :]]
+        fixed.append(self.numbers)
+        epilogues, steps, factor, skip, of_ranges = given.arguments
+        if of_ranges:
+            fixed.append(factor := self.factors)
+        dtypes = tuple(operand.dtype for operand in self.operands[0])
+        absent = tuple(None if it is None else it.dim() for it in (steps, factor))
+        kernel = _kernel(self.fusion, dtypes, absent)
+        kernel(self.fusion, self.operands, self.numbers, epilogues, steps, factor, skip)
+        every = [*fixed, *tensors]
+        call = inductor.last_call(every)
+        is_clear = len({*map(id, every)}) == len(every)  # which operand an argument is
+        self._call = call.with_first(fixed) if call is not None and is_clear else None
+        self._kinds = kinds
+
+
+class StepTensors:
+    """What the batches of a rule are called with in one step.
+
+    Args:
+        behind: numbers of the epilogues, and their counts of steps.
+        factor: 0-dim of all ranges.
+        of_ranges: each range has a factor of its own, in the memory of its batch.
+
+    Attributes:
+        arguments: these.
+        tensors, kinds: those tensors that are others in the next step, and of which kinds they are.
+    """
+
+    def __init__(
+        self, behind: tuple[tuple[tuple[Any, ...], ...], Tensor | None], factor: Tensor | None,
+        skip: Tensor, of_ranges: bool,
+    ) -> None:  # fmt: skip
+        epilogues, steps = behind
+        self.arguments = epilogues, steps, factor, skip, of_ranges
+        numbers = itertools.chain.from_iterable(epilogues)
+        self.tensors = [it for it in (steps, factor, skip, *numbers) if it is not None]
+        absent = steps is None, factor is None, of_ranges
+        self.kinds = *absent, *map(len, epilogues), *inductor.kinds(self.tensors)
 
 
 def update_all_(
@@ -205,7 +248,8 @@ class RuleNumbers:
             in_batch, factors = (
                 _compat.own_storage(it[its]) for it in (table.table, self._factors)
             )
-            self._batches.append(Batch(batch[0].fusion, operands, in_batch, factors))
+            moves = not all(grads.stays for one in batch if (grads := one.state.shard.grads))
+            self._batches.append(Batch(batch[0].fusion, operands, in_batch, factors, moves))
 
     def compute(self, param_groups: Sequence[Mapping[str, Any]], steps: Tensor) -> None:
         """Compute those of this step, in four launches."""
@@ -233,5 +277,6 @@ class RuleNumbers:
             one = torch.ones_like(self._factors[0])
             several = torch.stack([one if it is None else it for it in of_groups])
             torch.index_select(several, 0, self._of, out=self._factors)
+        given = StepTensors(behind, factor if shared else None, skip, not shared)
         for batch in self._batches:
-            batch(*behind, factor if shared else batch.factors, skip)
+            batch(given)

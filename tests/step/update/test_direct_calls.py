@@ -1,0 +1,201 @@
+"""Calls that go to a compiled graph without Dynamo: what it would have seen is seen by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits, run_world
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardcast
+from shardcast import _compat
+from shardcast._compat import inductor
+from shardcast.step.reduce import mean
+from shardcast.step.update import batches, fusion
+
+pytestmark = pytest.mark.timeout(120)
+SIZES = (700, 64, 130, 64, 2000, 129, 513, 320)
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(())],
+        lambda: [torch.ones(3, 2), torch.ones(())],
+        lambda: [torch.ones(6), torch.ones(())],
+        lambda: [torch.ones(3, 2).t(), torch.ones(())],
+        lambda: [torch.ones(2, 3, device="meta"), torch.ones(())],
+        lambda: [torch.ones(2, 3, requires_grad=True), torch.ones(())],
+        lambda: [torch.ones(2, 3).as_subclass(Subclass), torch.ones(())],
+        lambda: [torch.ones(2, 3), torch.ones(()), torch.ones(())],
+        lambda: [torch.ones(2, 3)] * 2,
+    ],
+    ids=["dtype", "shape", "dims", "strides", "device", "gradient", "class", "count", "the same"],
+)
+def test_tensors_that_a_graph_was_not_made_for_are_of_other_kinds(
+    other: Callable[[], list[Tensor]],
+):
+    first = [torch.ones(2, 3), torch.ones(())]
+    assert inductor.kinds(first) == inductor.kinds([torch.zeros(2, 3), torch.zeros(())])
+    others = other()
+    assert inductor.kinds(others) != inductor.kinds(first)
+    if others[0] is others[-1]:  # also where no shape tells
+        assert inductor.kinds(others) != inductor.kinds([torch.ones(2, 3), torch.ones(2, 3)])
+
+
+@contextmanager
+def setting(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+class Seeing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        torch.enable_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: setting(
+            torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+        ),
+        lambda: setting(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
+        lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        lambda: FlopCounterMode(display=False),
+        Seeing,
+        torch._C.DisableTorchFunctionSubclass,
+    ],
+    ids=[
+        "gradients", "autocast", "deterministic", "threads", "dtype", "operations", "functions",
+        "no subclasses",
+    ],
+)  # fmt: skip
+def test_a_call_does_not_fit_another_state_of_the_thread(
+    state: Callable[[], AbstractContextManager[Any]],
+):
+    with torch.no_grad():
+        call = inductor.Call(lambda *_: None, (), {})
+        assert call.fits
+        with state():
+            assert not call.fits
+        assert call.fits
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An accelerator, with graphs that Dynamo makes and torch runs; notes calls without Dynamo."""
+    from torch._inductor import compile_fx
+
+    def graph(module: Any, _inputs: Any, config_patches: Any) -> Any:
+        return module.forward
+
+    direct: list[int] = []
+    call = inductor.Call.__call__
+
+    def counted(self: inductor.Call, operands: Any) -> None:
+        direct.append(len(operands))
+        call(self, operands)
+
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    monkeypatch.setattr(batches, "BATCH", 4)
+    monkeypatch.setattr(compile_fx, "compile_fx", graph)
+    monkeypatch.setattr(inductor.Call, "__call__", counted)
+    monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
+    monkeypatch.setattr(mean, "_kernel", lambda *_: mean.mean_)
+    return direct
+
+
+Change = Callable[[int, nn.ParameterList, Any], None]
+
+
+def clips_now_and_then(step: int, _model: Any, optimizer: Any) -> None:
+    if step in (2, 5):
+        optimizer.clip_grad_norm_(0.1)
+
+
+def has_bounds_of_groups(step: int, _model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[1]["max_grad_norm"] = 0.1 if step in (2, 3, 4) else None
+
+
+def turns_round(step: int, _model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["maximize"] = step in (2, 3)
+
+
+def decays_no_more(step: int, _model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.0 if step > 3 else 0.1
+
+
+def misses_some(step: int, model: nn.ParameterList, _optimizer: Any) -> None:
+    for number in (3, 4, 5) if step in (2, 4) else ():
+        model[number].grad = None
+
+
+def has_more_threads(step: int, _model: Any, _optimizer: Any) -> None:
+    torch.set_num_threads(1 + step // 4)
+
+
+def trained(group: Any, change: Change, fields: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.ParameterList(torch.randn(size) for size in SIZES)
+    params = [*model.parameters()]
+    groups = [{"params": params[:4]}, {"params": params[4:], "lr": 1e-3}]
+    fields = {"param_dtype": torch.bfloat16, "pack_params": 1, "fuse": "compile", **fields}
+    plain = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)
+    optimizer = shardcast.shard(model, plain, process_group=group, **fields)
+    generator, threads = torch.Generator().manual_seed(1), torch.get_num_threads()
+    try:
+        for step in range(8):
+            for param in model:
+                grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+                param.grad = grad
+            change(step, model, optimizer)
+            optimizer.param_groups[0]["lr"] *= 0.9
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.set_num_threads(threads)
+    return {str(number): param.detach().clone() for number, param in enumerate(model)}
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "ranks"),
+    [
+        (clips_now_and_then, {}, 1),
+        (has_bounds_of_groups, {"max_grad_norm": 1.0}, 1),
+        (turns_round, {}, 1),
+        (decays_no_more, {}, 1),
+        (misses_some, {"averages": {"ema": 0.9}}, 1),
+        (has_more_threads, {}, 1),
+        (misses_some, {"grads": "sharded"}, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_step_without_dynamo_has_the_bits_of_one_with_it(
+    change: Change, fields: dict[str, Any], ranks: int, traced: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    found, _ = run_world(ranks, trained, change, fields)
+    assert traced, "most calls went to the graph"
+    monkeypatch.setattr(batches, "FEWEST", 1000)
+    traced.clear()
+    expected, _ = run_world(ranks, trained, change, fields)
+    assert not traced
+    for weights, others in zip(found, expected, strict=True):
+        assert_same_bits(weights, others)
