@@ -108,6 +108,8 @@ def test_dynamo_looks_at_a_length_once_and_every_length_has_its_own_bits(
         with torch.compiler.set_stance("force_eager"):
             mean.compiled_mean_(*arguments)
         assert torch.equal(arguments[3], plain)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), pytest.raises(TypeError):
+        mean.compiled_mean_(*arguments)  # another state of the thread
     arguments, _ = call_of(8, 128, 2)
     with torch.compiler.set_stance("force_eager"), pytest.raises(TypeError):
         mean.compiled_mean_(*arguments)  # the control: a length that Dynamo has not seen

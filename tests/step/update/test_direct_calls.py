@@ -178,6 +178,7 @@ def trained(group: Any, change: Change, fields: dict[str, Any]) -> dict[str, Ten
     ("change", "fields", "ranks"),
     [
         (clips_now_and_then, {}, 1),
+        (has_bounds_of_groups, {}, 1),
         (has_bounds_of_groups, {"max_grad_norm": 1.0}, 1),
         (turns_round, {}, 1),
         (decays_no_more, {}, 1),
@@ -199,3 +200,16 @@ def test_a_step_without_dynamo_has_the_bits_of_one_with_it(
     assert not traced
     for weights, others in zip(found, expected, strict=True):
         assert_same_bits(weights, others)
+
+
+def test_under_a_mode_no_step_goes_to_a_graph(traced: list[int]):
+    def watch(step: int, _model: Any, optimizer: Any) -> None:
+        counts.append(len(traced))
+        if step == 5:
+            with FlopCounterMode(display=False):
+                optimizer.step()
+            assert len(traced) == counts[-1] > counts[-2]
+
+    counts: list[int] = []
+    trained(None, watch, {})
+    assert counts[-1] > counts[-2]
