@@ -184,7 +184,7 @@ def trained(group: Any, change: Change, fields: dict[str, Any]) -> dict[str, Ten
         (decays_no_more, {}, 1),
         (misses_some, {"averages": {"ema": 0.9}}, 1),
         (has_more_threads, {}, 1),
-        (misses_some, {"grads": "sharded"}, 2),
+        (decays_no_more, {"grads": "sharded"}, 2),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
