@@ -43,7 +43,7 @@ class Batch:
         numbers: of the rule for each range, ``(BATCH, numbers)``, no view to a compiler; the same
             memory in every step.
         factors: of each range, where these have several, in the same way.
-        moves: whether gradients have other memory in each step.
+        moves: whether gradients have other memory in each step, and must not be kept.
     """
 
     fusion: Fusion
@@ -56,11 +56,12 @@ class Batch:
 
     def __call__(self, given: StepTensors) -> None:
         """See :func:`update_all_`."""
-        tensors, kinds = given.tensors, given.kinds
+        grads, tensors = [operands[0] for operands in self.operands], given.tensors
         if self.moves:
-            grads = [operands[0] for operands in self.operands]
-            tensors, kinds = [*tensors, *grads], (kinds, inductor.kinds(grads))
-        call = self._call
+            tensors, of_grads = [*tensors, *grads], inductor.kinds(grads)
+        else:
+            of_grads = (*map(id, grads),)  # which are kept, so that no other one has such a number
+        kinds, call = (given.kinds, of_grads), self._call
         if call is not None and kinds == self._kinds and call.fits:
             call(tensors)
             return

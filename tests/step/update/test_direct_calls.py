@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardcast
 from shardcast import _compat
 from shardcast._compat import inductor
+from shardcast.optimizer.stateful import packed_of
 from shardcast.step.reduce import mean
 from shardcast.step.update import batches, fusion
 
@@ -151,6 +152,16 @@ def has_more_threads(step: int, _model: Any, _optimizer: Any) -> None:
     torch.set_num_threads(1 + step // 4)
 
 
+def moves_gradients(step: int, model: nn.ParameterList, optimizer: Any) -> None:
+    """Means are written to other memory from now on."""
+    if step == 4:
+        grads = [param.grad for param in model]
+        for bucket in packed_of(optimizer).reduce.buckets.values():
+            bucket.grads.free()
+        for param, grad in zip(model, grads, strict=True):
+            param.grad = grad
+
+
 def trained(group: Any, change: Change, fields: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = nn.ParameterList(torch.randn(size) for size in SIZES)
@@ -184,7 +195,8 @@ def trained(group: Any, change: Change, fields: dict[str, Any]) -> dict[str, Ten
         (decays_no_more, {}, 1),
         (misses_some, {"averages": {"ema": 0.9}}, 1),
         (has_more_threads, {}, 1),
-        (decays_no_more, {"grads": "sharded"}, 2),
+        (moves_gradients, {"grads": "sharded"}, 2),
+        (moves_gradients, {}, 2),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
