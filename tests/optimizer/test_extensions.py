@@ -1,4 +1,4 @@
-"""Options beside the core: the examples of CONTRIBUTING.md run, and what is off is not imported."""
+"""Options next to the core: the examples of CONTRIBUTING.md run; what is off is not imported."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from commands import python
 from models import CASES, assert_same_bits, run_world, sharded, values
 
 from shardcast import ShardcastConfig, checkpoint, option_values
+from shardcast.comm import REDUCTIONS
+from shardcast.extensions import low_moments
 from shardcast.optimizer.stateful import packed_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,6 +25,7 @@ TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 EXAMPLES = re.findall(
     r"```python\n# extensions/(\w+)\.py, registered as +([^\n]*)\n(.*?)```", TEXT, re.DOTALL
 )
+LINES = re.findall(r'```python\n# \S+, a line of (\w+) +"(\w+)": (\w+)\n(.*?)```', TEXT, re.DOTALL)
 
 
 @pytest.fixture
@@ -39,9 +43,30 @@ def config(monkeypatch: pytest.MonkeyPatch) -> type[ShardcastConfig]:
     return kind  # type: ignore[no-any-return]
 
 
-def test_there_is_a_signal_and_a_step_hook_of_about_thirty_lines():
-    assert [name for name, _, _ in EXAMPLES] == ["veto", "norms"]
-    assert all(20 < len(source.splitlines()) < 40 for _, _, source in EXAMPLES)
+def test_there_is_an_example_of_each_protocol_of_at_most_forty_lines():
+    assert [name for name, _, _ in EXAMPLES] == ["veto", "norms", "mean_weights"]
+    assert [table for table, _, _, _ in LINES] == ["CODECS", "REDUCTIONS"]
+    assert all(len(each[-1].splitlines()) < 40 for each in EXAMPLES + LINES)
+
+
+def example(table: str) -> tuple[str, Any]:
+    """Return the name and the class of the example that is a line of a table."""
+    ((name, kind, source),) = (line for each, *line in LINES if each == table)
+    module = ModuleType(name)
+    exec(compile(source, "CONTRIBUTING.md", "exec"), vars(module))
+    return name, vars(module)[kind]
+
+
+def trained(group: Any, steps: int = 3, **options: Any) -> tuple[Any, Any]:
+    """Return the model and its optimizer after some steps."""
+    case = CASES["mlp"]
+    model = case.build()
+    optimizer = sharded(model, group, **options)
+    for step in range(steps):
+        case.loss(model, case.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
 
 
 def test_the_signal_of_one_rank_has_a_step_skipped_on_all(config: type[ShardcastConfig]):
@@ -85,6 +110,63 @@ def test_the_step_hook_keeps_norms_over_a_checkpoint(config: type[ShardcastConfi
         packed_of(other).hook_of("norms").last.zero_()
         other.load_state_dict(state)
         assert_same_bits({"norms": packed_of(other).hook_of("norms").last}, {"norms": kept})
+
+    run_world(2, run)
+
+
+def test_the_epilogue_keeps_the_mean_of_the_weights(config: type[ShardcastConfig], tmp_path: Path):
+    def run(group: Any) -> None:
+        case, steps = CASES["mlp"], list[Any]()
+        model = case.build()
+        optimizer = sharded(model, group, config=config(mean_weights=True))
+        for step in range(4):
+            case.loss(model, case.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(optimizer.full_parameters())
+        checkpoint.save(tmp_path / "saved", model, optimizer, step=4)
+        if group.rank() == 0:
+            checkpoint.export(tmp_path / "saved", tmp_path / "out", weights="mean")
+            means = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+            for name, mean in means.items():
+                expected = torch.stack([weights[name] for weights in steps]).mean(0)
+                torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-7)
+
+    run_world(2, run)
+
+
+def test_the_codec_keeps_moments_in_half_the_bytes_and_what_it_has_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    name, kind = example("CODECS")
+    monkeypatch.setitem(low_moments.CODECS, name, kind)
+    within = option_values.one_of("fp32", *low_moments.CODECS)
+    monkeypatch.setattr(low_moments, "OPTION", low_moments.OPTION._replace(within=within))
+    values = torch.cat([torch.randn(50, 64), torch.zeros(1, 64), 1e-12 * torch.randn(1, 64)])
+    for codec, given in ((kind(), values), (kind(signed=False), values.square())):
+        pieces = codec.encode(given, None)
+        assert all(map(torch.equal, codec.encode(codec.decode(pieces), None), pieces))
+
+    def run(group: Any) -> None:
+        (model, low), (exact, optimizer) = trained(group, moments=name), trained(group)
+        assert low.memory_report()["state"] < 0.6 * optimizer.memory_report()["state"]
+        for weight, expected in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(weight, expected, rtol=2e-2, atol=1e-3)
+
+    run_world(2, run)
+
+
+def test_the_reduction_brings_what_an_all_to_all_brings(monkeypatch: pytest.MonkeyPatch):
+    name, kind = example("REDUCTIONS")
+    monkeypatch.setitem(REDUCTIONS, name, kind)  # type: ignore[arg-type]
+    declared = ShardcastConfig.__dataclass_fields__["reduce"]
+    words = {**declared.metadata, "range": option_values.one_of("all_to_all", name)}
+    monkeypatch.setattr(declared, "metadata", words)
+
+    def run(group: Any) -> None:
+        own, optimizer = trained(group, reduce=name)
+        assert {pack.algorithms.reduce for pack in optimizer.layout.packs} == {name}
+        assert_same_bits(values(own), values(trained(group, reduce="all_to_all")[0]))
 
     run_world(2, run)
 
