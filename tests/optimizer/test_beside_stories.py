@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
 from shardcast.optimizer.stateful import packed_of
-from shardcast.testing import threaded_world
+from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 COUNT = int(os.environ.get("STORIES", "48"))
@@ -202,9 +202,11 @@ def play(group: Any, beside: Beside, folder: str) -> Any:
     return optimizer.full_parameters(), failures, optimizer.skipped_steps
 
 
-def results_of(beside: Beside) -> list[Any]:
+def results_of(beside: Beside, processes: SpawnedWorld | None = None) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        if beside.in_mesh:
+        if processes is not None:
+            found = processes.run(play, beside, folder)
+        elif beside.in_mesh:
 
             def run(mesh: DeviceMesh) -> Any:
                 return play(mesh, beside, folder)
@@ -216,8 +218,8 @@ def results_of(beside: Beside) -> list[Any]:
     return [*found]
 
 
-def check(beside: Beside) -> None:
-    results = results_of(beside)
+def check(beside: Beside, processes: SpawnedWorld | None = None) -> None:
+    results = results_of(beside, processes)
     if beside.bit is not None:
         kind, step, rank = beside.bit
         for text in results:
@@ -238,6 +240,15 @@ def check(beside: Beside) -> None:
     if not IN_ANOTHER_FORM & beside.story.fields.keys():
         for name, value in parameters.items():
             assert torch.equal(found[name], value), (name, beside)
+
+
+def test_stories_are_the_same_in_processes(gloo: SpawnedWorld):
+    of_two = [beside for beside in map(told, range(COUNT)) if beside.story.size == 2]
+    kinds: dict[str | None, list[Beside]] = {}
+    for beside in of_two:
+        kinds.setdefault(beside.bit and beside.bit.kind, []).append(beside)
+    for beside in [beside for of_kind in kinds.values() for beside in of_kind[: COUNT // 12]]:
+        check(beside, gloo)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
