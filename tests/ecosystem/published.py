@@ -257,7 +257,7 @@ def kept_average(variant: Variant) -> Report:
 
 
 def following(variant: Variant, kind: str, **options: Any) -> Report:
-    plain = Following(lambda net: nn.ModuleDict({"inside": net}))
+    plain = Following(lambda net: nn.ModuleList([net]))
     variant.starts(plain.ema)
     optimizer = torch.optim.AdamW(plain.net.parameters(), lr=1e-2)
     model, optimizer = variant.shard(plain, optimizer, **options)

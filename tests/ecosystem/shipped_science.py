@@ -313,8 +313,9 @@ def deep_chem(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
     model = TorchModel(
-        plain, L2Loss(), batch_size=8, device=torch.device("cpu"), model_dir=variant.folder
-    )
+        plain, L2Loss(), batch_size=8, device=torch.device("cpu"),
+        model_dir=f"{variant.folder}-{variant.rank}",  # which the package makes if it is not there
+    )  # fmt: skip
     model._ensure_built()
     model._pytorch_optimizer = averaged(variant, plain, model._pytorch_optimizer)
     x, y = (each.numpy() for each in rows_of(variant))
