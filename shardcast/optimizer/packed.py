@@ -6,6 +6,7 @@ of this library work with this one.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ class PackedOptimizer:
         given_dtypes: of parameters and buffers by name, for each stage, as the model was given.
         aliases: views of parameters that modules hold.
         step_hooks: of the options in their order, and behind them those that calls asked for.
+        next_begin: the number of the step in which the next option begins that begins later.
         is_closed: ``close()`` was called.
         tree: the modules, to see one that a rank replaced.
         average_in_model: name of the average that the model has, inside ``averaged()``.
@@ -92,7 +94,8 @@ class PackedOptimizer:
         self._hooks_by_option: dict[str, StepHook] = {}
         self.step_hooks: tuple[StepHook, ...] = ()
         several = process_groups.everyone.size > 1
-        self.later = {n: step for n, (step, _) in plan.config.later().items() if several}
+        self._later = {n: step for n, (step, _) in plan.config.later().items() if several}
+        self.next_begin = min(self._later.values(), default=math.inf)
         self.end_watch_outside: Callable[[], None] = lambda: None
         if self.comm.size > 1 and plan.outside:
             self.end_watch_outside = watch_outside(plan.outside)
@@ -218,8 +221,8 @@ class PackedOptimizer:
 
     def begin_later(self, step: int) -> None:
         """Make signals and hooks of the options that begin in this step, or did before. Local."""
-        for name in [name for name, first in self.later.items() if first <= step]:
-            del self.later[name]
+        for name in [name for name, first in self._later.items() if first <= step]:
+            del self._later[name]
             declared, decider = self.config.declared(name), self.decider
             if declared.signal is not None:
                 signal = declared.signal(self.config, self.process_groups, self.device)
@@ -227,6 +230,7 @@ class PackedOptimizer:
             if declared.hook is not None:
                 self._hooks_by_option[name] = declared.hook(self)
                 self.step_hooks = (*self._hooks_by_option.values(),)
+        self.next_begin = min(self._later.values(), default=math.inf)
 
     def install_hooks(self) -> None:
         """Have the model and the options take part; again after each added group."""
