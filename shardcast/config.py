@@ -259,7 +259,7 @@ class ShardcastConfig(ValidatedOptions):
         Args:
             stages: of the model; without them those alone that need nothing of it.
         """
-        found = {}
+        asked = {}
         for each in fields(self):
             declared = each.metadata
             if "off" not in declared or getattr(self, each.name) == declared["off"]:
@@ -267,8 +267,8 @@ class ShardcastConfig(ValidatedOptions):
             if declared["later"]:
                 continue
             if declared["needs"] is None or declared["needs"](stages):
-                found[each.name] = declared["option"]
-        return found
+                asked[each.name] = declared["option"]
+        return asked
 
     def later(self) -> dict[str, tuple[int, int]]:
         """Return, by names of options, in which step each begins and the mistakes of its signal."""
@@ -290,8 +290,8 @@ class ShardcastConfig(ValidatedOptions):
             if each.name == name:
                 declared: Option = each.metadata["option"]
                 return declared
-        found: Option = load_extension(name).OPTION
-        return found
+        undeclared: Option = load_extension(name).OPTION
+        return undeclared
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""

@@ -401,11 +401,11 @@ class ShardcastStrategy(DDPStrategy):
         )
 
 
-def _refuse_parallel(found: str) -> None:
+def _refuse_parallel(given: str) -> None:
     """Refuse what Lightning's ModelParallelStrategy is for."""
     raise ValueError(
         f"strategy: 'shardcast' is data-parallel, without the tensor parallelism of "
-        f"ModelParallelStrategy, got {found}; use shardcast.shard(model, optimizer, mesh=...) in a "
+        f"ModelParallelStrategy, got {given}; use shardcast.shard(model, optimizer, mesh=...) in a "
         "loop of your own, or shardcast.accelerate"
     )
 

@@ -16,7 +16,9 @@ Metrics = Mapping[str, Mapping[str, Tensor]]
 def flat(metrics: Metrics) -> dict[str, float]:
     """``{"update_norm/layer.weight": 0.01, ...}`` for a logger. One copy; waits for the device."""
     tensors = {
-        f"{metric}/{name}": value for name, of in metrics.items() for metric, value in of.items()
+        f"{metric}/{name}": value
+        for name, numbers in metrics.items()
+        for metric, value in numbers.items()
     }
     values = torch.stack([*tensors.values()]).tolist() if tensors else []
     return dict(zip(tensors, values, strict=True))

@@ -184,16 +184,16 @@ class ShardcastTrainerMixin:
         model_params = set(self.model.parameters())
         for module in loss.values() if isinstance(loss, Mapping) else [loss]:
             if isinstance(module, nn.Module):
-                beside = nn.Module()
+                extra = nn.Module()
                 for name, child in module.named_children():
                     if model_params.isdisjoint(child.parameters()):
-                        beside.add_module(name, child)
+                        extra.add_module(name, child)
                 own = dict(module.named_parameters(recurse=False))
                 if own:
-                    beside.add_module("own", nn.ParameterDict(own))
-                if any(param.requires_grad for param in beside.parameters()):
-                    accelerator.prepare_model(beside)
-                    params = {*accelerator.loss_params, *beside.parameters()}
+                    extra.add_module("own", nn.ParameterDict(own))
+                if any(param.requires_grad for param in extra.parameters()):
+                    accelerator.prepare_model(extra)
+                    params = {*accelerator.loss_params, *extra.parameters()}
                     accelerator.loss_params = tuple(params)
         return optimizer
 

@@ -70,8 +70,8 @@ def wrap_local(local: Tensor, like: Any, placements: Any) -> Any:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    known = like._spec.tensor_meta
-    meta = TensorMeta(known.shape, known.stride, local.dtype)
+    template = like._spec.tensor_meta
+    meta = TensorMeta(template.shape, template.stride, local.dtype)
     spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 

@@ -114,8 +114,9 @@ class Snapshot:
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
     def _local_inventory(self) -> LocalInventory:
-        models, known = [_compat.unwrapped(model) for model in self._given], self._packed.stages
-        if len(models) != len(known) or any(a is not b for a, b in zip(models, known, strict=True)):
+        models, stages = [_compat.unwrapped(model) for model in self._given], self._packed.stages
+        pairs = zip(models, stages, strict=False)
+        if len(models) != len(stages) or any(model is not stage for model, stage in pairs):
             raise ValueError(
                 "model: it is not the one that the optimizer was sharded with; pass that one"
             )

@@ -142,9 +142,9 @@ def commit(
             )
     listed = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
     if os.path.lexists(target):
-        there = manifest_of(target)
+        existing = manifest_of(target)
         # Equal metadata may be pickled in other bytes; all that it says is in the data.
-        if _data(listed) != _data(there.files):
+        if _data(listed) != _data(existing.files):
             raise _exists(target)
         shutil.rmtree(writing)
         return
@@ -193,8 +193,8 @@ def manifest_of(folder: Path) -> Manifest:
     if match and int(match[1]) != facts["step"]:
         reason = f"is of step {facts['step']}; the directory was renamed; restore its name"
         raise _damaged(folder, MANIFEST, reason)
-    known = {key: facts[key] for key in (*FACTS, *OPTIONAL) if key in facts}
-    return Manifest(folder, **known)
+    kept = {key: facts[key] for key in (*FACTS, *OPTIONAL) if key in facts}
+    return Manifest(folder, **kept)
 
 
 def _damaged(folder: Path, name: str, wrong: str) -> DamagedCheckpointError:
@@ -373,8 +373,8 @@ def clear_the_way(target: Path, facts: Mapping[str, Any]) -> None:
         return
     error = damage(target)
     if error is None:
-        there = manifest_of(target)
-        if any(getattr(there, name) != fact for name, fact in facts.items()):
+        existing = manifest_of(target)
+        if any(getattr(existing, name) != fact for name, fact in facts.items()):
             raise _exists(target)
         return
     aside = target.with_name(new_name(DAMAGED, target))

@@ -164,9 +164,9 @@ def _model_paths(reader: Reader, average: str | None) -> Paths:
     states = [path for path in reader.paths if path[:2] == ("optimizer", "state")]
     averages = {path[2]: path for path in states if path[3] == AVERAGE + average}
     if not averages:
-        known = {path[3].split(".")[1] for path in states if path[3].startswith(AVERAGE)}
+        stored = {path[3].split(".")[1] for path in states if path[3].startswith(AVERAGE)}
         raise ValueError(
-            f"weights: expected the name of an average in the checkpoint, {sorted(known)}, got "
+            f"weights: expected the name of an average in the checkpoint, {sorted(stored)}, got "
             f"{average!r}; averages={{'ema': 0.999}} of shard() makes one"
         )
     return {**names, **averages}

@@ -96,7 +96,7 @@ def merge(by_rank: Mapping[int, LocalInventory]) -> Inventory:
             extra.setdefault(name, rank)
     for name, rank_by_replica in replicas.items():
         _check_tiled(name, rank_by_replica)
-    shapes = {name: next(iter(known)).region.shape for name, known in replicas.items()}
+    shapes = {name: next(iter(copies)).region.shape for name, copies in replicas.items()}
     for name, region in buffers:
         if shapes.setdefault(name, region.shape) != region.shape:
             raise ValueError(
@@ -106,9 +106,9 @@ def merge(by_rank: Mapping[int, LocalInventory]) -> Inventory:
     lists_of_groups = zip(*(content.groups for content in ranks.values()), strict=True)
     groups = [[n for n in _in_model_order(lists) if n not in ties] for lists in lists_of_groups]
     trained = {
-        name: any(replica.cut for replica in known)
-        for name, known in replicas.items()
-        if next(iter(known)).trained
+        name: any(replica.cut for replica in copies)
+        for name, copies in replicas.items()
+        if next(iter(copies)).trained
     }
     return Inventory(shapes, trained, groups, ties, buffers, extra)
 

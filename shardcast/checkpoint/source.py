@@ -81,8 +81,8 @@ def from_tensors(
     """Return a source of what is in memory, or mapped into it."""
     values = {model_path(name): value for name, value in weights.items()} | {
         state_path(name, key): value
-        for name, known in state.items()
-        for key, value in known.items()
+        for name, tensors in state.items()
+        for key, value in tensors.items()
     }
 
     def read(views: Sequence[ShardView]) -> None:
@@ -94,7 +94,7 @@ def from_tensors(
     return StateSource(
         where,
         {name: _stored(value) for name, value in weights.items()},
-        {name: {k: _stored(v) for k, v in known.items()} for name, known in state.items()},
+        {name: {k: _stored(v) for k, v in tensors.items()} for name, tensors in state.items()},
         read,
     )
 

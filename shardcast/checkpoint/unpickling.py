@@ -36,8 +36,8 @@ class _Properties(TensorProperties):
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple):
-            known = TensorProperties().__getstate__()
-            state = (*state[: len(known)], *known[len(state) :])
+            defaults = TensorProperties().__getstate__()
+            state = (*state[: len(defaults)], *defaults[len(state) :])
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__class__ = TensorProperties  # type: ignore[assignment]  # for torch to read again
 

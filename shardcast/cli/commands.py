@@ -220,9 +220,9 @@ def _try(group: Any, device_type: str) -> str:
             f"fp32 weights: expected those of plain torch.optim.AdamW, got {difference:.1e} off"
         )
     low = _trained(device, torch.bfloat16)
-    of_rank_0 = low.clone()
-    dist.broadcast(of_rank_0, 0, group=group)
-    if not torch.equal(of_rank_0, low):
+    first = low.clone()  # as on rank 0
+    dist.broadcast(first, 0, group=group)
+    if not torch.equal(first, low):
         raise RuntimeError("bf16 weights: expected equal ones on all ranks, got different ones")
     return f"fp32 {difference:.0e} from plain torch, bf16 ranks equal"
 

@@ -225,7 +225,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     cells = [_cells(row) for row in rows]
     return [
         *(
-            f"{name:>26}{''.join(f'{of_size[name]:>12}' for of_size in cells)}"
+            f"{name:>26}{''.join(f'{column[name]:>12}' for column in cells)}"
             f"  {LEGEND.get(name, '')}".rstrip()
             for name in cells[0]
         ),

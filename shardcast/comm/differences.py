@@ -21,9 +21,9 @@ def differing(comm: Comm, lines: Sequence[str], device: torch.device) -> Runtime
     # Parameters are indented deepest: a difference is named there before it is in totals.
     ordered = sorted(lines, key=lambda line: len(line.lstrip()) - len(line))
     # No rank gets the lines of all the others, which of a thousand ranks are gigabytes.
-    of_rank_0 = comm.share(ordered, device)
-    longest = max(len(of_rank_0), len(ordered))
-    places = (n for n in range(longest) if of_rank_0[n : n + 1] != ordered[n : n + 1])
+    reference = comm.share(ordered, device)  # rank 0's
+    longest = max(len(reference), len(ordered))
+    places = (n for n in range(longest) if reference[n : n + 1] != ordered[n : n + 1])
     first = min(comm.exchange(next(places, longest), device))
     fact = ordered[first].strip() if first < len(ordered) else "(nothing)"
     return RuntimeError(

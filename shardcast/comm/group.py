@@ -82,8 +82,8 @@ class TensorCollectives:
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""
-        if (known := self._backends.get(device.type)) is not None:
-            return known
+        if (cached := self._backends.get(device.type)) is not None:
+            return cached
         group = self.group
         if group is None:
             return "none"
@@ -107,8 +107,8 @@ class TensorCollectives:
         if self.size == 1:
             return
         received = tensor.contiguous()
-        known = received.dtype in BROADCAST
-        wire = received if known else received.view(-1).view(torch.uint8)
+        is_supported = received.dtype in BROADCAST
+        wire = received if is_supported else received.view(-1).view(torch.uint8)
         with Work(self, "a broadcast", about):
             dist.broadcast(wire, group=self.group, group_src=source)
         if received is not tensor:
@@ -148,12 +148,12 @@ class TensorCollectives:
             by_dtype.setdefault(pair[0].dtype, []).append(pair)
         work = Work(self, "all-gathers", about)
         with work:
-            for of_dtype in by_dtype.values():
-                if len(of_dtype) > 1 and self.backend(of_dtype[0][0].device) in GROUPED:
-                    work.launched += [groups.all_gather_several(of_dtype, self.group, async_op)]
+            for alike in by_dtype.values():
+                if len(alike) > 1 and self.backend(alike[0][0].device) in GROUPED:
+                    work.launched += [groups.all_gather_several(alike, self.group, async_op)]
                 else:
                     work.launched += [
-                        _compat.all_gather_flat(*pair, self.group, async_op) for pair in of_dtype
+                        _compat.all_gather_flat(*pair, self.group, async_op) for pair in alike
                     ]
         return work
 
@@ -275,11 +275,11 @@ class Work:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return
         comm.watch.gave_up = True
-        known = "" if Watch.lookout is None else Watch.lookout.last_known(comm)
-        seen = f"Where they were seen last: {known}. " if known else ""
+        places = "" if Watch.lookout is None else Watch.lookout.last_known(comm)
+        sentence = f"Where they were seen last: {places}. " if places else ""
         raise RuntimeError(
             f"rank {comm.rank} of {comm.size} waited for the other ranks in {self}, "
-            f"after {comm.steps} steps, and the process group gave up: {error}. {seen}Usually "
+            f"after {comm.steps} steps, and the process group gave up: {error}. {sentence}Usually "
             "another rank made other calls (one more batch, two steps, or clip_grad_norm_, "
             "full_state_dict, save or the like on some ranks only), raised an error of its own, or "
             "ended: look at what the others were doing. See 'waited for the other ranks' in "

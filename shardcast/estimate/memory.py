@@ -119,9 +119,9 @@ def estimate(
     originals = OptimizerList.of(optimizer)
     for each in originals.optimizers:
         if type(each) not in KNOWN:
-            known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
+            names = ", ".join(sorted(kind.__name__ for kind in KNOWN))
             raise ValueError(
-                f"optimizer: expected one of {known}, got {type(each).__name__}; the state of "
+                f"optimizer: expected one of {names}, got {type(each).__name__}; the state of "
                 "others is not known before they run: see optimizer.memory_report() after a step"
             )
     for name, count in (("world_size", world_size), ("micro_batches", micro_batches)):
@@ -164,7 +164,7 @@ def estimate(
             for span, count in zip(pack.spans, count_marks(pack), strict=True):
                 marks[span.owner] += count * mark
         live += pack.nbytes - sum(plan.params[slot.name].nbytes for slot in pack.slots)
-    ranks = [_Share(*map(sum, zip(*of_rank, strict=True))) for of_rank in shares]
+    ranks = [_Share(*map(sum, zip(*packs, strict=True))) for packs in shares]
     owned = [rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks]
     held = [*map(sum, zip(owned, marks, strict=True))]
     most = held.index(max(held))
@@ -306,10 +306,10 @@ def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
     staged = pack.numel * MASTER_DTYPE.itemsize
     if in_place:  # what is staged becomes the pack
         return staged
-    beside = 0  # where the staging becomes the masters
+    copied = 0  # where the staging becomes the masters
     if numel < pack.numel or config.offload or not codec.plain:
-        beside = masters + min(numel, FILL) * codec.encoding_bytes
-    return staged + max(0, pack.nbytes + beside - sum(param.nbytes for param in params))
+        copied = masters + min(numel, FILL) * codec.encoding_bytes
+    return staged + max(0, pack.nbytes + copied - sum(param.nbytes for param in params))
 
 
 def _sync_launches(

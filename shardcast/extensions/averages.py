@@ -91,9 +91,9 @@ class Averages(StepHook):
     def check(self, call: str, name: str) -> None:
         """Raise for a name that is no average."""
         if name not in self._names:
-            known = ", ".join(map(repr, self._names)) or "none"
+            names = ", ".join(map(repr, self._names)) or "none"
             raise ValueError(
-                f"{call}: expected the name of an average, {known}, got {name!r}; "
+                f"{call}: expected the name of an average, {names}, got {name!r}; "
                 "averages={'ema': 0.999} of shard() makes one"
             )
 

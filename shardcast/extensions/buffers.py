@@ -70,12 +70,12 @@ class Buffers(StepHook):
         stages = self._stages if self._comm.size > 1 else ()
         self._modules = [pair for stage in stages for pair in stage.named_modules()]
         self._warned = set[str]()
-        found = [*self._found()]
-        self._known = {(module, key) for _, module, key, _ in found}
+        entries = [*self._found()]
+        self._known = {(module, key) for _, module, key, _ in entries}
         self._registered = self._count()
         self._places = [
             Place(name, module, key, buffer.shape, buffer.dtype, buffer.device)
-            for name, module, key, buffer in found
+            for name, module, key, buffer in entries
             if is_dense(buffer) and not self._is_left_out(name)
         ]
         self._of_root: dict[nn.Module, list[Place]] = {}
@@ -120,19 +120,19 @@ class Buffers(StepHook):
     def _broadcast(self, places: Sequence[Place]) -> None:
         """Send buffers in one message, as bytes. Its length depends on no rank's edits."""
         for device in dict.fromkeys(place.device for place in places):
-            of_device = [place for place in places if place.device == device]
-            found = [place.buffer() for place in of_device]
+            alike = [place for place in places if place.device == device]
+            buffers = [place.buffer() for place in alike]
             # ``.data``: a graph of an earlier forward, which has saved the buffer, stays usable.
             dense = [
                 self._missing(place) if buffer is None else buffer.data.contiguous()
-                for place, buffer in zip(of_device, found, strict=True)
+                for place, buffer in zip(alike, buffers, strict=True)
             ]
             pieces = [value.reshape(-1).view(torch.uint8) for value in dense]
             message = torch.cat(pieces)
             self._comm.broadcast(message, 0, "buffers")
             if self._comm.rank != 0:
                 torch._foreach_copy_(pieces, message.split([piece.numel() for piece in pieces]))
-                for buffer, value in zip(found, dense, strict=True):
+                for buffer, value in zip(buffers, dense, strict=True):
                     if buffer is not None and not buffer.is_contiguous():
                         copy_strided_(buffer.data, value)
 

@@ -51,13 +51,13 @@ def global_index(param: Tensor, index: Tensor) -> Tensor:
     """
     if not _compat.is_dtensor(param):
         return index
-    local, found, stride = _compat.local_tensor(param), torch.zeros_like(index), 1
+    local, indices, stride = _compat.local_tensor(param), torch.zeros_like(index), 1
     for dim in reversed(range(local.dim())):
         where = dtensor.indices_of(param, dim).to(index.device)
-        found += where[index % len(where)] * stride
+        indices += where[index % len(where)] * stride
         index = index // len(where)
         stride *= param.shape[dim]
-    return found
+    return indices
 
 
 def lanes(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -173,8 +173,8 @@ class Metrics(StepHook):
         values = (grad, weight, update, update / weight, swallowed / numel)
         columns = torch.stack(values, dim=1).float().unbind()
         return {
-            label: dict(zip(NAMES, of.unbind(), strict=True))
-            for label, of in zip(labels, columns, strict=True)
+            label: dict(zip(NAMES, numbers.unbind(), strict=True))
+            for label, numbers in zip(labels, columns, strict=True)
         }
 
     def _chosen(self, patterns: str | Mapping[str, str]) -> tuple[list[str], Tensor, Tensor]:

@@ -139,8 +139,8 @@ class FailureSignal(Signal):
             texts = known(self.error_here, self._comm, self._device)
             step, in_row = self._steps + 1, int(self.numbers[0]) + 1
         else:
-            in_row, _, *seen = self.numbers.tolist()
-            texts = dict(enumerate(_names(seen)))
+            in_row, _, *letters = self.numbers.tolist()
+            texts = dict(enumerate(_names(letters)))
             step = self._steps
         told = [(rank, text) for rank, text in texts.items() if text]
         self.failures += [Failure(step, *fact) for fact in told]
@@ -154,11 +154,11 @@ class FailureSignal(Signal):
         return None
 
     def note(self, decision: Decision) -> None:
-        in_row, by_failure, seen = self.numbers.split([1, 1, self._nothing.numel()])
+        in_row, by_failure, letters = self.numbers.split([1, 1, self._nothing.numel()])
         has_failed = self._count > 0
         in_row.copy_(torch.where(has_failed, in_row + 1, 0.0))
         by_failure.copy_(torch.where(decision.skip, has_failed, by_failure))
-        seen.copy_(torch.where(has_failed, self._seen, seen))
+        letters.copy_(torch.where(has_failed, self._seen, letters))
 
     def reason(self, numbers: Sequence[float]) -> tuple[str, str] | None:
         if not numbers[1]:
@@ -276,8 +276,8 @@ class Attempts(StepHook):
                 "attempt: expected a model whose ranks meet in no forward, got nn.SyncBatchNorm; a "
                 "rank that fails before it would leave the others waiting"
             )
-        given = reduce.divisor.given is not None
-        if given and self._optimizer.config.on_error.action == "drop":
+        has_divisor = reduce.divisor.given is not None
+        if has_divisor and self._optimizer.config.on_error.action == "drop":
             raise RuntimeError(
                 "attempt: optimizer.divisor says what the sum is divided by, whoever takes part; "
                 "with on_error='drop' leave it out, and call optimizer.count for a mean over tokens"
@@ -358,10 +358,10 @@ def _fits(config: ShardcastConfig, dims: ParallelDims, _draws: str) -> None:
     )
 
 
-def _refuse(config: ShardcastConfig, beside: Mapping[str, bool]) -> None:
-    if found := [what for what, is_so in beside.items() if is_so]:
+def _refuse(config: ShardcastConfig, conflicts: Mapping[str, bool]) -> None:
+    if names := [name for name, is_so in conflicts.items() if is_so]:
         raise ValueError(
-            f"on_error: expected 'raise' beside {found[0]}, got {config.on_error.action!r}; a rank "
+            f"on_error: expected 'raise' beside {names[0]}, got {config.on_error.action!r}; a rank "
             "that fails could not be left out"
         )
 

@@ -154,8 +154,8 @@ class ReplicaSignal(Signal):
                 text = f"{kind} of rank {', '.join(map(str, outliers[:SHOWN]))} differ from those "
                 facts.append(text + ("of the other ranks" if self._ranks > 2 else "of rank 0"))
         if mistakes[0]:
-            of_packs = zip(self.packs, _differing(packs).tolist(), strict=True)
-            if first := [name for name, flag in of_packs if flag]:  # equal by chance else
+            pairs = zip(self.packs, _differing(packs).tolist(), strict=True)
+            if first := [name for name, differs in pairs if differs]:  # equal by chance else
                 facts[0] += (
                     f", first in the pack that begins with {first[0]!r} ({len(first)} of "
                     f"{len(self.packs)} packs)"
@@ -179,8 +179,8 @@ def _compared(digests: Tensor, ranks: int) -> Tensor:
 
 def _differing(sums: Tensor) -> Tensor:
     """Which digests differ over the ranks, by sums of what :func:`_compared` gave."""
-    of_digests, of_squares = sums.chunk(2)
-    return torch.addcmul(of_squares, of_digests, of_digests) != 0
+    totals, squares = sums.chunk(2)
+    return torch.addcmul(squares, totals, totals) != 0
 
 
 class ReplicaCheck(StepHook):
@@ -229,14 +229,14 @@ class ReplicaCheck(StepHook):
         shards = [shard for shard in optimizer.shards if shard.grads is not None]
         plain = [shard for shard in shards if shard.pack.layout.pack_groups.shard == PLAIN]
         hashes, ranks = [self._hash(shard.pack.data) for shard in plain], optimizer.comm.size
-        of_buffers, zero = self._of_buffers, self._hash.joined(())
-        both = [self._hash.joined(hashes), zero if of_buffers is None else of_buffers]
+        buffers, zero = self._of_buffers, self._hash.joined(())
+        both = [self._hash.joined(hashes), zero if buffers is None else buffers]
         rows = torch.stack([hash_ >> (64 - KEPT) for hash_ in both]) & ((1 << KEPT) - 1)
         signal.packs = [shard.pack.layout.slots[0].name for shard in plain]
         signal.masters = differing, _ = self._masters(shards)
         head = zero.new_zeros(3, dtype=torch.float64)
         head[0] = differing.any()
-        head[1].fill_(of_buffers is None)
+        head[1].fill_(buffers is None)
         head[2].fill_(self._made if optimizer.comm.rank == 0 else 0)
         signal.part = torch.cat(
             [
@@ -250,12 +250,12 @@ class ReplicaCheck(StepHook):
     def _masters(self, shards: Sequence[Shard]) -> tuple[Tensor, list[str]]:
         """Where masters that several ranks update differ over them, and parameters of experts."""
         optimizer, names, flags = self._optimizer, list[str](), list[Tensor]()
-        for comm, of_comm in self._copies(shards):
-            hashes = [self._hash(part) for _, part in of_comm]
+        for comm, copies in self._copies(shards):
+            hashes = [self._hash(part) for _, part in copies]
             sums = _compared(self._digests(hashes, PARTS), comm.size)
             comm.all_reduce(sums, "replica_check")
             flags.append(_differing(sums).view(PARTS, -1).any(0))
-            names += [shard.pack.layout.slots[0].name for shard, _ in of_comm]
+            names += [shard.pack.layout.slots[0].name for shard, _ in copies]
         nothing = torch.zeros(0, dtype=torch.bool, device=optimizer.device)
         return torch.cat([nothing, *flags]), names
 
@@ -269,10 +269,10 @@ class ReplicaCheck(StepHook):
                 by_name.setdefault(groups.shard, []).append((shard, shard.pack.data))
             for name in groups.reduce:  # over which gradients are added, in one order for all
                 by_name.setdefault(name, []).append((shard, self._of_masters(shard)))
-        for name, of_name in sorted(by_name.items()):
+        for name, copies in sorted(by_name.items()):
             comm = process_groups.comm(name)
             if comm.size > 1:
-                yield comm, of_name
+                yield comm, copies
 
     def _of_masters(self, shard: Shard) -> Tensor:
         """One hash of the masters, 0-dim, however they are kept."""

@@ -103,7 +103,7 @@ class ShardedGradients(Gradients):
     @torch.no_grad()
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
         """Take gradients that a script set after the reduction, or zeroed, for means."""
-        found = False
+        has_taken = False
         for position in range(len(self.pack.params)) if positions is None else positions:
             grad = self.pack.params[position].grad
             if grad is None:
@@ -116,12 +116,12 @@ class ShardedGradients(Gradients):
                     self.pack.params[position].grad = None
                     self.show(position)
                 continue
-            found = True
+            has_taken = True
             check_given(self.pack, position, grad)
             shift = self.pack.own.start - self.pack.layout.slots[position].offset
             self.own[part].copy_(grad.reshape(-1)[part.start + shift : part.stop + shift])
             self.show(position)
-        return found
+        return has_taken
 
     @torch.no_grad()
     def zero(self, set_to_none: bool) -> None:

@@ -37,8 +37,8 @@ def assign_groups(
         for number, owner, group in packed.originals.numbered()
         if place in (None, number.optimizer)
     ]
-    known = groups[: len(present)]
-    params = [[*map(id, group["params"])] for group in known]
+    replaced = groups[: len(present)]
+    params = [[*map(id, group["params"])] for group in replaced]
     if params != [[*map(id, group["params"])] for _, group in present]:
         raise ValueError(
             "param_groups: expected the present groups with their parameters in order, got "
@@ -46,7 +46,7 @@ def assign_groups(
         )
     for optimizer in {id(owner): owner for owner, _ in present}.values():
         optimizer.param_groups[:] = [
-            group for group, (owner, _) in zip(known, present, strict=True)
+            group for group, (owner, _) in zip(replaced, present, strict=True)
             if owner is optimizer
         ]  # fmt: skip
     return list(groups[len(present) :])

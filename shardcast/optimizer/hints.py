@@ -49,16 +49,16 @@ def install(model: nn.Module, dtypes: Set[torch.dtype]) -> None:
     if _installed:
         return
     _installed = True
-    of_main, of_threads = sys.excepthook, threading.excepthook
+    in_main, in_thread = sys.excepthook, threading.excepthook
 
     def ends_script(kind: Any, error: BaseException, trace: Any) -> None:
         explain(error)
-        of_main(kind, error, trace)
+        in_main(kind, error, trace)
 
     def ends_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:
             explain(args.exc_value)
-        of_threads(args)
+        in_thread(args)
 
     sys.excepthook, threading.excepthook = ends_script, ends_thread
 

@@ -33,16 +33,16 @@ def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
 
     def before_step(optimizer: torch.optim.Optimizer) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
-        found = [
+        trained = [
             repr(name)
             for param in params
             if param.grad is not None and (name := name_of(param)) and not is_reduced(param)
         ]
-        if found:
+        if trained:
             end()
-            listed = ", ".join(found[:SHOWN])
+            listed = ", ".join(trained[:SHOWN]) + ", ..." * (len(trained) > SHOWN)
             warn_first(
-                f"{type(optimizer).__name__} trains {listed}{', ...' * (len(found) > SHOWN)} of a "
+                f"{type(optimizer).__name__} trains {listed} of a "
                 "sharded model, which no optimizer that was given to shardcast.shard holds: DDP "
                 "would average these gradients over the ranks, here each rank keeps its own. Shard "
                 "both optimizers together, shardcast.shard(model, [one, other])"

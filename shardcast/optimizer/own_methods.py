@@ -22,10 +22,10 @@ def find(packed: PackedOptimizer, name: str, decide: Callable[[], Decision]) -> 
     Raises:
         AttributeError: none has it, or it cannot be called on masters of one rank alone.
     """
-    methods = [update.own_method(name) for update in packed.updates]
-    found = [method for method in methods if method is not None]
-    if len(found) == 1:
-        return partial(_call, packed, found[0], name, decide)
+    offered = (update.own_method(name) for update in packed.updates)
+    methods = [method for method in offered if method is not None]
+    if len(methods) == 1:
+        return partial(_call, packed, methods[0], name, decide)
     raise _without(name, packed.originals.optimizers)
 
 

@@ -142,17 +142,17 @@ class PackedOptimizer:
 
     def step_state(self) -> dict[str, Any]:
         """Loss scale, skipped steps, and the state of signals and step hooks: plain numbers."""
-        of_hooks = {hook.name: state for hook in self.step_hooks if (state := hook.state_dict())}
+        hooks = {hook.name: state for hook in self.step_hooks if (state := hook.state_dict())}
         state = self.decider.state_dict()
-        return {**state, "hooks": of_hooks} if of_hooks else state
+        return {**state, "hooks": hooks} if hooks else state
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`step_state`."""
         self.decider.load_state_dict(state)
-        of_hooks = state.get("hooks", {})
+        hooks = state.get("hooks", {})
         for hook in self.step_hooks:
-            if hook.name in of_hooks:
-                hook.load_state_dict(of_hooks[hook.name])
+            if hook.name in hooks:
+                hook.load_state_dict(hooks[hook.name])
 
     def averages_of(self, call: str, name: str) -> Any:
         """The averages, for a ``call`` with the ``name`` of one; ValueError where there is none."""

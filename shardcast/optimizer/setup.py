@@ -216,8 +216,8 @@ def agreed(
 
     def ready() -> Plan:
         plan = planned()
-        beside = (*plan.outside.items(), *plan.model.named_buffers())
-        validate.check_memory(plan.params, beside)
+        outside = (*plan.outside.items(), *plan.model.named_buffers())
+        validate.check_memory(plan.params, outside)
         return plan
 
     plan = process_groups.everyone.together(ready, device, call)

@@ -50,8 +50,8 @@ def _matching(model: nn.Module, rule: KeepRule) -> list[nn.Module]:
     if rule == "norms":
         return [module for module in model.modules() if isinstance(module, NORMS)]
     if isinstance(rule, type):
-        of_class = (module for module in model.modules() if isinstance(module, rule))
-        return [inside for module in of_class for inside in module.modules()]
+        outer = (module for module in model.modules() if isinstance(module, rule))
+        return [inside for module in outer for inside in module.modules()]
     test = partial(_is_named, rule) if isinstance(rule, str) else rule
     return [
         module

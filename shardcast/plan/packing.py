@@ -145,8 +145,8 @@ def plan_packs(
     owners: dict[str, int] = {}
     undivided = [param for param in params if by_group[param.group] == "whole"]
     for cut in dict.fromkeys(param.pack_groups.shard for param in undivided):
-        of_group = [param for param in undivided if param.pack_groups.shard == cut]
-        owners |= assign_owners(of_group, parallel_dims.ranks(of_group[0].pack_groups))
+        alike = [param for param in undivided if param.pack_groups.shard == cut]
+        owners |= assign_owners(alike, parallel_dims.ranks(alike[0].pack_groups))
     packs = []
     for index, members in enumerate(bins, first):
         key = members[0].pack_key

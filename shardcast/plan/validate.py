@@ -32,7 +32,7 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_memory(
-    named: Mapping[str, nn.Parameter], beside: Iterable[tuple[str, Tensor]] = ()
+    named: Mapping[str, nn.Parameter], outside: Iterable[tuple[str, Tensor]] = ()
 ) -> None:
     """Raise ValueError for a tensor without memory, or a parameter with that of another one.
 
@@ -40,9 +40,9 @@ def check_memory(
 
     Args:
         named: parameters that are packed.
-        beside: tensors that are not.
+        outside: tensors that are not.
     """
-    for name, tensor in (*named.items(), *beside):
+    for name, tensor in (*named.items(), *outside):
         if tensor.is_meta:
             raise ValueError(
                 f"model: {name!r} is on the meta device and was never materialised; call "
@@ -126,10 +126,10 @@ def check_groups(
         return {name: number for name, number in groups.items() if number == added}
     if not groups:
         raise ValueError("optimizer: its groups hold no parameter; add the model's parameters")
-    left = [name for param, name in names.items() if name not in groups and param.requires_grad]
-    if len(originals.optimizers) > 1 and left:
+    unheld = [n for param, n in names.items() if n not in groups and param.requires_grad]
+    if len(originals.optimizers) > 1 and unheld:
         raise ValueError(
-            f"optimizer: parameter {left[0]!r} is in none of {originals.name}; add it to one, or "
+            f"optimizer: parameter {unheld[0]!r} is in none of {originals.name}; add it to one, or "
             "freeze it with requires_grad_(False)"
         )
     return groups

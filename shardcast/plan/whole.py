@@ -47,9 +47,9 @@ def plan_whole(
     for param in members:
         owned[owners[param.name]].append(param)
     for owner, params in enumerate(owned):
-        of_owner, end = placed(params, offset, align)
+        own_slots, end = placed(params, offset, align)
         end = end if world_size == 1 else round_up(end, align)
-        slots += of_owner
+        slots += own_slots
         spans.append(Span(owner, offset, end))
         offset = end
     return tuple(slots), tuple(spans)

@@ -56,8 +56,8 @@ class PendingCollective:
 
     def __str__(self) -> str:
         kind = MESSAGE if self.record.op == MESSAGE else "collective"
-        of_group = f" of {self.record.group}" if self.record.group else ""
-        return f"{kind} {self.record.seq}{of_group}"
+        group = f" of {self.record.group}" if self.record.group else ""
+        return f"{kind} {self.record.seq}{group}"
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -54,8 +54,8 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
         TypeError: its class cannot be sharded over any number of ranks; names the remedy.
     """
     if is_known(optimizer):
-        of_muon = isinstance(optimizer, torch.optim.Muon)
-        return OptimizerTraits(elementwise=False, cost=update_cost if of_muon else None)
+        is_muon = isinstance(optimizer, torch.optim.Muon)
+        return OptimizerTraits(elementwise=False, cost=update_cost if is_muon else None)
     _refuse_holder(optimizer)
     _refuse_common_state(optimizer)
     if not _can_be_copied(optimizer):

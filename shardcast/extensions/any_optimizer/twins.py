@@ -180,8 +180,8 @@ def unnoticed() -> Iterator[Callable[[], bool]]:
     numpy = sys.modules.get("numpy")
 
     def states() -> list[Any]:
-        of_numpy = numpy.random.get_state(legacy=False) if numpy else None
-        return [random.getstate(), of_numpy, torch.get_rng_state().tolist()]
+        numpys = numpy.random.get_state(legacy=False) if numpy else None
+        return [random.getstate(), numpys, torch.get_rng_state().tolist()]
 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     host = torch.get_default_device().type == "cpu"

@@ -47,12 +47,12 @@ class MeshGroups(ProcessGroups):
 
 def _tied(plan: Plan, ties: Sequence[Tie]) -> dict[Tie, str]:
     """Return what both stages must have alike of a weight that they share."""
-    known = {name: f"{param.dtype}, in no group" for name, param in plan.outside.items()}
+    plans = {name: f"{param.dtype}, in no group" for name, param in plan.outside.items()}
     for pack in plan.new:
         trained = "trained" if pack.requires_grad else "frozen"
         fact = f"{pack.dtype}, {trained}, in group {pack.group}"
-        known |= {slot.name: fact for slot in pack.slots if pack.pack_groups.replicate}
-    facts = {tie: known.get(tie.first, known.get(tie.second)) for tie in ties}
+        plans |= {slot.name: fact for slot in pack.slots if pack.pack_groups.replicate}
+    facts = {tie: plans.get(tie.first, plans.get(tie.second)) for tie in ties}
     return {tie: fact or "not among the new parameters" for tie, fact in facts.items()}
 
 

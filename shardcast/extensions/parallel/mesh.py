@@ -222,11 +222,11 @@ def _check_pairs(by_stage: Sequence[Sequence[tuple[str, ...]]]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     refused = {
         f"(name on its first holder, name on the other), got {pairs}": (
-            any(len(pair) != 2 for of_stage in by_stage for pair in of_stage)
+            any(len(pair) != 2 for listed in by_stage for pair in listed)
         ),
         "the same names on all pipeline stages, got "
         f"{by_rank(enumerate(map(str, by_stage)))}; pass all ties to every rank": (
-            any(of_stage != pairs for of_stage in by_stage)
+            any(listed != pairs for listed in by_stage)
         ),
         f"each weight in one pair, got {twice!r} in two; a weight can be held by two pipeline "
         "stages, not by three": twice is not None,

@@ -123,11 +123,11 @@ class Sleep(StepHook):
         Raises:
             RuntimeError, OSError: on every rank, one of which has no memory, or cannot read.
         """
-        optimizer, found = self._optimizer, list[torch.UntypedStorage]()
+        optimizer, storages = self._optimizer, list[torch.UntypedStorage]()
         everyone, device = optimizer.process_groups.everyone, optimizer.device
         moved = sum(memory.nbytes for memory in self._memories)
-        everyone.together(lambda: found.extend(self._allocated()), device, "wake")
-        self._restore(found)
+        everyone.together(lambda: storages.extend(self._allocated()), device, "wake")
+        self._restore(storages)
         return moved
 
     @contextmanager
@@ -167,17 +167,17 @@ class Sleep(StepHook):
     def _found(self, kept: set[str]) -> list[Memory]:
         """The storages to be moved; each is what the first tensor in it is."""
         optimizer = self._optimizer
-        found: dict[int, Memory | None] = {}
+        memories: dict[int, Memory | None] = {}
         for kind, label, tensor in self._tensors():
             address = tensor.untyped_storage().data_ptr()
             if not address or tensor.device.type != optimizer.device.type:
                 continue
-            if address not in found:
+            if address not in memories:
                 stays = kind in kept or (optimizer.config.offload and kind != "parameters")
-                found[address] = None if stays else Memory(tensor, label)
-            if (memory := found[address]) is not None:
+                memories[address] = None if stays else Memory(tensor, label)
+            if (memory := memories[address]) is not None:
                 memory.add(tensor)
-        return [memory for memory in found.values() if memory is not None]
+        return [memory for memory in memories.values() if memory is not None]
 
     def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """What is kept for elements: its kind, a label, the very tensor."""
@@ -291,13 +291,13 @@ class Sleep(StepHook):
         return [memory.allocate(self._file) for memory in self._memories]
 
     @torch.no_grad()
-    def _restore(self, found: list[torch.UntypedStorage] | None = None) -> None:
+    def _restore(self, storages: list[torch.UntypedStorage] | None = None) -> None:
         """Have everything where it was. Local."""
         if not self._sleeps:
             return
         optimizer = self._optimizer
-        found = self._allocated() if found is None else found
-        for memory, storage in zip(self._memories, found, strict=True):
+        storages = self._allocated() if storages is None else storages
+        for memory, storage in zip(self._memories, storages, strict=True):
             memory.put(storage)
         written = list[str]()
         for shard, stand_ins in self._stand_ins:

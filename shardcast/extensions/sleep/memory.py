@@ -91,11 +91,11 @@ class Memory:
             values.copy_(self._host, non_blocking=True)
             return values.untyped_storage()
         for piece in values.split(PIECE):
-            here = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
-            if file.readinto(_buffer(here)) != len(piece):  # type: ignore[attr-defined]
+            on_host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
+            if file.readinto(_buffer(on_host)) != len(piece):  # type: ignore[attr-defined]
                 raise OSError("wake: the file of a sleeping optimizer is shorter than it was")
-            if here is not piece:
-                piece.copy_(here)
+            if on_host is not piece:
+                piece.copy_(on_host)
         return values.untyped_storage()
 
     def put(self, storage: torch.UntypedStorage) -> None:

@@ -79,7 +79,7 @@ class Lookout:
         if observed is not None:
             with contextlib.suppress(Exception):  # the store may have gone
                 observed.forget()
-        if all(other.is_idle for other in list(self._observed)):
+        if all(watched.is_idle for watched in list(self._observed)):
             self.stop()
 
     def last_known(self, comm: TensorCollectives) -> str:
